@@ -8,7 +8,7 @@ from typing import Literal
 from tenant.connections.channel import Wiretap
 from tenant.core.verifier import DEFAULT_COLUMNS
 
-Experts = Literal["all", "local"]
+Experts = Literal["all", "flat", "counts", "local"]
 """Where the experts of a mixture run."""
 
 
@@ -31,8 +31,13 @@ class Options:
         experts: where the experts of a mixture run (docs/experts.md). The router stays with the tenant in every mode:
             "all" sends every row to every expert, which shows nothing new and costs the number of experts divided by
             the number of experts per token, times more products and bytes;
+            "flat" sends rows to their experts, filled with dummy rows to the largest count, which providers see; for
+            training and prompts;
+            "counts" sends rows to their experts alone. Providers see how many rows each expert gets, and decoding is
+            refused;
             "local" keeps the experts on the tenant, which needs the full checkpoint and the memory for them.
             By default "all" if it costs x4 or less, else "local"; loading logs the choice and its price.
+        show_routes_while_decoding: allow decoding with experts = "counts", although a provider learns most tokens.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.
         pool_memory_mib: memory in MiB for pads drawn ahead.
@@ -52,6 +57,7 @@ class Options:
     weight_bits: int | None = None
     checkpoint: str | Path | None = None
     experts: Experts | None = None
+    show_routes_while_decoding: bool = False
     deadline_s: float = 120.0
     pool_memory_mib: int = 256
     row_bucket: int = 1

@@ -47,6 +47,9 @@ class Remote:
     checkpoint: Annotated[Path | None, typer.Option(help="The full checkpoint, if --model is a slim checkpoint.")] = (
         None
     )
+    experts: Annotated[
+        str | None, typer.Option(help="all, flat, counts, local: where the experts of a mixture run (docs/experts.md).")
+    ] = None
     status: Annotated[
         Path | None,
         typer.Option(

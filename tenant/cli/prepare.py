@@ -18,6 +18,9 @@ def prepare(
     slim: Annotated[
         Path | None, typer.Option(help="Also write a slim checkpoint, with your own tensors only, to this folder.")
     ] = None,
+    keep_experts: Annotated[
+        bool, typer.Option(help="Also write the experts of a mixture to the slim checkpoint, for --experts local.")
+    ] = False,
 ) -> None:
     """Make facts and verification keys from the full checkpoint and store them in the cache.
 
@@ -43,5 +46,5 @@ def prepare(
         )
     typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
     if slim is not None:
-        kept, left_out = write_slim(store, preparation.manifest, slim)
+        kept, left_out = write_slim(store, preparation.manifest, slim, keep_experts=keep_experts)
         typer.echo(f"{slim} holds {ledgers.size(kept)} of tensors; {ledgers.size(left_out)} stay at the providers")

@@ -34,6 +34,7 @@ from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.model.base_weights import BaseWeights
 from tenant.model.connect import open_backend
+from tenant.model.experts.decoding import refuse_decoding
 from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
 from tenant.model.offloaded import NO_DISK, OffloadedParameter, seal
@@ -69,6 +70,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
         if self.experts not in (None, *get_args(Experts)):
             raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
+        if self.show_routes_while_decoding and self.experts != "counts":
+            raise ConfigError("show_routes_while_decoding = True is for experts = 'counts'; leave it out")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
@@ -132,7 +135,10 @@ class RemoteQuantizer(HfQuantizer):
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
             weights = BaseWeights(self.quantization_config, folder)
-            split(model, backend, experts=self.quantization_config.experts, weights=weights)
+        mode = choose_mode(model, [facts.entry for facts in backend.facts], self.quantization_config.experts)
+        split(model, backend, experts=mode, weights=weights)
+        if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
+            refuse_decoding(model)
         check_stored(model, folder)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
@@ -252,9 +258,7 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
                 check_index(index)
 
 
-def split(
-    model: PreTrainedModel, backend: Backend, *, experts: Experts | None = None, weights: BaseWeights | None = None
-) -> None:
+def split(model: PreTrainedModel, backend: Backend, *, experts: Experts, weights: BaseWeights | None = None) -> None:
     """Replace each `nn.Linear` that the manifest names by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
 
     Stacks of experts are replaced by `OffloadedStack`s, unless the experts stay with the tenant. `weights` reads base
@@ -269,18 +273,17 @@ def split(
     def found_as(name: str) -> str | None:
         return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
 
-    mode = choose_mode(model, [facts.entry for facts in backend.facts], experts)
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     replaced: dict[nn.Module, RemoteLayer] = {}
     for index, facts in enumerate(backend.facts):
         group = LayerGroup(backend, index, weights)
         if facts.entry.experts > 1:
-            if mode == "local":
+            if experts == "local":
                 continue
             name = facts.entry.members[0]
             ignored.add(rf"(^|\.){re.escape(name.removeprefix(prefix))}$")
             if (found := found_as(name.rpartition(".")[0])) is not None:
-                offload(modules[found], facts.entry, group)
+                offload(modules[found], facts.entry, group, experts)
             continue
         for member, (name, outputs) in enumerate(zip(facts.entry.members, facts.entry.outputs, strict=True)):
             ignored.update(rf"(^|\.){re.escape(name.removeprefix(prefix))}\.{kind}$" for kind in ("weight", "bias"))

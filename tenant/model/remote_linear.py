@@ -136,10 +136,11 @@ def _state(x: Tensor) -> tuple[object, ...]:
     """Everything besides the tensor object that a group's outputs depend on: version, gradient modes and dtype."""
     version = None if x.is_inference() else x._version
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return version, x.requires_grad, modes, _output_dtype(x)
+    return version, x.requires_grad, modes, output_dtype(x)
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
+def output_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product of `x`: that of autocast where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -147,7 +148,7 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 class _GroupLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: LayerGroup) -> tuple[Tensor, ...]:
-        return compiled.forward(group, x, _output_dtype(x))
+        return compiled.forward(group, x, output_dtype(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup], output: tuple[Tensor, ...]) -> None:

@@ -15,13 +15,14 @@ from tenant.preparation.own_tensors import tokenizer_files
 _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; no code and no pickles
 
 
-def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[int, int]:
+def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_experts: bool = False) -> tuple[int, int]:
     """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
 
     Args:
         store: the full checkpoint.
         manifest: the manifest of the providers' weights.
         folder: a new or empty folder.
+        keep_experts: also write the experts of a mixture, for `RemoteConfig(experts="local")`.
 
     Returns:
         (bytes of tensors written, bytes of tensors left out).
@@ -31,7 +32,7 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
         StorageError: the folder cannot be written; no partial folder is left.
     """
     check_unused(folder)
-    served = {member for group in manifest.groups for member in group.members}
+    served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}
     kept, left_out = {}, 0
     with Checkpoint(store.path) as checkpoint:
         for name in checkpoint.names():

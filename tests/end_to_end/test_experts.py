@@ -48,9 +48,11 @@ def trained_and_generated(config: RemoteConfig, path: Path) -> tuple[Any, list[T
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-def test_masked_experts_are_the_simulated_ones(served: LocalFederation) -> None:
-    _, expected = trained_and_generated(RemoteConfig(masking="simulate", experts="all"), served.model)
-    config = RemoteConfig(federation=served.federation, masking="pad", experts="all")
+@pytest.mark.parametrize("mode", ["all", "flat", "counts"])
+def test_masked_experts_are_the_simulated_ones(mode: Any, served: LocalFederation) -> None:
+    experts: dict[str, Any] = {"experts": mode, "show_routes_while_decoding": mode == "counts"}
+    _, expected = trained_and_generated(RemoteConfig(masking="simulate", **experts), served.model)
+    config = RemoteConfig(federation=served.federation, masking="pad", **experts)
     ledger, found = trained_and_generated(config, served.model)
     assert len(found) == len(expected) > 5
     assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))

@@ -1,10 +1,12 @@
 """Mixture of experts: the tenant's half of a layer whose expert stacks are offloaded. Read in this order:
 
-modes    where experts run (`RemoteConfig(experts=...)`), the default, and what each mode costs
-stack    the parameter that stands for an offloaded stack, with and without LoRA factors
-forward  the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay here
-replace  puts the stand-ins into a model
+modes     where experts run (`RemoteConfig(experts=...)`), the default, and what each mode costs
+stack     the parameter that stands for an offloaded stack, with and without LoRA factors
+routes    how rows reach their experts, one class per mode
+forward   the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay here
+replace   puts the stand-ins into a model
+decoding  refuses to decode while providers see routes
 
 transformers calls experts through a registry of implementations (`transformers.integrations.moe`). `forward` registers
-one that takes two products per layer from the backend: the first stack (gate and up), and the second (down).
+one for each mode. A layer takes two products from the backend: the first stack (gate and up), and the second (down).
 """

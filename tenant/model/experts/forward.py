@@ -1,25 +1,28 @@
 """The forward pass of experts whose stacks are offloaded, as an implementation of transformers' experts interface.
 
 The routing weights are folded into the rows before the second product, because the sum over a token's experts is then
-part of the product. Notation: t tokens, k experts per token, e experts in all, s = t k pairs of token and expert.
+part of the product in mode "all". `routes` has the notation.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from symbiosis_priv.checkpoints.discovery.experts import stacks_in
+from tenant.model.experts.routes import AsRouted, Everywhere, Flat, Route
 from tenant.model.experts.stack import OffloadedStack
-
-IMPLEMENTATION = "symbiosis-priv"
-"""The name under which transformers knows this implementation."""
+from tenant.options import Experts
 
 
-def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(
+    kind: type[Route], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The experts' output.
 
     Args:
+        kind: how rows reach their experts.
         module: an expert module of transformers.
         hidden_states: float `[t, h]`.
         top_k_index: int64 `[t, k]`; an index beyond the last expert is no expert.
@@ -35,40 +38,34 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         return plain
     weights = top_k_weights.masked_fill(top_k_index >= module.num_experts, 0)
     index = top_k_index.clamp(max=module.num_experts - 1)
-    tokens, chosen = index.shape
-    experts = index.flatten()
+    route, experts = kind(index, experts=module.num_experts), index.flatten()
 
-    hidden = _of_each(up.product(hidden_states), index, experts=module.num_experts)
+    hidden = route.spread(up, hidden_states)
     for factors in up.factors:
-        rows = hidden_states.repeat_interleave(chosen, dim=0)
+        rows = hidden_states.repeat_interleave(index.shape[1], dim=0)
         hidden = hidden + factors.product(rows, experts, transposed=module.is_transposed)
     if module.has_bias:
         hidden = hidden + getattr(module, f"{up_name}_bias")[experts]
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     hidden = hidden * weights.reshape(-1, 1)
 
-    output: Tensor = down.product(_joined(hidden, index, experts=module.num_experts))
+    output = route.gather(down, hidden)
     for factors in down.factors:
         more = factors.product(hidden, experts, transposed=module.is_transposed)
-        output = output + more.view(tokens, chosen, -1).sum(1)
+        output = output + more.unflatten(0, index.shape).sum(1)
     if module.has_bias:
         output = output + (getattr(module, f"{down_name}_bias")[index] * weights[..., None]).sum(1)
     return output.to(hidden_states.dtype)
 
 
-def _of_each(products: Tensor, index: Tensor, *, experts: int) -> Tensor:
-    """The products of each token with its own experts, `[s, w]`, from those with all experts, `[t, e w]`."""
-    every = products.unflatten(1, (experts, -1))
-    chosen: Tensor = every.take_along_dim(index[..., None], dim=1).flatten(0, 1)
-    return chosen
+ROUTES: dict[Experts, type[Route]] = {"all": Everywhere, "flat": Flat, "counts": AsRouted}
+"""The modes in which experts are offloaded."""
 
 
-def _joined(rows: Tensor, index: Tensor, *, experts: int) -> Tensor:
-    """The rows `[s, w]` of each token's experts side by side, `[t, e w]`; zeros where an expert is not chosen."""
-    rows = rows.unflatten(0, index.shape)
-    every = rows.new_zeros(rows.shape[0], experts, rows.shape[2])
-    joined: Tensor = every.scatter_add(1, index[..., None].expand_as(rows), rows).flatten(1)
-    return joined
+def implementation(mode: Experts) -> str:
+    """The name under which transformers knows the forward pass of a mode."""
+    return f"symbiosis-priv-{mode}"
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
+for mode, kind in ROUTES.items():
+    ALL_EXPERTS_FUNCTIONS.register(implementation(mode), partial(forward, kind))

@@ -49,10 +49,12 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     else:
         price = max(_price(module) for module in experts.values())
         mode = wanted or ("all" if price <= SMALL_FACTOR else "local")
-        reason = f"every row to every expert (experts='all') costs x{price:.3g} products and bytes"
+        reason = f"sending every row to every expert (experts='all') costs x{price:.3g} products and bytes"
     size = sum(p.numel() * p.element_size() for module in experts.values() for p in module.parameters()) / 2**30
     here = f". The experts take {size:.1f} GiB of memory here" if mode == "local" else ""
     log.info("%d layers of experts: experts=%r; %s%s", len(experts), mode, reason, here)
+    if mode == "counts":
+        log.warning("experts='counts': providers see how many rows of each request go to each expert (docs/experts.md)")
     return mode
 
 

@@ -12,18 +12,20 @@ from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import CheckpointError
-from tenant.model.experts.forward import IMPLEMENTATION
+from tenant.model.experts.forward import implementation
 from tenant.model.experts.stack import OffloadedStack
 from tenant.model.remote_linear import LayerGroup
+from tenant.options import Experts
 
 
-def offload(experts: Any, entry: GroupEntry, group: LayerGroup) -> None:
+def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -> None:
     """Replace one stack of an expert module by a parameter without values.
 
     Args:
         experts: the module.
         entry: the stack in the manifest.
         group: the stack's layer group.
+        mode: where the experts run; not "local".
 
     Raises:
         CheckpointError: the module has no such stack, or one of another shape.
@@ -37,7 +39,7 @@ def offload(experts: Any, entry: GroupEntry, group: LayerGroup) -> None:
     if not _offloaded(experts):
         experts.register_state_dict_post_hook(_leave_out)
         experts.register_load_state_dict_pre_hook(_put_back)
-        experts.config._experts_implementation = IMPLEMENTATION
+        experts.config._experts_implementation = implementation(mode)
     setattr(experts, stack, OffloadedStack.standing_for(group, getattr(experts, stack).shape))
 
 
@@ -69,6 +71,6 @@ def check_stored(model: PreTrainedModel, folder: Path) -> None:
         for parameter, value in experts.named_parameters():
             if not isinstance(value, OffloadedStack) and f"{name}.{parameter}" not in stored:
                 raise CheckpointError(
-                    f"{folder} has no {name}.{parameter}, and the experts stay here: load the full checkpoint, or "
-                    f"choose RemoteConfig(experts='all')"
+                    f"{folder} has no {name}.{parameter}, and the experts stay here: load the full checkpoint or a "
+                    f"slim one made with `tenant prepare --keep-experts`, or choose RemoteConfig(experts='all')"
                 )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import RemoteConfig, backend_of, rounded_model
@@ -18,7 +19,8 @@ CLOSE = 1e-3  # of the largest value; an expert that is left out changes a tenth
 
 
 def load(path: Path, mode: Any = "all", **options: Any) -> Any:
-    config = RemoteConfig(masking="simulate", experts=mode, weight_bits=12)
+    routes = mode == "counts"
+    config = RemoteConfig(masking="simulate", experts=mode, weight_bits=12, show_routes_while_decoding=routes)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config, **options).eval()
 
 
@@ -33,8 +35,11 @@ def logits_and_gradient(model: Any) -> tuple[Tensor, Tensor]:
     return out.logits.detach(), gradient
 
 
-@pytest.mark.parametrize("mode", ["all", "local"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [(family, "all") for family in FAMILIES]
+    + [(family, mode) for family in ("Mixtral", "GptOss") for mode in ("flat", "counts", "local")],
+)
 def test_a_split_model_is_the_plain_one(family: str, mode: Any, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(family)
     split, plain = load(path, mode), rounded_model(path, weight_bits=12, experts=mode)
@@ -45,21 +50,31 @@ def test_a_split_model_is_the_plain_one(family: str, mode: Any, checkpoint: Call
         assert torch.equal(split.generate(input_ids=IDS, **options), plain.generate(input_ids=IDS, **options))
 
 
-def test_two_requests_per_layer(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    split = load(checkpoint("Mixtral"))
+@pytest.mark.parametrize("mode", ["all", "flat", "counts"])
+def test_a_layer_takes_two_requests_and_shows_what_its_mode_says(
+    mode: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = load(checkpoint("Mixtral"), mode)
     backend = backend_of(split)
-    calls: list[str] = []
+    calls: list[tuple[str, Any]] = []
     multiply = backend.multiply
 
-    def counted(index: int, *rest: Any) -> None:
-        calls.append(backend.facts[index].entry.name)
-        multiply(index, *rest)
+    def counted(index: int, *rest: Any, counts: Any = None) -> None:
+        calls.append((backend.facts[index].entry.name, counts))
+        multiply(index, *rest, counts=counts)
 
     monkeypatch.setattr(backend, "multiply", counted)
-    split(input_ids=IDS)
-    assert sum(".experts." in name for name in calls) == 2 * 2
+    routes: list[Tensor] = []
+    for layer in split.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: routes.append(args[1].flatten()))
+    with backend:
+        split(input_ids=IDS)
     assert len(calls) == 2 * (2 + 2) + 1  # q/k/v, o, the experts' two, and the head
-    backend.close()
+    seen = [counts for name, counts in calls if ".experts." in name]
+    real = [tuple(route.bincount(minlength=4).tolist()) for route in routes for _ in range(2)]
+    shown = {"all": [None] * 4, "flat": [(max(counts),) * 4 for counts in real], "counts": real}
+    assert seen == shown[mode]
+    assert not any(counts for name, counts in calls if ".experts." not in name)
 
 
 def test_a_state_has_no_stack_and_is_loaded_again(checkpoint: Callable[[str], Path]) -> None:
@@ -69,6 +84,22 @@ def test_a_state_has_no_stack_and_is_loaded_again(checkpoint: Callable[[str], Pa
         assert not any(name.endswith(("gate_up_proj", "down_proj")) for name in state)
         assert any(name.endswith("down_proj_bias") for name in state)
         split.load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_decoding_shows_no_routes_unless_it_is_asked_for_twice(family: str, checkpoint: Callable[[str], Path]) -> None:
+    config = RemoteConfig(masking="simulate", experts="counts")
+    split = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config).eval()
+    with backend_of(split), torch.no_grad():
+        for model in (split, get_peft_model(split, LoraConfig(target_modules=["o_proj"]))):
+            with pytest.raises(UnsupportedMethodError, match="show_routes_while_decoding"):
+                model.generate(input_ids=IDS, max_new_tokens=1)
+            with pytest.raises(UnsupportedMethodError, match="counts"):
+                model(input_ids=IDS[:, :1])
+            cache = DynamicCache(config=split.config)
+            model(input_ids=IDS[:, :4], past_key_values=cache)
+            with pytest.raises(UnsupportedMethodError, match="counts"):
+                model(input_ids=IDS[:, 4:], past_key_values=cache)
 
 
 def test_other_implementations_of_experts_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:

@@ -51,12 +51,16 @@ def test_experts_outside_the_interface_stay_or_are_refused_by_name(tmp_path: Pat
         load(tmp_path, experts="all")
 
 
-def test_a_slim_checkpoint_without_experts_cannot_keep_them(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_slim_checkpoint_has_experts_only_if_it_is_made_with_them(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     """transformers would make them at random, with a warning."""
     path = checkpoint("Mixtral")
     store = WeightStore(path)
     write_slim(store, store.manifest(), tmp_path / "slim")
     backend_of(load(tmp_path / "slim", checkpoint=path, experts="all")).close()
+    write_slim(store, store.manifest(), tmp_path / "with experts", keep_experts=True)
+    backend_of(load(tmp_path / "with experts", checkpoint=path, experts="local")).close()
     with pytest.raises(CheckpointError, match=r"experts.*full checkpoint"):
         load(tmp_path / "slim", checkpoint=path, experts="local")
 
@@ -64,6 +68,8 @@ def test_a_slim_checkpoint_without_experts_cannot_keep_them(checkpoint: Callable
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="experts"):
         RemoteConfig(masking="simulate", experts="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="counts"):
+        RemoteConfig(masking="simulate", show_routes_while_decoding=True)
 
 
 def test_a_model_without_experts_has_no_mode(caplog: pytest.LogCaptureFixture, save_llama: Any) -> None:

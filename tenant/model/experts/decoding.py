@@ -1,0 +1,37 @@
+"""Refuses to decode with experts = "counts": a provider that sees the route of one token knows most tokens by it.
+
+A published attack recovers 91 % of tokens from their routes alone (arXiv:2602.04105). A forward pass over many tokens
+shows sums of their routes; a decoding step shows the route of one token.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from symbiosis_priv.errors import UnsupportedMethodError
+
+
+def refuse_decoding(model: PreTrainedModel) -> None:
+    """Make `generate` and single decoding steps of a model an error."""
+    vars(model)["generate"] = _refuse
+    for part in {model, model.base_model}:  # PEFT calls the forward pass of the model without its hooks
+        part.register_forward_pre_hook(_refuse_step, with_kwargs=True)
+
+
+def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a pass over one token per sequence, and without gradients a pass after a cache (prefix tuning has one)."""
+    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+    cache = kwargs.get("past_key_values")
+    continues = not torch.is_grad_enabled() and cache is not None and cache.get_seq_length() > 0
+    if continues or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
+        _refuse()
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedMethodError(
+        "experts = 'counts' shows providers the experts of every token, and in decoding that is nearly the text "
+        "(docs/experts.md). Generate with RemoteConfig(experts='all'), 'flat' or 'local'; or accept it with "
+        "RemoteConfig(experts='counts', show_routes_while_decoding=True)"
+    )

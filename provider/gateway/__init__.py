@@ -4,7 +4,6 @@ gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes
 unauthenticated  limits the connections that are not authenticated
 connection       checks the requests of one connection and sends the answers
-link             reads and writes a TLS socket with deadlines
 slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second

@@ -21,7 +21,6 @@ from provider.config.schema import MIB, ProviderConfig
 from provider.executor.client import CachedReport, ExecutorClient
 from provider.executor.envelope import ProductRequest, Stages, row_cost
 from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.link import Link
 from provider.gateway.quota import QuotaGate
 from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import Counts, Usage
@@ -30,6 +29,7 @@ from symbiosis_priv.arithmetic.segments import check_counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, RangeError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
@@ -74,7 +74,7 @@ class Connection:
     """Serves one authenticated connection, in its own thread.
 
     Args:
-        link: the connection.
+        stream: the connection.
         tenant: the tenant of the connection's certificate.
         state: the state that all connections share.
         executor: this thread's client of the executor.
@@ -84,7 +84,7 @@ class Connection:
 
     def __init__(
         self,
-        link: Link,
+        stream: FrameStream,
         *,
         tenant: TenantIdentity,
         state: GatewayState,
@@ -92,7 +92,7 @@ class Connection:
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
-        self._link = link
+        self._stream = stream
         self._tenant = tenant
         self._state = state
         self._limits = state.config.limits
@@ -123,7 +123,7 @@ class Connection:
     # Frames
 
     def _next_frame(self) -> bool:
-        begun = self._link.begin(self._prefix, timeout=self._limits.idle_timeout_s)
+        begun = self._stream.begin(self._prefix, deadline=time.monotonic() + self._limits.idle_timeout_s)
         if not begun:
             return False
         self._slot.begin_request()
@@ -143,7 +143,7 @@ class Connection:
             self._answer(request)
         except Refusal as refusal:
             self._bill(Counts(refused=1))
-            self._link.discard(self._unread, deadline=self._deadline)
+            self._stream.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
             self._pause(size=self._unread)
             return refusal.code != wire.ErrorCode.REVOKED
@@ -156,28 +156,28 @@ class Connection:
             self._state.stopping.wait(seconds)
 
     def _read_header(self, begun: int) -> bytearray:
-        self._link.receive(self._prefix[begun:], deadline=self._deadline)
+        self._stream.receive(self._prefix[begun:], deadline=self._deadline)
         length, self._unread = wire.decode_prefix(self._prefix, max_payload=self._max_payload)
         header = bytearray(length)
-        self._link.receive(memoryview(header), deadline=self._deadline)
+        self._stream.receive(memoryview(header), deadline=self._deadline)
         return header
 
     def _read_payload(self) -> memoryview:
         payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
         if len(payload) <= self._small:
-            self._link.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+            self._stream.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
         else:
             for part, deadline in self._paced(payload):
-                self._link.receive(part, deadline=deadline)
+                self._stream.receive(part, deadline=deadline)
         self._unread = 0
         return payload
 
     def _send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
         if len(payload) <= self._small:
-            self._link.send(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+            self._stream.send_frame(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
             return
         for part, deadline in self._paced(payload):
-            self._link.send(head, part, deadline=deadline)
+            self._stream.send_frame(head, part, deadline=deadline)
             head = b""
 
     def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
@@ -192,7 +192,7 @@ class Connection:
             yield payload[start:stop], min(last, begun + _FIRST_BYTES_S + stop / rate)
 
     def _refuse(self, refusal: Refusal) -> None:
-        refuse(self._link, refusal, timeout=self._limits.frame_timeout_s)
+        refuse(self._stream, refusal, timeout=self._limits.frame_timeout_s)
 
     # Requests
 
@@ -311,7 +311,7 @@ class Connection:
 
     def _left(self) -> bool:
         """True if the tenant has left. False during a stop, which shuts the socket but answers requests in flight."""
-        return not self._state.stopping.is_set() and self._link.peer_left()
+        return not self._state.stopping.is_set() and self._stream.peer_left()
 
     def _check(self, request: wire.Execute | wire.Effect) -> int:
         """Check a request. Returns the bytes of the matrices of request and answer. Raises `Refusal`."""
@@ -399,10 +399,10 @@ class Connection:
             _bad(f"payload of {self._unread} bytes where {size} belong")
 
 
-def refuse(link: Link, refusal: Refusal, *, timeout: float) -> None:
+def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
     """Send the reason of a refusal to the tenant."""
     failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
-    link.send(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
+    stream.send_frame(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
 
 
 def _bad(detail: str) -> NoReturn:

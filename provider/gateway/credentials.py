@@ -33,7 +33,7 @@ class AuthenticatedTenant:
     not_after: datetime
 
     @classmethod
-    def of(cls, connection: ssl.SSLSocket) -> Self:
+    def of(cls, connection: ssl.SSLObject) -> Self:
         """Read the certificate of a connection after its handshake. Raises `CertificateError` if it names no tenant."""
         tenant = tenant_identity(connection)
         shown = connection.getpeercert(binary_form=True)

@@ -10,7 +10,6 @@ of the connection; a thread that serves a request finishes the request first.
 
 import contextlib
 import socket
-import ssl
 import threading
 import time
 
@@ -22,7 +21,6 @@ from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.connection import Connection, GatewayState, refuse
 from provider.gateway.credentials import AuthenticatedTenant, Credentials
-from provider.gateway.link import Link, hang_up
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots
@@ -30,6 +28,7 @@ from provider.gateway.usage import Usage
 from provider.refusal import Refusal
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ProtocolError, TransportError
+from symbiosis_priv.network.stream import FrameStream, shut
 
 log = logs.EventLog(__name__)
 
@@ -80,8 +79,8 @@ class Gateway:
             last_request=lambda: self._state.register.last_request,
         )
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
-        self._peers: dict[ssl.SSLSocket, AuthenticatedTenant] = {}  # the authenticated connections
+        self._threads: dict[threading.Thread, FrameStream] = {}
+        self._peers: dict[FrameStream, AuthenticatedTenant] = {}  # the authenticated connections
 
     @property
     def requests(self) -> int:
@@ -120,10 +119,10 @@ class Gateway:
         self._reception.renew(config.limits, credentials)
         with self._lock:
             self._credentials = credentials
-            refused = [(socket, peer) for socket, peer in self._peers.items() if credentials.refusal(peer)]
-        for connection, peer in refused:
+            refused = [(stream, peer) for stream, peer in self._peers.items() if credentials.refusal(peer)]
+        for stream, peer in refused:
             log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
-            hang_up(connection, socket.SHUT_RDWR)
+            shut(stream.raw)
 
     def stop(self, timeout: float) -> bool:
         """Stop accepting, finish the requests in flight, and close. Returns True if every thread has ended."""
@@ -138,8 +137,8 @@ class Gateway:
 
     def _hang_up(self, how: int) -> None:
         with self._lock:
-            for connection in self._threads.values():
-                hang_up(connection, how)
+            for stream in self._threads.values():
+                shut(stream.raw, how)
 
     def _join(self, deadline: float) -> None:
         with self._lock:
@@ -147,11 +146,11 @@ class Gateway:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> None:
+    def _begin(self, stream: FrameStream, peer: AuthenticatedTenant) -> None:
         """Start the thread of a connection whose tenant has authenticated."""
-        thread = threading.Thread(target=self._run, args=(connection, peer), name="connection", daemon=True)
+        thread = threading.Thread(target=self._run, args=(stream, peer), name="connection", daemon=True)
         with self._lock:
-            self._threads[thread] = connection
+            self._threads[thread] = stream
         try:
             thread.start()
         except RuntimeError:
@@ -160,48 +159,47 @@ class Gateway:
 
     # A connection's thread
 
-    def _run(self, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> None:
-        link = Link(connection)
+    def _run(self, stream: FrameStream, peer: AuthenticatedTenant) -> None:
         try:
             log.often("connection_opened", tenant=str(peer.tenant))
-            reason = self._serve_accepted(link, connection, peer)
+            reason = self._serve_accepted(stream, peer)
             log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
         except Exception as error:  # a bug must not stop the provider
             log.failure("connection_failed", error)
         finally:
-            link.close()
+            stream.close()
             self._forget(threading.current_thread())
 
-    def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> str:
+    def _serve_accepted(self, stream: FrameStream, peer: AuthenticatedTenant) -> str:
         """Serve a tenant if the current credentials still accept it. Returns the reason of the end."""
         with self._lock:
             refusal = self._credentials.refusal(peer)
             if refusal is None:  # `renew` must not close a connection that is sent its refusal
-                self._peers[connection] = peer
+                self._peers[stream] = peer
         try:
             if refusal is None:
-                return self._serve(link, connection, peer)
+                return self._serve(stream, peer)
             with contextlib.suppress(OSError, TransportError):
-                refuse(link, refusal, timeout=self._limits.handshake_timeout_s)
+                refuse(stream, refusal, timeout=self._limits.handshake_timeout_s)
             return refusal.code
         finally:
             with self._lock:
-                self._peers.pop(connection, None)
+                self._peers.pop(stream, None)
 
-    def _serve(self, link: Link, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> str:
+    def _serve(self, stream: FrameStream, peer: AuthenticatedTenant) -> str:
         """Serve until the connection ends. Returns the reason of the end."""
         tenant = peer.tenant
 
         def close() -> None:
             log.often("connection_closed_for_another_tenant", tenant=str(tenant))
-            hang_up(connection, socket.SHUT_RDWR)
+            shut(stream.raw)
 
         self._state.register.count_visit(tenant)
         try:
             try:
                 with self._state.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
                     Connection(
-                        link,
+                        stream,
                         tenant=tenant,
                         state=self._state,
                         executor=executor,
@@ -209,7 +207,7 @@ class Gateway:
                         refusal=lambda: self._credentials.refusal(peer),
                     ).serve()
             except Refusal as refusal:
-                refuse(link, refusal, timeout=self._limits.frame_timeout_s)
+                refuse(stream, refusal, timeout=self._limits.frame_timeout_s)
                 return refusal.code
         except TimeoutError:  # the connection was idle or too slow
             return "timeout"

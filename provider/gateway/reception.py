@@ -29,11 +29,12 @@ import msgspec
 from provider import logs
 from provider.config.schema import Limits
 from provider.gateway.credentials import AuthenticatedTenant, Credentials
-from provider.gateway.link import bound_address, listen
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.round_robin import RoundRobin
 from provider.token_bucket import TokenBucket
 from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.network.addresses import bound_address, listen
+from symbiosis_priv.network.stream import FrameStream
 
 log = logs.EventLog(__name__)
 
@@ -88,7 +89,7 @@ class Reception:
         *,
         limits: Limits,
         credentials: Credentials,
-        welcome: Callable[[ssl.SSLSocket, AuthenticatedTenant], None],
+        welcome: Callable[[FrameStream, AuthenticatedTenant], None],
         last_request: Callable[[], float],
     ) -> None:
         self._timeout_s = limits.handshake_timeout_s
@@ -254,21 +255,16 @@ class Reception:
 
     def _step(self, client: UnauthenticatedConnection) -> None:
         try:
-            if client.silent:
+            if (stream := client.stream) is None:
                 if not client.socket.recv(1, socket.MSG_PEEK):
                     raise ConnectionResetError
-                context = self._credentials.context
-                tls = context.wrap_socket(client.socket, server_side=True, do_handshake_on_connect=False)
-                self._unauthenticated.mark_active(client, tls)
-            connection = client.socket
-            assert isinstance(connection, ssl.SSLSocket)
-            connection.do_handshake()
-            peer = self._identified(connection)
-        except ssl.SSLWantReadError:
-            self._look_again(client, selectors.EVENT_READ)
-            return
-        except ssl.SSLWantWriteError:
-            self._look_again(client, selectors.EVENT_WRITE)
+                stream = FrameStream(client.socket, self._credentials.context)
+                self._unauthenticated.mark_active(client, stream)
+            stream.handshake(0.0)
+            peer = self._identified(stream.tls)
+        except TimeoutError:
+            waits_to_send = client.stream is not None and client.stream.unsent
+            self._look_again(client, selectors.EVENT_WRITE if waits_to_send else selectors.EVENT_READ)
             return
         except BaseException as error:
             self._end(client, "refused")
@@ -279,12 +275,12 @@ class Reception:
             return
         self._end(client, "accepted")
         try:
-            self._welcome(connection, peer)
+            self._welcome(stream, peer)
         except BaseException:
-            connection.close()
+            stream.close()
             raise
 
-    def _identified(self, connection: ssl.SSLSocket) -> AuthenticatedTenant:
+    def _identified(self, connection: ssl.SSLObject) -> AuthenticatedTenant:
         """The tenant of a connection's certificate, which the handshake has verified. Cached per TLS context."""
         shown = connection.context, connection.getpeercert(binary_form=True) or b""
         peer = self._known.pop(shown, None) or AuthenticatedTenant.of(connection)

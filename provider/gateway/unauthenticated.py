@@ -17,12 +17,14 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from symbiosis_priv.network.stream import FrameStream
+
 
 class UnauthenticatedConnection:
     """A connection whose client has not authenticated.
 
     Args:
-        connection: the socket; `mark_active` replaces it with its TLS socket.
+        connection: the socket.
         host: address of the client.
         deadline: time by which the connection must have ended or authenticated, by `time.monotonic()`.
             `UnauthenticatedConnections.resume` moves it.
@@ -33,6 +35,7 @@ class UnauthenticatedConnection:
         self.network = network_of(host)
         self.deadline = deadline
         self.silent = True
+        self.stream: FrameStream | None = None  # once the handshake has begun
         self.clock = -1  # key in `UnauthenticatedConnections` while the time runs
 
 
@@ -89,10 +92,10 @@ class UnauthenticatedConnections:
             self._clocks[client.clock] = client
             heapq.heappush(self._due, (client.deadline, client.clock))
 
-    def mark_active(self, client: UnauthenticatedConnection, connection: socket.socket) -> bool:
-        """Record the first bytes of a connection, and its TLS socket. Returns False if the connection was dropped."""
+    def mark_active(self, client: UnauthenticatedConnection, stream: FrameStream | None = None) -> bool:
+        """Record the first bytes of a connection, and its stream. Returns False if the connection was dropped."""
         with self._lock:
-            client.socket, client.silent = connection, False
+            client.stream, client.silent = stream, False
             return client in self._present
 
     def remove(self, client: UnauthenticatedConnection) -> None:

@@ -25,13 +25,13 @@ from prometheus_client.metrics_core import Metric
 
 from provider import logs
 from provider.executor.envelope import ExecutorReport, Histogram
-from provider.gateway.link import bound_address, hang_up
 from provider.gateway.reception import Handshakes
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status, StatusSource
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.addresses import bound_address, parse_address
+from symbiosis_priv.network.stream import shut
 
 log = logs.EventLog(__name__)
 
@@ -220,7 +220,7 @@ class _Server(ThreadingHTTPServer):
         guest = UnauthenticatedConnection(request, client_address[0], deadline=math.inf)
         if (crowded_out := self._present.add(guest)) is not None:
             self._present.remove(crowded_out)
-            hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this request, whose answer then goes nowhere
+            shut(crowded_out.socket)  # or it is this request, whose answer then goes nowhere
         self._places.acquire()  # a disconnected client's request ends soon
         thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
         try:

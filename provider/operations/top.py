@@ -1,7 +1,6 @@
 """`symbiosis-priv provider top`: shows a provider's `/status` as a table."""
 
 import http.client
-import socket
 import threading
 import time
 
@@ -14,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from provider.executor.envelope import Histogram
-from provider.gateway.link import hang_up
 from provider.operations.status import Status
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
 from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.stream import shut
 from symbiosis_priv.system.files import UNDECODABLE
 
 _TIMEOUT_S = 5.0
@@ -33,9 +32,7 @@ def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.connect()
-        late = threading.Timer(
-            timeout_s, hang_up, (connection.sock, socket.SHUT_RDWR)
-        )  # a trickle of bytes must not extend the timeout
+        late = threading.Timer(timeout_s, shut, (connection.sock,))  # a trickle of bytes must not extend the timeout
         late.daemon = True
         late.start()
         try:

@@ -17,7 +17,6 @@ from typing import Final, Self
 
 from provider import logs
 from provider.config.reload import Reloader
-from provider.gateway.link import Link, bound_address, hang_up, listen
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
@@ -25,6 +24,8 @@ from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import bound_address, listen
+from symbiosis_priv.network.stream import FrameStream, shut
 from symbiosis_priv.network.tls import registry_server_context
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.descriptor import MAX_BYTES, verify
@@ -85,11 +86,11 @@ class RegistryServer:
         """Close the connections and the database; returns within twice `frame_timeout_s`."""
         self._stopping.set()
         self._reloader.close(self.config.frame_timeout_s)
-        hang_up(self._listener, socket.SHUT_RDWR)  # wakes `accept` where the system does so
+        shut(self._listener)  # wakes `accept` where the system does so
         self._acceptor.join()
         self._listener.close()
         for client in self._present.all():
-            hang_up(client.socket, socket.SHUT_RDWR)
+            shut(client.socket)
         deadline = time.monotonic() + self.config.frame_timeout_s
         with self._lock:
             threads = list(self._threads.values())
@@ -141,7 +142,7 @@ class RegistryServer:
         limit."""
         log.often("connection_dropped", address=crowded_out.network)
         self._present.remove(crowded_out)
-        hang_up(crowded_out.socket, socket.SHUT_RDWR)  # the connection's thread closes the socket
+        shut(crowded_out.socket)  # the connection's thread closes the socket
         with self._lock:
             thread = self._threads.get(crowded_out)
         if thread is not None:
@@ -175,34 +176,31 @@ class RegistryServer:
         self._present.remove(client)
 
     def _serve(self, client: UnauthenticatedConnection) -> None:
-        raw = client.socket
-        raw.settimeout(self.config.frame_timeout_s)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-        if not self._present.mark_active(client, connection):
+        client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = FrameStream(client.socket, self._context)
+        if not self._present.mark_active(client, stream):
             return
-        connection.do_handshake()  # the socket's timeout covers the whole handshake
-        link = Link(connection)
+        stream.handshake(self.config.frame_timeout_s)
         try:
-            while not self._stopping.is_set() and self._answer_next(link, client):
+            while not self._stopping.is_set() and self._answer_next(stream, client):
                 pass
         finally:
-            link.close()
+            stream.close()
 
-    def _answer_next(self, link: Link, client: UnauthenticatedConnection) -> bool:
+    def _answer_next(self, stream: FrameStream, client: UnauthenticatedConnection) -> bool:
         prefix = memoryview(bytearray(wire.PREFIX.size))
-        left = min(self.config.frame_timeout_s, client.deadline - time.monotonic())
-        if left <= 0 or not (begun := link.begin(prefix, timeout=left)):
+        last = min(time.monotonic() + self.config.frame_timeout_s, client.deadline)
+        if not (begun := stream.begin(prefix, deadline=last)):
             return False
         deadline = time.monotonic() + self.config.frame_timeout_s
-        link.receive(prefix[begun:], deadline=deadline)
+        stream.receive(prefix[begun:], deadline=deadline)
         length, size = wire.decode_prefix(prefix, max_payload=MAX_BYTES)
         header, payload = bytearray(length), bytearray(size)
         for part in (header, payload):
-            link.receive(memoryview(part), deadline=deadline)
+            stream.receive(memoryview(part), deadline=deadline)
         welcome = self._visits.take(client.network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
-        link.send(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
+        stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
         return welcome  # a client above its limit is disconnected: refusing each of its requests would delay others
 
     # Requests

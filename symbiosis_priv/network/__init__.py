@@ -3,6 +3,7 @@
 wire        the messages, and how they are framed
 tls         contexts that trust only pinned certificates
 records     TLS records in memory
-dial        opens a connection and reads frames under a deadline
-addresses   `host:port`
+stream      exact sizes and deadlines, for both sides
+dial        opens a connection to a provider
+addresses   `host:port`, and sockets that listen there
 """

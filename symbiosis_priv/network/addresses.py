@@ -1,6 +1,7 @@
-"""Parses `host:port`, and recognises IP addresses to which a registry must not lead a tenant's connections."""
+"""Parses `host:port`, listens there, and recognises IP addresses to which a registry must not lead a connection."""
 
 import ipaddress
+import socket
 from typing import Final
 
 from symbiosis_priv.errors import ConfigError
@@ -35,3 +36,21 @@ def is_internal(address: str) -> bool:
     return (
         ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip.is_reserved or ip in _METADATA
     )
+
+
+def listen(address: str, *, backlog: int) -> socket.socket:
+    """Open a listening socket at `host:port`. Raises `ConfigError`."""
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0][4]
+        return socket.create_server(found, family=family, backlog=backlog)
+    except (OSError, ValueError) as error:  # ValueError: the host is not a valid name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"listen = {address!r}: {reason}; choose another address") from error
+
+
+def bound_address(listener: socket.socket) -> str:
+    """Address of a listening socket, as `host:port`."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

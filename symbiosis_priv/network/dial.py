@@ -15,12 +15,11 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -28,20 +27,12 @@ from symbiosis_priv.certificates.reading import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.addresses import is_internal
-from symbiosis_priv.network.records import RecordStream
+from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
 
 T = TypeVar("T")
-SLICE_S: Final = 2.0
-"""Seconds of one system call, after which the deadline and `shut` are checked."""
-_RECORD: Final = 16 * 1024  # largest plaintext of a TLS record: a header shares a record with the start of its payload
-# a provider closes the connection after a failure of this kind
-_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 # an address as `getaddrinfo` returns it
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
-
-Waiting = Callable[[float, str], None]
-"""Called with (deadline, reason) after every slice of a wait."""
 
 
 @dataclass
@@ -84,17 +75,14 @@ class ClientConnection:
         self._name, self._host, self._port, self._pins = name, host, port, pins
         self._context, self._remote_only, self._waiting = context, remote_only, waiting
         self._socket: socket.socket | None = None
-        self._records: RecordStream | None = None
+        self._stream: FrameStream | None = None
         self._shut = False
-        self._end: select.poll | None = None  # None without a connection
-        # bytes that arrived together with the requested ones
-        self._record, self._ahead = bytearray(_RECORD), memoryview(b"")
         self._heard = False  # a refused certificate is reported at the first read, see `tls`
 
     @property
     def tls(self) -> ssl.SSLObject | None:
         """The TLS state after the handshake; None before it."""
-        return None if self._records is None else self._records.tls
+        return None if self._stream is None else self._stream.tls
 
     def open(self, deadline: float) -> None:
         """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame.
@@ -111,13 +99,12 @@ class ClientConnection:
             raise ConnectionLostError(
                 f"cannot reach {self._name}: {getattr(error, 'strerror', None) or error}"
             ) from error
-        self._end = select.poll()
-        self._end.register(raw, _GONE)
         try:
-            records = self._records = RecordStream(raw, self._context, host=self._host)
-            self._within(deadline, records.handshake, "it has not finished the TLS handshake")
+            stream = self._stream = FrameStream(raw, self._context, host=self._host)
+            stream.waiting = self._waited
+            self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
             if self._pins is not None:
-                tls.check_pin(records.tls, pins=self._pins)
+                tls.check_pin(stream.tls, pins=self._pins)
         except TimeoutError as error:
             raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
         except OSError as error:
@@ -135,10 +122,8 @@ class ClientConnection:
         else:
             body = memoryview(payload or b"")
         head = wire.encode(message, payload_bytes=len(body))
-        beside = _RECORD - len(head)
-        self._write(head + body[:beside], deadline)
-        if len(body) > beside:
-            self._write(body[beside:], deadline)
+        assert self._stream is not None
+        self._guarded(partial(self._stream.send_frame, head, body, deadline=deadline))
         self._traffic.bytes_sent += len(head) + len(body)
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
@@ -176,34 +161,25 @@ class ClientConnection:
         Raises:
             TransportError: the connection is gone, or the bytes did not come in time.
         """
-        view = memoryview(buffer)
-        while view:
-            if not self._ahead and len(view) < _RECORD:
-                self._ahead = memoryview(self._record)[: self._read(memoryview(self._record), deadline)]
-            if self._ahead:
-                count = min(len(view), len(self._ahead))
-                view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
-            else:
-                count = self._read(view, deadline)
-            view = view[count:]
+        assert self._stream is not None
+        self._guarded(partial(self._stream.receive, memoryview(buffer), deadline=deadline))
 
     def peer_left(self) -> bool:
         """Returns True if the provider or the network has closed the connection. Does not wait."""
-        return self._end is None or bool(self._end.poll(0))
+        return self._stream is None or self._stream.peer_left()
 
     def shut(self) -> None:
         """End every wait on this connection with an error. The connection cannot be used again. Thread-safe."""
         self._shut = True
         if (connection := self._socket) is not None:
-            with contextlib.suppress(OSError):  # wakes the waiting thread
-                connection.shutdown(socket.SHUT_RDWR)
+            shut(connection)
 
     def close(self) -> None:
         """Release the socket without a TLS alert. While another thread uses the connection, call `shut` instead."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
-            self._socket = self._records = self._end = None
+            self._socket = self._stream = None
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
@@ -241,44 +217,27 @@ class ClientConnection:
         return self._within(deadline, found.result, "its name is being looked up")
 
     def _next(self, size: int, deadline: float) -> memoryview:
-        """The next `size` bytes of a header. They are not copied if they arrived with the bytes before them."""
-        if len(self._ahead) < size:
-            part = memoryview(bytearray(size))
-            self.fill(part, deadline=deadline)
-        else:
-            part, self._ahead = self._ahead[:size], self._ahead[size:]
+        part = memoryview(bytearray(size))
+        self.fill(part, deadline=deadline)
         return part
 
-    def _read(self, buffer: memoryview, deadline: float) -> int:
-        """Read at least one byte; returns the number of bytes."""
-        assert self._records is not None
+    def _guarded(self, operation: Callable[[], None]) -> None:
+        """Run an operation of the stream. An error names the provider."""
         try:
-            count = self._within(deadline, partial(self._records.recv_into, buffer), "it has not answered yet")
+            operation()
+        except ConnectionLostError as error:
+            raise ConnectionLostError(f"{self._name} closed the connection") from error
         except OSError as error:
             raise self._lost(error) from error
-        if not count:
-            raise ConnectionLostError(f"{self._name} closed the connection")
-        return count
-
-    def _write(self, data: bytes | memoryview, deadline: float) -> None:
-        assert self._records is not None
-        view = memoryview(data)
-        while view:
-            try:
-                count = self._within(deadline, partial(self._records.send, view), "it does not take the request")
-            except OSError as error:
-                raise self._lost(error) from error
-            view = view[count:]
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
-        """Repeat an operation with a timeout of one slice, until it succeeds or the deadline has passed."""
-        while (left := deadline - time.monotonic()) > 0 and not self._shut:
-            try:
-                return operation(min(left, SLICE_S))
-            except TimeoutError:
-                if self._waiting is not None:
-                    self._waiting(deadline, why)
-        raise TimeoutError(why)
+        return within(deadline, operation, why, waiting=self._waited)
+
+    def _waited(self, deadline: float, why: str) -> None:
+        if self._shut:
+            raise TimeoutError(why)
+        if self._waiting is not None:
+            self._waiting(deadline, why)
 
     def _lost(self, error: OSError) -> Exception:
         if isinstance(error, TimeoutError):

@@ -11,37 +11,53 @@ takes longer than decrypting a row.
 """
 
 import contextlib
+import math
 import select
 import socket
 import ssl
 import struct
+import threading
 import time
 from typing import Final
 
-_READ: Final = 1 << 18  # bytes per system call: more would leave the cache before they are decrypted
+import numpy as np
+
+_AT_ONCE: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
+_AT_ONCE_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
 _BEGUN: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
-_WRITE: Final = 1 << 17  # bytes that are encrypted before they are sent
 _TIMEVAL: Final = struct.Struct("@ll")
 _LATE: Final = "timed out"
 
 
+class _Arrived(threading.local):
+    """Each thread's memory for bytes that have arrived and are fed to TLS at once."""
+
+    def __init__(self) -> None:
+        self.buffer = np.empty(_AT_ONCE, dtype=np.uint8).data  # not cleared, as a bytearray would be
+
+
+_arrived = _Arrived()
+
+
 class RecordStream:
-    """A client's TLS connection, for one thread at a time. The timeout of a call, in seconds, covers the whole call.
+    """A TLS connection, for one thread at a time. The timeout of a call, in seconds, covers the whole call. With a
+    timeout of 0, a call does not wait.
 
     Args:
         raw: a connected socket. The caller closes it.
-        context: a client context.
-        host: name that the server's certificate must carry.
+        context: a client's or a server's context.
+        host: name that the server's certificate must carry; None on the server's side.
     """
 
-    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str) -> None:
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
         raw.settimeout(None)
-        self._raw = raw
-        self._timeout = 0.0  # timeout of the socket
+        self.raw = raw
+        self._timeout = -1.0  # timeout of the socket
+        self._flags = 0
+        self._at_once = _AT_ONCE_SERVER if host is None else _AT_ONCE
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
         """The negotiated TLS parameters; not for reading or writing."""
-        self._arrived = memoryview(bytearray(_READ))
         self._arrival = select.poll()
         self._arrival.register(raw, select.POLLIN)
         self._to_send = memoryview(b"")
@@ -102,12 +118,26 @@ class RecordStream:
         """
         until = self._begin(timeout)
         if not self._encrypted:
-            part = data[:_WRITE]
+            part = data[: self._at_once // 2]
             while self._encrypted < len(part):
                 self._encrypted += self.tls.write(part[self._encrypted :])
         self._flush(until)
         sent, self._encrypted = self._encrypted, 0
         return sent
+
+    @property
+    def unsent(self) -> bool:
+        """True if encrypted bytes wait to be sent."""
+        return bool(self._to_send or self._outgoing.pending)
+
+    def close(self) -> None:
+        """Send close_notify without waiting for the peer's, and close the socket."""
+        with contextlib.suppress(OSError, ValueError):
+            self._begin(0.0)
+            with contextlib.suppress(ssl.SSLWantReadError):
+                self.tls.unwrap()
+            self._flush(math.inf)
+        self.raw.close()
 
     def _try_handshake(self) -> bool:
         try:
@@ -118,10 +148,13 @@ class RecordStream:
 
     def _begin(self, timeout: float) -> float:
         """The deadline of a call that begins now. The timeout covers the whole call, not each byte."""
+        if not timeout:
+            self._timeout, self._flags = timeout, socket.MSG_DONTWAIT
+            return math.inf
         if self._timeout != timeout:  # setting it is a system call, and there are thousands of records
-            self._timeout = timeout
+            self._timeout, self._flags = timeout, 0
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self._raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+                self.raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
         return time.monotonic() + timeout
 
     def _take_in(self, *, promised: int = 1) -> int:
@@ -132,32 +165,32 @@ class RecordStream:
                 waking the thread for a few bytes costs more than the wait.
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
-        much = to_arrive >= _READ
-        if (size := _READ if much else 1) != self._awaited:
+        much = to_arrive >= self._at_once
+        if (size := self._at_once if much else 1) != self._awaited:
             self._await(size)
         # If a read has taken a part and waits for the rest, the kernel wakes it after as many bytes again, which may
         # never come.
         if much and not self._arrival.poll(1e3 * self._timeout):
             raise TimeoutError(_LATE)
         try:
-            count = self._raw.recv_into(self._arrived)
+            count = self.raw.recv_into(_arrived.buffer, self._at_once, self._flags)
         except BlockingIOError as error:
             raise TimeoutError(_LATE) from error
-        self._incoming.write(self._arrived[:count])
+        self._incoming.write(_arrived.buffer[:count])
         return count
 
     def _await(self, size: int) -> None:
         """Make the socket readable only after `size` bytes, or the end of the stream, have arrived (SO_RCVLOWAT)."""
         self._awaited = size
         with contextlib.suppress(OSError):  # not supported by this system
-            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _flush(self, until: float) -> None:
-        while self._to_send or self._outgoing.pending:
+        while self.unsent:
             if not self._to_send:
                 self._to_send = memoryview(self._outgoing.read())
             try:
-                self._to_send = self._to_send[self._raw.send(self._to_send) :]
+                self._to_send = self._to_send[self.raw.send(self._to_send, self._flags) :]
             except BlockingIOError as error:
                 raise TimeoutError(_LATE) from error
             if self._to_send:

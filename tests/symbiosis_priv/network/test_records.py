@@ -9,48 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis_priv.certificates.issuing import create_authority, issue
-from symbiosis_priv.certificates.reading import Kind
-from symbiosis_priv.network import tls
 from symbiosis_priv.network.records import RecordStream
+from tests.symbiosis_priv.network.pairs import LARGE, TIMEOUT_S, Contexts, tcp_pair
 
-TIMEOUT_S = 20.0
-LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than sockets and streams hold
 _SIZE = struct.Struct(">I")
-
-
-class Contexts(NamedTuple):
-    """TLS contexts of a server, of a client that trusts it, and of one that does not."""
-
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-    stranger: ssl.SSLContext
-
-
-@pytest.fixture(scope="module")
-def contexts(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
-    keys = tmp_path_factory.mktemp("keys")
-    authority = create_authority(keys)
-    server, other = (
-        issue(keys, authority=authority, kind=Kind.PROVIDER, name=name, hosts=["localhost"])
-        for name in ("server", "other")
-    )
-    tenant = issue(keys, authority=authority, kind=Kind.TENANT, name="tenant")
-
-    def client(pin: Any) -> ssl.SSLContext:
-        return tls.client_context(certificate=tenant.certificate, key=tenant.key, pins=[pin.certificate])
-
-    return Contexts(
-        tls.server_context(certificate=server.certificate, key=server.key, tenant_authority=authority.certificate),
-        client(server),
-        client(other),
-    )
 
 
 @contextlib.contextmanager
@@ -72,12 +39,6 @@ def connected(
 
     with ThreadPoolExecutor(1) as pool, ours:
         yield RecordStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname(), TIMEOUT_S)
-        return ours, listener.accept()[0]
 
 
 def take(connection: ssl.SSLSocket, size: int) -> bytes:

@@ -21,7 +21,7 @@ def test_a_remote_only_connection_does_not_reach_this_machine(monkeypatch: pytes
         for remote_only in (True, False):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             line = ClientConnection("gamma", host=host, port=port, pins=None, context=context, remote_only=remote_only)
-            expected = "no address" if remote_only else "TLS"
+            expected = "not an address" if remote_only else "TLS"
             with pytest.raises(Exception, match=expected) as caught:
                 line.open(time.monotonic() + 0.3)
             line.close()

@@ -292,7 +292,7 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
 ) -> None:
     """Silent after the request, absent, or accepting connections and sending nothing."""
     monkeypatch.setattr("tenant.connections.notices.FIRST_S", 0.1)
-    monkeypatch.setattr("symbiosis_priv.network.dial.SLICE_S", 0.1)
+    monkeypatch.setattr("symbiosis_priv.network.stream.SLICE_S", 0.1)
     asked = threading.Event()
 
     def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a prov
 
 log = logging.getLogger(__name__)
 
+_DISCOVERY = 2  # raised when `discover` finds other layer groups than before, so that no old manifest is read
 _MAX_MANIFEST = 1 << 30  # bytes; it has a few hundred for each layer group
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -296,7 +297,7 @@ class WeightStore:
         """The manifest's file. Its name covers the checkpoint's files and the version of transformers."""
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
-        how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{version('transformers')}"
+        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}-transformers-{version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:

@@ -1,15 +1,19 @@
 """Finds the linears of a model that are offloaded, and groups those that share an input. Read in this order:
 
 linears       which modules compute a linear's product
+experts       which parts of a mixture of experts can be offloaded
+known_values  runs a model without its weights, and keeps the values that its code may look at
 architecture  the model class of a checkpoint, built without weights
 stored_names  the parameter of each stored tensor
-tracing       one forward pass without weights: the calls of linears, and their inputs
+inputs        small inputs of a model: text, images, sound
+tracing       runs the model and records the calls of linears and experts, with their inputs
 skeleton      `discover`: the layer groups of a checkpoint
 
-Both sides run the discovery on the checkpoint's config alone: the architecture is built on the meta device (no memory)
-and traced once. Linears of one block that receive the *same tensor* are siblings and form one group, whatever their
-names are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that both
-sides found the same groups.
-Embeddings, a tied LM head, heads of other tasks (classifiers) and linears that the trace does not reach
-(cross-attention of a decoder without an encoder) stay with the tenant.
+Both sides run the discovery on the checkpoint's config alone: the architecture is built without memory for its weights
+and run on small inputs. Linears of one block that receive the *same tensor* are siblings and form one group, whatever
+their names are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that
+both sides found the same groups.
+These stay with the tenant: embeddings, a tied LM head, heads of other tasks (classifiers), linears whose weight the
+model uses in another way (PyTorch's own attention module), and linears that no run reaches (cross-attention of a
+decoder without an encoder).
 """

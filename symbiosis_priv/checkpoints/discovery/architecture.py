@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from symbiosis_priv.checkpoints.discovery.known_values import forget_parameters
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet
 from symbiosis_priv.errors import UnsupportedModelError
 
@@ -47,6 +48,7 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
+            forget_parameters(model)
     except Exception as error:  # an architecture's code may raise any error on a foreign configuration
         raise UnsupportedModelError(f"{kind.__name__} cannot be built from its config.json: {error}") from error
     model.eval()

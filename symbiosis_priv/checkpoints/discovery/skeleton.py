@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -16,6 +16,7 @@ from symbiosis_priv.checkpoints.discovery.experts import (
     stacks_in,
     stacks_of,
 )
+from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, isolated
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
 from symbiosis_priv.checkpoints.discovery.tracing import trace_calls
@@ -57,17 +58,24 @@ def discover(path: Path) -> Skeleton:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
             quantised already.
     """
-    with on_this_machine(), torch.random.fork_rng(devices=[]):  # the caller may have seeded torch
-        model = build(load_config(path))
+    values = KnownValues()
+    with on_this_machine(), isolated():
+        with values:
+            model = build(load_config(path))
         kept = _tied_modules(model) | _task_heads(model)
         stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept}
         kept |= routed_modules(model)
         linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
-        calls, computed_with = trace_calls(model, linears | stacked)
-    calls = [call for call in calls if call[0] not in computed_with]
-    groups: dict[tuple[int, int, str], list[str]] = {}
-    for name, x, version in calls:
-        groups.setdefault((id(x), version, name if name in stacked else _block(name)), []).append(name)
+        if not linears and not stacked:
+            raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
+        with values:
+            calls, computed_with = trace_calls(model, linears | stacked)
+    names = [call.name for call in calls if call.name not in computed_with]
+    groups: dict[tuple[object, str], list[str]] = {}
+    for call in calls:
+        if call.name in names:
+            block = call.name if call.name in stacked else _block(call.name)
+            groups.setdefault((call.input, block), []).append(call.name)
     specs: list[GroupSpec] = []
     for members in groups.values():
         if members[0] in stacked:
@@ -77,7 +85,7 @@ def discover(path: Path) -> Skeleton:
         specs.append(GroupSpec(tuple(members), inputs, tuple(widths(linears[m])[1] for m in members)))
     if not specs:
         raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
-    offloaded = {name: linears[name] for name, *_ in calls if name in linears}
+    offloaded = {name: linears[name] for name in names if name in linears}
     transposed = {n for n, m in offloaded.items() if isinstance(m, Conv1D)}
     transposed |= {f"{n}.{stack}" for n, m in stacked.items() if m.is_transposed for stack in stacks_in(m)}
     return Skeleton(
@@ -105,7 +113,9 @@ def _task_heads(model: PreTrainedModel) -> set[str]:
     The LM head is the output embedding and the other parts of its module (the transform in front of a masked LM's
     decoder).
     """
-    base = model.base_model
+    base: nn.Module = model.base_model
+    if base is model and type(model).__name__.endswith("Classification"):  # with no base model of its own
+        base = nn.ModuleList(child for child in model.children() if isinstance(child, PreTrainedModel))
     outputs = model.get_output_embeddings()
     modules = dict(model.named_modules())
     inside = {id(module) for module in base.modules()}

@@ -1,82 +1,129 @@
-"""Traces one forward pass of a model without weights."""
+"""Finds the calls of linears and experts, with their inputs, by running a model without its weights."""
 
-import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from symbiosis_priv.checkpoints.discovery.experts import experts_of
+from symbiosis_priv.checkpoints.discovery.inputs import Inputs, inputs_of
 from symbiosis_priv.checkpoints.metadata import called, is_metadata
-from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.errors import UnsupportedModelError, one_line
 
-_TRACE_LENGTH = 4
+_SHOWN = 200  # characters of an error of the model's own code
+_LEAST_SHARE = 0.5  # of the weights: where only parts of a model can be run, they must be most of the model
+_Run = tuple[Callable[..., Any], Inputs]
+_FEATURES = re.compile(r"get_(text|image|video|audio)_features")
 
 
-def trace_calls(
-    model: PreTrainedModel, modules: dict[str, nn.Module]
-) -> tuple[list[tuple[str, Tensor, int]], set[str]]:
-    """Trace one forward pass in inference and one in training. Experts are called and not run: they look at routes.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The first call of a module in one run of the model. It holds the input, so that no `id` is used again."""
+
+    name: str
+    x: Tensor
+    version: int
+    run: int
+
+    @property
+    def input(self) -> tuple[int, int, int]:
+        """Equal for calls with the same tensor. Tensors of two runs are never the same."""
+        return self.run, id(self.x), self.version
+
+
+def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[list[Call], set[str]]:
+    """Run a model and, where this leaves modules out, its parts: once in inference and once in training.
+
+    Experts are called and not run: they look at routes.
 
     Args:
         model: a model on the meta device.
         modules: the linears and the modules of expert stacks to look for, by name.
 
     Returns:
-        The first call of every module in order, as (name, input, version of the input); and the names of modules whose
-        parameters the model also uses outside such calls, which therefore cannot be offloaded.
+        The first call of every module in inference, in order; and the names of modules whose parameters the model also
+        uses outside such calls, which therefore cannot be offloaded.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run without weights.
     """
     trace = _Trace(modules)
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
-    experts = experts_of(model).values()
-    for module in experts:
+    for module in experts_of(model).values():
         module.forward = _unrouted
     try:
-        _run(model.eval(), trace)
+        runs = _run_all(model.eval(), trace)
         calls = trace.calls
-        with contextlib.suppress(UnsupportedModelError):  # a failure shows when the model is trained
-            _run(model.train(), trace)
+        model.train()
+        for function, inputs in runs:
+            trace.run(function, inputs)  # a failure shows when the model is trained
     finally:
         for handle in handles:
             handle.remove()
-        for module in experts:
-            del module.forward
         model.eval()
     return calls, trace.computed_with
 
 
 def _unrouted(x: Tensor, *_: Any, **__: Any) -> Tensor:
     """Stands for the forward pass of experts, whose result has the shape of their input."""
-    return torch.zeros_like(x)
+    return torch.empty_like(x)
 
 
 class _Trace(TorchFunctionMode):
-    """Records the calls of modules in one forward pass."""
+    """Records the calls of modules, and the use of their parameters outside such calls."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
+        self._modules = modules
+        self.calls: list[Call] = []
         self.computed_with: set[str] = set()
-        self.start()
         self._names = {id(p): name for name, m in modules.items() for p in m.parameters(recurse=False)}
-
-    def start(self) -> None:
-        """Begin another pass. The inputs of two passes are never the same tensor."""
-        self.calls: list[tuple[str, Tensor, int]] = []  # keeps the tensors, so that no id is reused
-        self._seen: set[str] = set()
+        self._runs = 0
         self._inside = 0
+
+    def within(self, prefix: str) -> set[str]:
+        """The modules whose names begin with `prefix`."""
+        return {name for name in self._modules if name.startswith(prefix)}
+
+    def share(self) -> float:
+        """Share of the modules' parameters that runs have used."""
+        reached = {call.name for call in self.calls}
+        sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in self._modules.items()}
+        return sum(size for name, size in sizes.items() if name in reached) / sum(sizes.values())
+
+    def unreached(self, prefix: str) -> set[str]:
+        """The modules in `prefix` that no run has called."""
+        return self.within(prefix) - {call.name for call in self.calls}
+
+    def run(self, function: Callable[..., Any], inputs: dict[str, Any]) -> str:
+        """Call a function of the model. Returns "", or why it failed; then its calls do not count."""
+        before = self.calls
+        self.calls = [*before]
+        self._runs += 1
+        self._inside = 0
+        self._seen = {call.name for call in before}
+        try:
+            with self:
+                function(**inputs)
+        except Exception as error:  # an architecture's own code, where it was never meant to run
+            self.calls = before
+            return one_line(f"{type(error).__name__}: {error}")[:_SHOWN]
+        return ""
 
     def enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside += 1
-            if name not in self._seen:
+            x = args[0] if args else next(iter(kwargs.values()))
+            if name not in self._seen and x.numel():  # no rows: how many there are depends on unknown values
                 self._seen.add(name)
-                x = args[0] if args else next(iter(kwargs.values()))
-                self.calls.append((name, x, x._version))
+                self.calls.append(Call(name, x, x._version, self._runs))
 
         return hook
 
@@ -90,28 +137,41 @@ class _Trace(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _run(model: PreTrainedModel, trace: _Trace) -> None:
-    """Run one forward pass on the meta device, where tensors have no values.
+def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
+    """Run the model on its main input, then on all its inputs, and what is not reached then by its own functions.
 
-    Some models read values. Decoders read them without an explicit mask (transformers looks for packed sequences),
-    encoders with one (they look whether it masks anything), and hybrids unless they get a cache and no mask. The call
-    is made accordingly. Models that still read values get fake tensors, for which transformers has a tracing path.
+    Models of several modalities skip the towers that get no input, and want as many image tokens as there are features.
+    So their `get_image_features` and the like run on their own.
+
+    Returns:
+        The runs that went through.
     """
-    failures = []
-    for mode in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
-        with trace, mode, torch.no_grad():
-            ids = torch.zeros((1, _TRACE_LENGTH), dtype=torch.long, device="meta")
-            sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
-            plain = {f"{side}input_ids": ids for side in sides}
-            masked = plain | {f"{side}attention_mask": torch.ones_like(ids) for side in sides}
-            for inputs in (masked | {"use_cache": False}, plain | {"use_cache": False}, plain | {"use_cache": True}):
-                trace.start()
-                try:
-                    model(**inputs)
-                    return
-                except Exception as error:  # an architecture's own code, in a situation that it was not written for
-                    failures.append(f"{type(error).__name__}: {error}")
-    raise UnsupportedModelError(
-        f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids alone and "
-        f"does not read the values of its activations: {'; '.join(dict.fromkeys(failures))}"
-    )
+    runs: list[_Run] = []
+    failures: list[str] = []
+
+    def attempt(function: Callable[..., Any], config: PreTrainedConfig, main: str | None = None) -> bool:
+        for inputs in inputs_of(function, config, main):
+            failure = trace.run(function, inputs)
+            if not failure:
+                runs.append((function, inputs))
+                return True
+            failures.append(failure)
+        return False
+
+    whole = attempt(model.forward, model.config, model.main_input_name)
+    owners: tuple[PreTrainedModel, ...] = (model, model.base_model)  # type: ignore[assignment]
+    for part in dict.fromkeys(owners):
+        for name in filter(_FEATURES.fullmatch, dir(type(part))):
+            if trace.unreached(""):
+                attempt(getattr(part, name), part.config)
+    if trace.unreached(""):
+        whole |= attempt(model.forward, model.config)
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and name and trace.unreached(f"{name}.") == trace.within(f"{name}."):
+            attempt(part.forward, part.config, part.main_input_name)
+    if not trace.calls or (not whole and trace.share() < _LEAST_SHARE):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids, pixels "
+            f"or sound alone. It said: {'; '.join(dict.fromkeys(failures))}"
+        )
+    return runs

@@ -24,6 +24,7 @@ from transformers import (
     MegatronBertConfig,
     MistralConfig,
     OPTConfig,
+    PatchTSTConfig,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,7 +33,6 @@ from transformers import (
     RoFormerConfig,
     RwkvConfig,
     T5Config,
-    ViTConfig,
     Zamba2Config,
 )
 
@@ -351,10 +351,12 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
         discover(tmp_path)
 
 
-def test_a_model_that_does_not_run_on_token_ids_is_refused(tmp_path: Path) -> None:
-    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    with pytest.raises(UnsupportedModelError, match=r"ViTForImageClassification cannot be traced .*token ids alone"):
-        discover(save(config, "ViTForImageClassification", tmp_path))
+def test_a_model_of_unknown_inputs_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = PatchTSTConfig(d_model=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
+    with pytest.raises(UnsupportedModelError, match="PatchTSTModel cannot be traced") as refused:
+        discover(save(config, "PatchTSTModel", tmp_path))
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])

@@ -1,0 +1,197 @@
+"""Runs a model without its weights, and keeps the values that its code may look at.
+
+A tensor that depends on weights, pixels or samples is *unknown*: it is on the meta device, has a shape and takes no
+memory. All other tensors (token ids, masks, positions, image grids, buffers) are *known*: the code of many models
+decides by their values what to run next. Where code asks for an unknown value, it gets zero. So a linear that runs on
+a number of rows which depends on weights or inputs, such as one expert, runs on none here.
+
+Memory and time are bounded whatever a configuration asks for: a tensor of more than `_MOST_VALUES` elements is
+unknown, and the number of operations is limited.
+"""
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from symbiosis_priv.errors import UnsupportedModelError
+
+_aten = torch.ops.aten
+
+_MOST_VALUES = 1 << 16
+_BUDGET = 1 << 20  # operations; a model of 100 layers takes 50,000 or so
+_VALUES_PER_OPERATION = 1 << 6  # an operation on many values counts as several
+
+_UNINITIALISED = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty))
+_BY_SHAPE = frozenset(
+    (
+        *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
+        *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
+    )
+)
+"""The results' values follow from the operand's shape."""
+_INDEXED = frozenset((_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index))
+_EQUALITY = frozenset((_aten.eq.Scalar, _aten.ne.Scalar))
+"""An unknown real number equals no number: no image is blank."""
+_SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class KnownValues(TorchDispatchMode):
+    """Context manager in which a model is built and run without weights.
+
+    Raises:
+        UnsupportedModelError: the model takes too many operations, or looks at a large tensor's values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = _BUDGET
+        self._literals = _Literals()
+
+    def __enter__(self) -> Self:
+        self._literals.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._literals.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = func.overloadpacket
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        unknown = any(operand.is_meta for operand in operands)
+        self._spend(sum(operand.numel() for operand in operands if not operand.is_meta))
+        if kind in _INDEXED:
+            args = (args[0], self._positions(args[1]), *args[2:])
+        elif any(tag in func.tags for tag in _SHAPED_BY_VALUES):
+            args = tree_map(_zeros, args)
+            self._spend(_most_results(kind, args))
+            return func(*args, **kwargs)
+        elif unknown and kind is _aten._to_copy and _asks_for(kwargs, "cpu") and args[0].numel() <= _MOST_VALUES:
+            return _zeros(args[0]).to(kwargs.get("dtype") or args[0].dtype)  # Python code is about to read the values
+        elif unknown and kind in _BY_SHAPE:
+            args, unknown = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), False
+        elif func in _EQUALITY and unknown and args[0].is_floating_point():
+            return torch.tensor(kind is _aten.ne).expand(args[0].shape)
+        result = _on("meta", func, *tree_map(_without_values, (args, kwargs)))
+        if unknown:
+            return args[0] if _writes_to_known(func, args) else result
+        elements = sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if elements > _MOST_VALUES or (kind in _UNINITIALISED and _asks_for(kwargs, "meta")):
+            return result
+        self._spend(elements)
+        result = _on("cpu", func, args, kwargs)
+        return result.zero_() if kind in _UNINITIALISED else result
+
+    def _positions(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Replace a mask among the indices by the positions where it is true."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                mask = _zeros(index)
+                self._spend(mask.numel())
+                found += mask.nonzero(as_tuple=True)
+            else:
+                found.append(index)
+        return found
+
+    def _spend(self, values: int) -> None:
+        self._left -= 1 + values // _VALUES_PER_OPERATION
+        if self._left < 0:
+            raise UnsupportedModelError("the model of this config.json takes too many operations to be traced")
+
+
+class _Literals(TorchFunctionMode):
+    """Keeps the values of `torch.tensor([...])` that is asked for on the meta device; no operation shows them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def _on(device: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs | {"device": torch.device(device)} if _takes_device(func) else kwargs)
+
+
+@functools.cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _asks_for(kwargs: dict[str, Any], device: str) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == device
+
+
+def _writes_to_known(func: Any, args: Any) -> bool:
+    """Returns True if an operation writes unknown values to a tensor with values, which then stays as it is."""
+    return func._schema.name.endswith("_") and isinstance(args[0], Tensor) and not args[0].is_meta
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _zeros(leaf: Any) -> Any:
+    """Give an unknown tensor values."""
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    if leaf.numel() > _MOST_VALUES:
+        raise UnsupportedModelError(f"the model looks at the values of a tensor of shape {list(leaf.shape)}")
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def _most_results(kind: Any, args: Any) -> int:
+    """Upper bound of the elements that an operation in `_SHAPED_BY_VALUES` makes."""
+    operands = [arg for arg in args if isinstance(arg, Tensor)]
+    if kind is _aten.repeat_interleave:
+        return int(operands[0].sum())
+    if kind is _aten.bincount:
+        return int(operands[0].max()) + sum(arg for arg in args if isinstance(arg, int))
+    return sum(arg.numel() for arg in operands)
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Make torch's settings and all random numbers the same in each process, and restore the caller's afterwards."""
+    dtype, python, numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        try:
+            torch.set_default_dtype(torch.float32)
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def forget_parameters(model: nn.Module) -> None:
+    """Make the parameters of a model unknown. Tied parameters stay tied."""
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                if parameter not in twins:
+                    twins[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                module._parameters[name] = twins[parameter]

@@ -17,7 +17,6 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor
 
 from tenant.model.remote_linear import RemoteLayer
-from tenant.tasks.methods.layer import version
 
 
 class RemoteDora(DoraLinearLayer):
@@ -78,23 +77,25 @@ class RemoteDora(DoraLinearLayer):
 
 
 class _RowsOfA:
-    """The rows of an adapter's `A`, to send when they have changed."""
+    """The rows of an adapter's `A`, to send when their values have changed."""
 
     def __init__(self, module: Any, adapter: str, member: int) -> None:
         self.member = member
         self.image = torch.empty(0)
         self._module, self._adapter = module, adapter
-        self._sent: tuple[int, ...] | None = None
+        self._sent = torch.empty(0)
 
     def rows(self) -> Tensor | None:
         module = self._module
         if self._adapter not in module.active_adapters or module.disable_adapters:
             return None
-        a: Tensor = module.lora_A[self._adapter].weight.detach()
-        return None if self._sent == self._version() else a
+        a, sent = self._a(), self._sent
+        same = (a.shape, a.dtype, a.device) == (sent.shape, sent.dtype, sent.device) and torch.equal(a, sent)
+        return None if same else a
 
     def take(self, product: Tensor) -> None:
-        self.image, self._sent = product.to(torch.float32), self._version()
+        self.image, self._sent = product.to(torch.float32), self._a().clone()
 
-    def _version(self) -> tuple[int, ...]:
-        return version(self._module.lora_A[self._adapter].weight)
+    def _a(self) -> Tensor:
+        a: Tensor = self._module.lora_A[self._adapter].weight.detach()
+        return a

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tenant import RemoteConfig, rounded_model
+from tenant.model.loading import load_adapter
 
 IDS = torch.arange(3, 19).view(2, 8) * 7 % 96
 
@@ -114,9 +115,11 @@ class Methods:
         assert (split.logits - plain.logits).abs().max() <= bound
         for how, made in (("split", split), ("plain", plain)):
             made.model.save_pretrained(str(folder / how))
-            for there in (True, False):
-                loaded = self.at_home(self.load(checkpoint, split=there), folder / how)
-                assert (self.logits(loaded) - made.logits).abs().max() <= bound, (how, there)
+            for loaded in (
+                load_adapter(self.load(checkpoint, split=True), folder / how),
+                self.at_home(self.load(checkpoint, split=False), folder / how),
+            ):
+                assert (self.logits(loaded) - made.logits).abs().max() <= bound, how
         return split
 
 

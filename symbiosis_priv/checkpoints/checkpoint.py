@@ -30,7 +30,7 @@ def resolve(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} has no config.json; point at a Hugging Face checkpoint folder")
+            raise CheckpointError(f"{path} has no config.json; name a Hugging Face checkpoint folder")
         vet(path)
         return path.resolve()
     if path.is_file():
@@ -45,7 +45,7 @@ def resolve(model: str | Path) -> Path:
         folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{model} is no checkpoint folder here and could not be fetched; name one that holds a config.json: {error}"
+            f"{model} is not a checkpoint folder and could not be downloaded; name a folder with a config.json: {error}"
         ) from error
     vet(folder)
     return folder

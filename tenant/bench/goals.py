@@ -116,7 +116,7 @@ def _provider(rows: Sequence[Row]) -> Iterator[Goal]:
     counts = _by(alone, "generating")
     mixed = _where(rows, policy="opportunistic", generating=6, training=2)
     if 6 in counts and mixed:
-        what = "median latency of six beside two who train over six alone"
+        what = "median latency of six tenants with two training ones, over six alone"
         yield Goal(what, _ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
     if 1 in counts and 16 in counts:
         tokens = _ratio(counts[16], counts[1], "tokens_per_s")

@@ -158,5 +158,5 @@ def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["somebody/not-in-the-cache", "no such/model/name", "/nowhere/at/all"])
 def test_resolve_names_what_it_cannot_find(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} (is no checkpoint|does not exist)"):
+    with pytest.raises(CheckpointError, match=f"{name} (is not a checkpoint|does not exist)"):
         resolve(name)

@@ -39,7 +39,7 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"beta": {"name": "alpha"}}, "'alpha' and helper 'alpha' have the same name"),
         ({"beta": {"certificate": 7}}, r"provider\[1\].certificate"),
         ({"alpha": {"layers": "15-0"}}, "provider 'alpha': layers 15-0 are none: .* as in 0-15"),
-        ({"alpha": {"layers": "-4"}}, "provider 'alpha': layers = '-4' is no range .* as in '0-15'"),
+        ({"alpha": {"layers": "-4"}}, "provider 'alpha': layers = '-4' is not a range .* as in '0-15'"),
         ({"alpha": {"layers": 4}}, r"provider\[0\].layers"),
         ({"pads": {}}, "pads"),
         ({"pads": {"helpers": 0}}, "pads.helpers"),

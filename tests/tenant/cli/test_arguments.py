@@ -44,7 +44,7 @@ WRONG = (
     (f"{FINETUNE} --resume", "--resume"),
     (FINETUNE, "none.toml"),
     (GENERATE.replace("-p words", ""), "--prompt"),
-    (f"{GENERATE} -a absent", "absent"),
+    (f"{GENERATE} -a absent", "absent does not exist"),
     (GENERATE, "none.toml"),
     ("tenant check -m model -t absent.txt", "absent.txt"),
     ("tenant prepare -m model -f none.toml", "none.toml"),

@@ -114,9 +114,13 @@ def test_a_file_that_others_can_read_or_made_is_refused(
 
 
 def test_the_checked_folder_is_the_one_that_is_used(folder: Path) -> None:
+    moved = folder.parent / "moved"
+    (folder / "sub").mkdir()
     with PrivateFolder.open(folder) as opened:
-        folder.rename(folder.parent / "moved")
-        folder.mkdir()
+        folder.rename(moved)
+        (folder / "sub").mkdir(parents=True)
         opened.write("file", b"content")
-    assert not list(folder.iterdir())
-    assert (folder.parent / "moved" / "file").read_bytes() == b"content"
+        with opened.subfolder("sub") as sub:
+            sub.write("file", b"content")
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    assert (moved / "file").read_bytes() == (moved / "sub" / "file").read_bytes() == b"content"

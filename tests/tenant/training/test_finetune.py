@@ -195,8 +195,9 @@ def test_pairs_of_unequal_length_are_padded(run: Run, model: Path, tmp_path: Pat
     lines.write_text(
         '{"prompt": "2+2=", "completion": "4"}\n{"prompt": "The weather is", "completion": " fine, and"}\n'
     )
-    options = replace(OPTIONS, steps=1, sequence_length=12)
+    options = replace(OPTIONS, steps=1, sequence_length=12, pad_to_multiple_of=13)
     result = finetune(model, lines, tmp_path / "adapter", remote=SIMULATE, options=options)
+    assert result.tokens % 13 == 0
     assert result.loss_before > 0
     assert not result.held_out
 

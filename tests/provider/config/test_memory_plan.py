@@ -60,7 +60,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
     with pytest.raises(ConfigError, match=numbers):
         Provider(configure(max_inflight_mib=1 << 20)).start()
     monkeypatch.setattr("provider.config.memory_plan._container_limit", lambda: 10 * MIB)
-    with pytest.raises(ConfigError, match="there are 10 MiB"):
+    with pytest.raises(ConfigError, match="of 10 MiB"):
         Provider(configure()).start()
 
 

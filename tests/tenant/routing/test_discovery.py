@@ -299,8 +299,8 @@ def test_another_registry_shows_what_one_registry_withholds(
         liars[0].show(now_says(vouching, "delta"), gamma, b"rubbish")
         liars[1].show()
         assert [peer.name for peer in found.refresh()] == ["delta", "gamma"]
-    assert caplog.text.count(f"registry {gone} is of no use now") == 1
-    assert caplog.text.count("lists 1 of 3 in vain: it is malformed") == 1
+    assert caplog.text.count(f"registry {gone} cannot be used now") == 1
+    assert caplog.text.count("lists 1 invalid descriptors of 3: it is malformed") == 1
     assert found.executors == found.refresh()
 
 

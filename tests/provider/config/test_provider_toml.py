@@ -55,7 +55,8 @@ def test_a_template_names_the_layers(layers: str | None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"), [("15-0", "layers 15-0 is not a range"), ("all", "not a range of layers"), ("auto", "capacity_layers")]
+    ("layers", "words"),
+    [("15-0", "layers 15-0 is not a range"), ("all", "not a range of layers"), ("auto", "capacity_layers")],
 )
 def test_a_template_with_bad_values_is_refused(layers: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # all import torch, so `__getattr__` imports them
     from tenant.model.hf import RemoteConfig, backend_of
     from tenant.model.rounded import rounded_model
+    from tenant.tasks import Tasks
     from tenant.tasks.methods import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig
 
 _METHODS = "tenant.tasks.methods"
@@ -22,6 +23,7 @@ _MODULES = {
     "DiffPruningConfig": _METHODS,
     "MaskBertConfig": _METHODS,
     "RemoteConfig": "tenant.model.hf",
+    "Tasks": "tenant.tasks",
     "backend_of": "tenant.model.hf",
     "rounded_model": "tenant.model.rounded",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "DiffPruningConfig",
     "MaskBertConfig",
     "RemoteConfig",
+    "Tasks",
     "backend_of",
     "rounded_model",
 ]

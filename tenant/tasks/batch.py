@@ -38,37 +38,41 @@ class Batch:
         self._count = len(names)
         self._adapters = adapters
         self._plans: dict[tuple[str, torch.device], _Plan] = {}
-        self._inputs: dict[str, Tensor] = {}
+        self._inputs: dict[tuple[str, ...], _Inputs] = {}
         self._rows_first = rows_first
 
-    def before(self, name: str, x: Tensor) -> Tensor:
+    def before(self, name: str, siblings: tuple[str, ...], x: Tensor) -> Tensor:
         """Return the base layer's input at the layer `name`: `x` itself if no task changes it.
+
+        Args:
+            name: the layer.
+            siblings: the layers that are called with the same `x` and computed in one request (q/k/v), `name` included.
+                All of them get one tensor, which holds the rows that any of them needs.
+            x: the layer's input.
 
         Raises:
             UnsupportedModelError: the rows are not the first dimension of `x`.
             TaskError: `x` has another number of rows.
         """
-        plan = self._plan(name, x.device)
-        if not plan.parts:
-            return x
-        if len(self._rows) > 1:
-            self._check(name, x)
-        self._inputs[name] = x
-        changed = [(part.rows, part.operator.before(_select(x, part.rows))) for part in plan.parts]
-        found = [(rows, new) for rows, new in changed if new is not None]
-        if not found:
-            return x
-        if len(found) == 1 and found[0][0] is None:
-            return found[0][1]
-        order = torch.cat([rows for rows, _ in found if rows is not None])
-        return x.index_copy(0, order, torch.cat([new for _, new in found]).to(x.dtype))
+        inputs = self._inputs.get(siblings)
+        if inputs is None or not inputs.is_for(x):
+            if len(self._rows) > 1 and self._plan(name, x.device).parts:
+                self._check(name, x)
+            inputs = self._inputs[siblings] = self._gathered(siblings, x)
+        return inputs.rows
 
-    def after(self, name: str, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+    def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         """Return the layer's output, of the base layer's output `y` for what `before` returned."""
+        inputs = self._inputs[siblings]
+        x, order = inputs.x, inputs.orders.get(name)
+        inputs.waiting.discard(name)
+        if not inputs.waiting:
+            del self._inputs[siblings]
+        if order is not None:
+            y = y.index_select(0, order)
         plan = self._plan(name, y.device)
         if not plan.parts:
             return y
-        x = self._inputs.pop(name)
         outputs = [part.operator.after(_select(x, part.rows), _select(y, part.rows), base) for part in plan.parts]
         if plan.rest is not None:
             outputs.append(y.index_select(0, plan.rest))
@@ -82,6 +86,26 @@ class Batch:
                 f"fit one tensor; use batches of tasks whose heads are alike"
             )
         return torch.cat(outputs).index_select(0, plan.order)
+
+    def _gathered(self, siblings: tuple[str, ...], x: Tensor) -> _Inputs:
+        """Let the tasks change their rows of `x`, for each sibling apart, and gather all rows that are needed."""
+        pieces, count = [x], len(x)
+        orders: dict[str, Tensor] = {}
+        for name in siblings:
+            order = orders[name] = torch.arange(len(x), device=x.device)
+            for part in self._plan(name, x.device).parts:
+                changed = part.operator.before(_select(x, part.rows))
+                if changed is not None:
+                    order[slice(None) if part.rows is None else part.rows] = torch.arange(
+                        count, count + len(changed), device=x.device
+                    )
+                    count += len(changed)
+                    pieces.append(changed.to(x.dtype))
+        if len(pieces) == 1:
+            return _Inputs(x, x, {}, set(siblings))
+        needed, flat = torch.unique(torch.cat(list(orders.values())), return_inverse=True)
+        rows = torch.cat(pieces).index_select(0, needed)
+        return _Inputs(x, rows, dict(zip(siblings, flat.split(len(x)), strict=True)), set(siblings))
 
     def _plan(self, name: str, device: torch.device) -> _Plan:
         plan = self._plans.get((name, device))
@@ -128,6 +152,22 @@ class Batch:
                     f"batch to another number of tokens than rows"
                 )
             self._rows_first.add(name)
+
+
+class _Inputs:
+    """One input of a layer group: `x`, the rows to send, and where each sibling finds its rows among them."""
+
+    def __init__(self, x: Tensor, rows: Tensor, orders: dict[str, Tensor], waiting: set[str]) -> None:
+        self.x, self.rows, self.orders, self.waiting = x, rows, orders, waiting
+        self._state = self._now(x)
+
+    def is_for(self, x: Tensor) -> bool:
+        """Returns True if `x` is the tensor that these rows were made from, unchanged."""
+        return x is self.x and self._now(x) == self._state
+
+    @staticmethod
+    def _now(x: Tensor) -> tuple[object, ...]:
+        return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 
 class _Part(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis_priv.errors import ConfigError, TaskError
+from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
 from tenant.tasks.adapter import Adapter
 from tenant.tasks.batch import BASE, Batch
@@ -82,7 +83,7 @@ class Tasks:
         self._sources: dict[str, Stored | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
         self._used: Counter[str] = Counter()
-        self._names: dict[nn.Module, str] = {}
+        self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
         self._hooks: dict[str, list[Any]] = {}
         self._rows_first: set[str] = set()
         self._lock = threading.RLock()
@@ -296,26 +297,33 @@ class Tasks:
     # At the model's layers
 
     def _hook(self, name: str) -> None:
+        """Hook a layer and its siblings, which are computed in one request."""
         if name in self._hooks:
             return
         module = self.model.get_submodule(name)
-        self._names[module] = name
-        before = module.register_forward_pre_hook(self._before)
-        self._hooks[name] = [before, module.register_forward_hook(self._after)]
+        same = [
+            other
+            for other, remote in self.model.named_modules()
+            if isinstance(remote, RemoteLayer) and isinstance(module, RemoteLayer) and remote.group is module.group
+        ]
+        for sibling in same or [name]:
+            found = self.model.get_submodule(sibling)
+            self._names[found] = sibling, tuple(same or [name])
+            before = found.register_forward_pre_hook(self._before)
+            self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        batch, name = self._batch(), self._names.get(module)
-        if batch is None or name is None:
+        batch, found = self._batch(), self._names.get(module)
+        if batch is None or found is None:
             return None
+        name, siblings = found
         if not args or not isinstance(args[0], Tensor):
-            raise TaskError(
-                f"{name} is not called with a tensor as its first argument, so its rows cannot be told apart"
-            )
-        return (batch.before(name, args[0]), *args[1:])
+            raise TaskError(f"{name} is not called with a tensor as its first argument; use another target module")
+        return (batch.before(name, siblings, args[0]), *args[1:])
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        batch, name = self._batch(), self._names.get(module)
-        return output if batch is None or name is None else batch.after(name, output, module.forward)
+        batch, found = self._batch(), self._names.get(module)
+        return output if batch is None or found is None else batch.after(*found, output, module.forward)
 
     def _batch(self) -> Batch | None:
         return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LNTuningConfig, LoraConfig, PeftModel, PromptTuningConfig
+from peft import HRAConfig, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
-from tenant import RemoteConfig, backend_of
+from tenant import MaskBertConfig, RemoteConfig, backend_of
 from tenant.model.loading import load_model
 from tenant.tasks.batch import BASE
 from tenant.tasks.registry import Tasks
@@ -134,17 +134,14 @@ def _parameters(tasks: Tasks, name: str) -> list[Tensor]:
     return [p for layer in layers.values() for p in layer.parameters() if p.numel() and not hasattr(p, "_whole")]
 
 
-def test_one_request_serves_all_rows_of_a_layer_group(split: Tasks) -> None:
+@pytest.mark.parametrize("names", [["lora", "vera", "ia3", "loha", "road", BASE], ["oft", "lora", "oft-b", "ia3"]])
+def test_one_request_serves_all_rows_of_a_layer_group(split: Tasks, names: list[str]) -> None:
+    """Also where tasks change the inputs of q and v: their rows are added to the request."""
     backend = backend_of(split.model)
-    names = ["lora", "lora-b", "lora-r8", "vera", "ia3", "loha", "road", BASE]
     with mock.patch.object(backend, "multiply", wraps=backend.multiply) as multiply, torch.no_grad():
         with split.batch(names):
             split.model(input_ids=ids(len(names)))
         assert len(multiply.mock_calls) == len(backend.facts)
-        multiply.reset_mock()
-        with split.batch(["oft", "oft-b", "lora"]):
-            split.model(input_ids=ids(3))
-        assert len(multiply.mock_calls) <= len(backend.facts) + 2 * 2  # q, k and v of both blocks have different inputs
 
 
 def test_outside_a_batch_the_model_is_the_base_model(split: Tasks, llama: Path) -> None:
@@ -247,3 +244,37 @@ def test_a_method_without_layers_is_refused(split: Tasks) -> None:
     split.register("biases", LoraConfig(target_modules=["q_proj"], bias="all"))
     with pytest.raises(UnsupportedMethodError, match="bias"):
         split.load("biases")
+
+
+FROM_WEIGHTS: dict[str, PeftConfig] = {
+    "dora": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True),
+    "pissa": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"),
+    "hra": HRAConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "maskbert": MaskBertConfig(target_modules=["q_proj", "v_proj"]),
+}
+
+
+def test_methods_that_read_base_weights_share_the_product_too(llama: Path, tmp_path: Path) -> None:
+    """Each method's rows are near those of PEFT's own model of that task, and far from the base model's."""
+    remote = RemoteConfig(masking="simulate")
+    tasks = Tasks(load_model(llama, remote=remote, dtype=torch.float32))
+    expected = {}
+    for name, config in FROM_WEIGHTS.items():
+        torch.manual_seed(0)
+        adapted: Any = get_peft_model(load_model(llama, remote=remote, dtype=torch.float32), config)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+            expected[name] = adapted.eval()(input_ids=ids(1, tokens=9)).logits[0]
+        adapted.save_pretrained(str(tmp_path / name))
+        tasks.register(name, tmp_path / name)
+    with torch.no_grad():
+        base = tasks.model(input_ids=ids(1, tokens=9)).logits[0]
+        with tasks.batch([*expected, BASE]):
+            mixed = tasks.model(input_ids=ids(1, tokens=9).expand(len(expected) + 1, -1)).logits
+    for row, (name, logits) in enumerate(expected.items()):
+        error, change = (mixed[row] - logits).norm(), (logits - base).norm()
+        assert error < 0.05 * change, name
+    torch.testing.assert_close(mixed[-1], base, rtol=1e-2, atol=1e-2)
+    tasks.close()

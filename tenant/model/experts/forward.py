@@ -7,6 +7,7 @@ part of the product in mode "all". `routes` has the notation.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -68,4 +69,5 @@ def implementation(mode: Experts) -> str:
 
 
 for mode, kind in ROUTES.items():
-    ALL_EXPERTS_FUNCTIONS.register(implementation(mode), partial(forward, kind))
+    # Dynamo cannot trace parameters without values, so the experts of a compiled model run in eager mode
+    ALL_EXPERTS_FUNCTIONS.register(implementation(mode), torch.compiler.disable(partial(forward, kind)))

@@ -99,8 +99,7 @@ class _ProductByExpert(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, group: LayerGroup, counts: Counts) -> Tensor:
-        product: Tensor = _multiply(rows, group, counts, FORWARD, output_dtype(rows))
-        return product
+        return _multiply(rows, group, counts, FORWARD, output_dtype(rows))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup, Counts], output: Tensor) -> None:
@@ -113,7 +112,6 @@ class _ProductByExpert(torch.autograd.Function):
         return _multiply(grad, ctx.group, ctx.counts, BACKWARD, ctx.dtype), None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _multiply(rows: Tensor, group: LayerGroup, counts: Counts, direction: Direction, dtype: torch.dtype) -> Tensor:
     _, width = group.backend.facts[group.index].for_rows(counts).columns[direction]
     product = torch.empty(rows.shape[0], width, dtype=dtype, device=rows.device)

@@ -77,6 +77,14 @@ def test_a_layer_takes_two_requests_and_shows_what_its_mode_says(
     assert not any(counts for name, counts in calls if ".experts." not in name)
 
 
+def test_a_compiled_model_gives_the_same_bits(checkpoint: Callable[[str], Path]) -> None:
+    split = load(checkpoint("Mixtral"))
+    with backend_of(split), torch.no_grad():
+        expected = split(input_ids=IDS).logits
+        compiled: Any = torch.compile(split, backend="eager")
+        assert torch.equal(compiled(input_ids=IDS).logits, expected)
+
+
 def test_a_state_has_no_stack_and_is_loaded_again(checkpoint: Callable[[str], Path]) -> None:
     split = load(checkpoint("GptOss"))
     with backend_of(split):

@@ -61,6 +61,7 @@ def threat_model(
     else:
         wrong = [f"{c.attack.name} on {c.scheme.name}: {c.verdict}" for c in suite.cells if not c.expected]
         wrong += [f"planted fault not found: {p.fault}" for p in suite.planted if not p.found]
+        wrong += [f"routes of experts = '{c.mode}'" for c in suite.routes if not c.expected]
         wrong += [] if suite.active.sound else ["active adversaries: see the table"]
         console.print("Not as promised: " + "; ".join(wrong), style="bold red")
         raise typer.Exit(1)

@@ -86,18 +86,28 @@ class Lab:
     Args:
         folder: an empty folder for the checkpoint, keys and caches.
         tied: True if the LM head is the embedding (and therefore stays with the tenant).
+        experts: experts of every block; 0 for a model without experts.
 
     Attributes:
         one_company: a federation file whose only helper belongs to the executor's company. No tenant may use it.
     """
 
-    def __init__(self, folder: Path, *, tied: bool = False) -> None:
+    def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0) -> None:
         self.folder = folder
-        self._tied = tied
+        self._tied, self._experts = tied, experts
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        recipe = Pretraining(steps=60, window=48, sentences=1500, vocab=320, width=64, blocks=3, tied=self._tied)
+        recipe = Pretraining(
+            steps=60,
+            window=48,
+            sentences=1500,
+            vocab=320,
+            width=64,
+            blocks=3,
+            experts=self._experts,
+            tied=self._tied,
+        )
         checkpoint = make_base_model(self.folder / "model", recipe=recipe)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
         model.requires_grad_(False)

@@ -13,6 +13,7 @@ from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
+from threat_model.routes import RouteCell, attack_routes
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (next step, steps done, number of steps)."""
@@ -69,12 +70,14 @@ class Suite:
     cells: tuple[Cell, ...]
     planted: tuple[PlantedCell, ...]
     active: ActiveReport
+    routes: tuple[RouteCell, ...]
     seconds: float
 
     @property
     def as_expected(self) -> bool:
         """True if every cell, fault and active attack had the expected result."""
-        return all(c.expected for c in self.cells) and all(p.found for p in self.planted) and self.active.sound
+        expected = all(c.expected for c in (*self.cells, *self.routes))
+        return expected and all(p.found for p in self.planted) and self.active.sound
 
     @property
     def outside(self) -> tuple[int, int]:
@@ -98,7 +101,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 4
+    total = len(schemes) * (1 + len(attacks)) + 5
     done = 0
 
     def step(what: str) -> None:
@@ -128,8 +131,10 @@ def run_suite(
     planted = tuple(PlantedCell(f.name, f.rule, f.attack.name, f.outcome()) for f in faults)
     step("active adversaries")
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))
+    step("routes of a mixture of experts")
+    routes = attack_routes(60 if quick else 240)
     on_progress("done", total, total)
-    return Suite(quick, tuple(schemes), tuple(cells), planted, active, time.monotonic() - started)
+    return Suite(quick, tuple(schemes), tuple(cells), planted, active, routes, time.monotonic() - started)
 
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:

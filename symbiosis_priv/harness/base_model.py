@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.text import public_text
@@ -44,6 +44,7 @@ class Pretraining:
         vocab: tokens of the byte-level BPE, at least 259 (the bytes and three special tokens).
         width: width of the model, a multiple of 32.
         blocks: number of blocks of the model.
+        experts: experts of every block, two of which each token goes to; 0 for a model without experts.
         tied: True if the LM head is the embedding, and therefore stays with the tenant.
         seed: seed of the text, the initial weights and the order of the windows.
     """
@@ -56,6 +57,7 @@ class Pretraining:
     vocab: int = 1024
     width: int = 256
     blocks: int = 4
+    experts: int = 0
     tied: bool = True
     seed: int = 0
 
@@ -148,8 +150,9 @@ def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast
 
 def _pretrain(
     tokens: torch.Tensor, tokenizer: PreTrainedTokenizerFast, recipe: Pretraining, *, on_progress: Progress | None
-) -> LlamaForCausalLM:
-    config = LlamaConfig(
+) -> PreTrainedModel:
+    kind = MixtralForCausalLM if recipe.experts else LlamaForCausalLM
+    config = kind.config_class(
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
         intermediate_size=recipe.width * 43 // 16,
@@ -162,10 +165,11 @@ def _pretrain(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **({"num_local_experts": recipe.experts} if recipe.experts else {}),
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(config)
+        model = kind(config)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     windows = tokens.unfold(0, recipe.window, 1)

@@ -18,6 +18,7 @@ from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
+from threat_model.attacks.routes import TokensFromRoutes
 from threat_model.conformance import PROPERTIES
 from threat_model.evidence.schemes import (
     LOCAL,
@@ -98,6 +99,16 @@ def test_data_that_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> Non
     for cell in quick.cells:
         if cell.attack.by_design:
             assert cell.verdict is Verdict.BY_DESIGN, (cell.attack.name, cell.scheme.name)
+
+
+def test_routes_tell_decoded_tokens_in_the_mode_that_shows_them_and_in_no_other(quick: Suite) -> None:
+    found = {cell.mode: cell for cell in quick.routes}
+    assert set(found) == {"all", "flat", "counts"}
+    assert all(cell.expected and cell.outcome.trials == 60 for cell in quick.routes)
+    assert found["counts"].outcome.success >= 0.5
+    assert found["counts"].outcome.interval.low > 2 * found["counts"].outcome.chance
+    for mode in ("all", "flat"):
+        assert found[mode].outcome.at_chance
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -225,7 +236,8 @@ def test_names_in_the_threat_model_exist() -> None:
     for path in re.findall(r"`((?:threat_model|symbiosis_priv|tenant|provider|tests)/[\w/.]*)`", page):
         assert (ROOT / path).exists(), path
     # names in italics that are not prose are attacks or properties
-    known = {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS} | {p.name for p in PROPERTIES}
+    known = {TokensFromRoutes.name} | {p.name for p in PROPERTIES}
+    known |= {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS}
     prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:", "name", "which"}
     prose |= {"whatever the true value is"}
     italics = {" ".join(text.split()) for text in re.findall(r"(?<![*\w])\*(?!\s)([^*|`]+)(?<!\s)\*(?![*\w])", page)}

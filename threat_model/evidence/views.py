@@ -64,6 +64,7 @@ class EffectExchange:
     first_row: int
     seed: bytes
     effect: Tensor
+    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +222,7 @@ class Recorder:
                         request.first_row,
                         request.seed,
                         payload.clone(),
+                        request.counts,
                     )
                 )
 

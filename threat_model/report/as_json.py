@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from threat_model.attacks import Outcome
 from threat_model.evidence.statistics import CONFIDENCE, gaussian_channel_bits
 from threat_model.report.rows import noise_scales
 from threat_model.report.security_table import NOT_HIDDEN
@@ -31,6 +32,10 @@ def to_json(suite: Suite) -> str:
             "aborts": [asdict(x) for x in suite.active.leaks],
             "forgeries": [{**asdict(f), "theory": f.theory} for f in suite.active.forgeries],
         },
+        "routes": [
+            {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
+            for c in suite.routes
+        ],
         "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
         "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
     }
@@ -48,14 +53,15 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "expected": cell.expected,
         "seconds": round(cell.seconds, 3),
     }
-    if cell.outcome is not None:
-        o = cell.outcome
-        result |= {
-            "success": o.success,
-            "trials": o.trials,
-            "chance": o.chance,
-            "interval": [o.interval.low, o.interval.high],
-            "p_value": o.p_value,
-            "figures": dict(o.figures),
-        }
-    return result
+    return result if cell.outcome is None else result | _outcome_json(cell.outcome)
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "success": outcome.success,
+        "trials": outcome.trials,
+        "chance": outcome.chance,
+        "interval": [outcome.interval.low, outcome.interval.high],
+        "p_value": outcome.p_value,
+        "figures": dict(outcome.figures),
+    }

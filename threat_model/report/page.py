@@ -6,7 +6,17 @@ from html import escape
 
 from threat_model.evidence.statistics import gaussian_channel_bits
 from threat_model.report import charts
-from threat_model.report.rows import MARKS, SUMMARY, interval_note, noise_scales, planted_row, pool_cells, summary_rows
+from threat_model.report.rows import (
+    MARKS,
+    ROUTES,
+    SUMMARY,
+    interval_note,
+    noise_scales,
+    planted_row,
+    pool_cells,
+    route_row,
+    summary_rows,
+)
 from threat_model.report.security_table import NOT_HIDDEN
 from threat_model.suite import Cell, Suite, Verdict
 
@@ -57,6 +67,8 @@ def to_html(suite: Suite) -> str:
             ("selective abort", "aborted", "of", "bits told of one secret bit"),
             [(x.name, str(x.aborts), str(x.trials), f"{x.information:.3f}") for x in suite.active.leaks],
         ),
+        "<h2>Mixture of experts: decoded tokens from routes</h2>",
+        _html_table(ROUTES, [route_row(cell) for cell in suite.routes]),
         "<h2>Not hidden</h2>",
         _html_table(("what", "shown by"), NOT_HIDDEN),
         "<h2>Attacks and their sources</h2>",

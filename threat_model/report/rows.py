@@ -2,6 +2,7 @@
 
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES
+from threat_model.routes import RouteCell
 from threat_model.suite import Cell, PlantedCell, Suite, Verdict
 
 MARKS = {
@@ -51,6 +52,16 @@ def summary_rows(suite: Suite) -> list[tuple[str, ...]]:
 def planted_row(fault: PlantedCell) -> tuple[str, ...]:
     rates = (f"{rate:.1%}" for rate in (fault.outcome.success, fault.outcome.chance))
     return fault.fault, fault.rule, fault.attack, *rates, "yes" if fault.found else "NO"
+
+
+ROUTES = ("experts", "success", "chance", "99 % interval", "promised", "as promised")
+
+
+def route_row(cell: RouteCell) -> tuple[str, ...]:
+    """Tokens recovered from the routes of one mode."""
+    outcome, interval = cell.outcome, cell.outcome.interval
+    rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
+    return cell.mode, *rates, "hidden" if cell.promised else "nothing", "yes" if cell.expected else "NO"
 
 
 def pool_cells(suite: Suite, attack: str) -> list[Cell]:

@@ -16,6 +16,10 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
     ("The number of rows of a request: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
     ("Layer and direction: training can be distinguished from generation, and its steps counted", "shapes, executor"),
     ("When generation ends: the number of generated tokens", "shapes, executor"),
+    (
+        "Which experts rows go to, with `experts = 'counts'`: a decoded token's route tells the token",
+        "tokens from routes",
+    ),
     ("The same for an observer of the network, from frame sizes and times", "sizes, network"),
     ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
     ("The tenant's identity (its certificate), the base model and the providers", "by protocol: mutual TLS, Hello"),

@@ -7,7 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from threat_model.evidence.schemes import AttackedScheme
-from threat_model.report.rows import MARKS, SUMMARY, interval_note, planted_row, pool_cells, summary_rows
+from threat_model.report.rows import (
+    MARKS,
+    ROUTES,
+    SUMMARY,
+    interval_note,
+    planted_row,
+    pool_cells,
+    route_row,
+    summary_rows,
+)
 from threat_model.report.security_table import NOT_HIDDEN
 from threat_model.suite import Cell, Suite, Verdict
 
@@ -42,6 +51,7 @@ def render(suite: Suite, *, width: int) -> RenderableType:
         _cost_table(suite),
         _planted_table(suite),
         _active_table(suite),
+        _routes_table(suite),
         _not_hidden_table(),
     ]
     return Group(*parts)
@@ -116,6 +126,13 @@ def _active_table(suite: Suite) -> Table:
             f"{leak.aborts} of {leak.trials} aborted",
             f"tells {leak.information:.3f} bits of a secret bit",
         )
+    return table
+
+
+def _routes_table(suite: Suite) -> Table:
+    table = _table("Mixture of experts: decoded tokens from routes", *ROUTES)
+    for cell in suite.routes:
+        table.add_row(*route_row(cell), style=None if cell.expected else "bold red")
     return table
 
 

@@ -32,6 +32,13 @@ def exact(rows: Tensor, column: Column) -> list[int]:
     return [sum(x * r for x, r in zip(row, values, strict=True)) % PRIME for row in rows.tolist()]
 
 
+@given(a=columns(count=7), b=columns(count=7))
+def test_products_of_residues_are_exact(a: Column, b: Column) -> None:
+    got = modular.multiply(a.values[:, None], b.values)
+    want = [[x * y % PRIME for y in b.values.tolist()] for x in a.values.tolist()]
+    assert got.tolist() == want
+
+
 def test_the_modulus_is_a_prime_above_every_difference() -> None:
     """Lucas-Lehmer for 2^61 - 1; the difference of two int32 numbers is below 2^32."""
     s = 4

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import PRIME, dot
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.arithmetic.segments import Counts, segments
+from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
 from tenant.core.verifier import BlameKeys, VerificationKeys
 from tests import drawn
+from tests.stacks import expert_counts, expert_product
 
 
 def keys_of(weight: Tensor) -> VerificationKeys:
@@ -153,6 +156,106 @@ def test_damaged_keys_are_refused() -> None:
     tensors["secret"] = tensors["secret"][:31]
     with pytest.raises(CheckpointError, match="damaged"):
         VerificationKeys.from_tensors(tensors, groups=1)
+
+
+# Stacks of experts
+
+StackCase = tuple[Tensor, VerificationKeys, Counts, Tensor, Tensor, Direction, Joined]
+
+
+@st.composite
+def stacked(draw: st.DrawFn) -> StackCase:
+    """(dense weight, its keys, counts, small rows, their products by expert, direction, how experts are joined)"""
+    experts, height, width = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(drawn.widths())
+    joined: Joined = draw(st.sampled_from(["outputs", "inputs"]))
+    packed = draw(drawn.integer_weights(outputs=experts * height, inputs=width, bits=10))
+    weight = packed if joined == "outputs" else packed.t()
+    direction: Direction = draw(testing.directions())
+    counts = draw(expert_counts(experts, most=3))
+    of_result = (direction == FORWARD) == (joined == "outputs")
+    rows = draw(testing.ring_rows(width=width if of_result else height, count=sum(counts))) >> 16
+    keys = VerificationKeys.fresh()
+    keys.add_stack(0, weight, experts=experts, turned=joined == "inputs")
+    return weight, keys, counts, rows, expert_product(weight, counts, rows, direction, joined), direction, joined
+
+
+def passed_by_expert(
+    keys: VerificationKeys, counts: Counts, direction: Direction, rows: Tensor, product: Tensor
+) -> list[bool]:
+    r, v = keys.expert_columns(0, direction)
+    verdicts: list[bool] = []
+    for expert, segment in segments(counts):
+        verdicts += (dot(product[segment].contiguous(), r) == dot(rows[segment].contiguous(), v[expert])).tolist()
+    return verdicts
+
+
+@given(stacked())
+def test_true_products_of_a_stack_pass_by_expert_and_dense(case: StackCase) -> None:
+    weight, keys, counts, rows, product, direction, _ = case
+    again = VerificationKeys.from_tensors(keys.to_tensors(), groups=1)
+    width = weight.shape[1 if direction == FORWARD else 0]
+    dense = torch.arange(2 * width, dtype=torch.int32).view(2, width) % 1000
+    want = (dense.long() @ (weight.t() if direction == FORWARD else weight).long()).to(torch.int32)
+    for some in (keys, again):
+        assert all(passed_by_expert(some, counts, direction, rows, product))
+        assert all(passed(some, direction, rows=dense, product=want))
+
+
+@given(stacked(), st.data(), st.integers(0, 31))
+def test_a_wrong_entry_of_a_stack_never_passes(case: StackCase, data: st.DataObject, valuation: int) -> None:
+    _, keys, counts, rows, product, direction, _ = case
+    if not product.numel():
+        return
+    place = data.draw(st.integers(0, product.numel() - 1))
+    lie = product.long()
+    lie.view(-1)[place] += error_of(data, valuation)
+    verdicts = passed_by_expert(keys, counts, direction, rows, lie.to(torch.int32))
+    assert verdicts == [row != place // product.shape[1] for row in range(len(rows))]
+
+
+@given(stacked(), st.integers(1, 2**31 - 1))
+def test_an_error_that_cancels_over_experts_does_not_pass(case: StackCase, error: int) -> None:
+    """Experts share R. Were a dense product checked with R for every expert, an error at one expert could be cancelled
+    by its negative at another one."""
+    weight, keys, counts, _, _, _, joined = case
+    experts = len(counts)
+    if experts == 1:
+        return
+    direction = FORWARD if joined == "outputs" else BACKWARD
+    width, outputs = weight.shape[::-1] if direction == FORWARD else weight.shape
+    lie = torch.zeros(1, outputs, dtype=torch.int32)
+    lie[0, 0], lie[0, outputs // experts] = error, -error
+    assert passed(keys, direction, rows=torch.zeros(1, width, dtype=torch.int32), product=lie) == [False]
+
+
+@given(stacked())
+def test_keys_of_several_experts_are_not_interchangeable(case: StackCase) -> None:
+    """Rows of one expert, answered with the matrix of another one, are refused where the products differ."""
+    weight, keys, counts, rows, product, direction, joined = case
+    moved = (*counts[1:], counts[0])
+    other = expert_product(weight, moved, rows, direction, joined)
+    verdicts = passed_by_expert(keys, counts, direction, rows, other)
+    assert verdicts == (other == product).all(dim=1).tolist()
+
+
+@given(stacked(), st.data(), st.integers(0, 29))
+def test_a_wrong_answer_of_a_stack_is_attributed(case: StackCase, data: st.DataObject, valuation: int) -> None:
+    """The V of stacks are made from the weights when they are needed."""
+    weight, _, counts, rows, product, direction, joined = case
+    turned = joined == "inputs"
+
+    def read() -> RingMatrix:
+        packed = weight.t().contiguous() if turned else weight
+        return RingMatrix(packed, weight_bits=10, kernel="int32").as_stack(len(counts), turned=turned)
+
+    blame = BlameKeys.fresh(columns=16, stacks={0: read})
+    assert blame.accepts(0, direction, rows=rows, answer=product, counts=counts)
+    if product.numel():
+        place = data.draw(st.integers(0, product.numel() - 1))
+        lie = product.long()
+        lie.view(-1)[place] += error_of(data, valuation)
+        assert not blame.accepts(0, direction, rows=rows, answer=lie.to(torch.int32), counts=counts)
+    assert blame.to_tensors().keys() == {"secret"}
 
 
 # Attribution

@@ -76,8 +76,8 @@ class Suite:
     @property
     def as_expected(self) -> bool:
         """True if every cell, fault and active attack had the expected result."""
-        expected = all(c.expected for c in (*self.cells, *self.routes))
-        return expected and all(p.found for p in self.planted) and self.active.sound
+        cells = all(c.expected for c in self.cells) and all(c.expected for c in self.routes)
+        return cells and all(p.found for p in self.planted) and self.active.sound
 
     @property
     def outside(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -19,7 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.text import public_text
@@ -150,8 +151,8 @@ def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast
 
 def _pretrain(
     tokens: torch.Tensor, tokenizer: PreTrainedTokenizerFast, recipe: Pretraining, *, on_progress: Progress | None
-) -> PreTrainedModel:
-    kind = MixtralForCausalLM if recipe.experts else LlamaForCausalLM
+) -> Any:
+    kind: Any = MixtralForCausalLM if recipe.experts else LlamaForCausalLM
     config = kind.config_class(
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,

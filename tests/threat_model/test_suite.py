@@ -105,7 +105,7 @@ def test_routes_tell_decoded_tokens_in_the_mode_that_shows_them_and_in_no_other(
     found = {cell.mode: cell for cell in quick.routes}
     assert set(found) == {"all", "flat", "counts"}
     assert all(cell.expected and cell.outcome.trials == 60 for cell in quick.routes)
-    assert found["counts"].outcome.success >= 0.5
+    assert found["counts"].outcome.success >= 0.4
     assert found["counts"].outcome.interval.low > 2 * found["counts"].outcome.chance
     for mode in ("all", "flat"):
         assert found[mode].outcome.at_chance

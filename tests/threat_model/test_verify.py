@@ -29,6 +29,7 @@ from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
@@ -41,6 +42,7 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
+from tests.experts import write
 from tests.warm import run
 from threat_model.conformance import (
     PROPERTIES,
@@ -188,7 +190,7 @@ def test_an_honest_provider_passes(judge: Judge, role: wire.Role, seed: int) -> 
     outcomes = judge(role=role, seed=seed)
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
     untested = {name for name, outcome in outcomes.items() if outcome.verdict == "not tested"}
-    assert untested <= {"effect-agreement"}
+    assert untested == {"experts"} | ({"effect-agreement"} if role == "helper" else set())
     assert all(outcome.examples for outcome in outcomes.values() if outcome.verdict == "holds")
 
 
@@ -259,6 +261,61 @@ def test_a_provider_of_some_layers_is_tested_on_these_layers(place: Place, tmp_p
         found = outcomes(provider, "executor", None)
         assert broken(found) == {"layers"}
         assert "for a layer that it says it does not serve" in str(found["layers"].violation)
+
+
+@pytest.fixture(scope="module")
+def mixture(place: Place) -> Place:
+    """A mixture of experts."""
+    path = write("Mixtral", place.folder / "mixture", intermediate_size=64, num_hidden_layers=1)
+    return replace(place, checkpoint=path)
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_an_honest_provider_of_experts_passes(mixture: Place, role: wire.Role) -> None:
+    oracle = CheckpointOracle(mixture.store, seed=0)
+    with Provider(mixture.config(floats=False)) as provider:
+        subject = Subject(mixture.dialler(provider, role), oracle)
+        outcomes = {o.property.name: o for o in verify([subject], PROPERTIES, examples=EXAMPLES, seed=1)}
+    assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
+    assert outcomes["experts"].verdict == "holds"
+
+
+def neighbours(counts: Counts) -> Counts:
+    """The counts of the next expert, for every expert."""
+    return (*counts[1:], counts[0])
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_rows_multiplied_by_another_expert_are_found(
+    mixture: Place, tamper: Callable[[Callable[..., Tensor]], None], role: wire.Role
+) -> None:
+    def fault(honest: Product, rows: Tensor, *, counts: Counts | None, **which: Any) -> Tensor:
+        return honest(rows) if counts is None else honest(rows, counts=neighbours(counts))
+
+    tamper(fault)
+    chosen = [p for p in PROPERTIES if p.name in ("experts", "every-layer", "binding")]
+    with Provider(mixture.config(floats=False)) as provider:
+        subject = Subject(mixture.dialler(provider, role), CheckpointOracle(mixture.store, seed=0))
+        outcomes = {o.property.name: o for o in verify([subject], chosen, examples=EXAMPLES, seed=1)}
+    assert broken(outcomes) == {"experts"}
+    violation = outcomes["experts"].violation
+    assert violation is not None
+    assert any("rows of every expert" in line for line in violation.lines())
+
+
+def test_a_reply_with_other_counts_is_found(mixture: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = wire.Result.answering
+
+    def forgetful(request: wire.Binding, **more: Any) -> wire.Result:
+        return answering(msgspec.structs.replace(request, counts=None), **more)
+
+    monkeypatch.setattr(wire.Result, "answering", forgetful)
+    chosen = [p for p in PROPERTIES if p.name == "binding"]
+    with Provider(mixture.config(floats=False)) as provider:
+        subject = Subject(mixture.dialler(provider, "executor"), CheckpointOracle(mixture.store, seed=0))
+        (outcome,) = verify([subject], chosen, examples=EXAMPLES, seed=1)
+    assert outcome.verdict == "broken"
+    assert "counts" in str(outcome.violation)
 
 
 # Planted faults

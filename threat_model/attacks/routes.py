@@ -75,7 +75,7 @@ def decoding_steps(view: ExecutorView) -> Iterator[tuple[Exchange, Sequence[Coun
 
 def habits(public: Public) -> Tensor:
     """How often each token goes to each expert, on public text: float64 `[layers, v, experts]`, strictly in 0..1."""
-    layers = list(experts_of(public.model).values())
+    layers: list[Any] = list(experts_of(public.model).values())
     routes: list[list[Tensor]] = [[] for _ in layers]
 
     def note(to: list[Tensor]) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts, clip, segments
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
@@ -72,18 +73,20 @@ class Oracle(ABC):
         """Names and widths of a layer group."""
         return self.manifest.groups[index]
 
-    def widths(self, index: int, direction: Direction) -> tuple[int, int]:
+    def widths(self, index: int, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:
         """The columns of a request's rows and of its answer's rows."""
-        entry = self.entry(index)
-        return (entry.inputs, entry.stacked_outputs) if direction == FORWARD else (entry.stacked_outputs, entry.inputs)
+        return self.manifest.entry(index, by_expert=by_expert).columns(direction)
 
     @abstractmethod
-    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
+    def judge_ring(
+        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
+    ) -> Difference | None:
         """The first wrong entry of a ring answer; None if it is the product modulo 2^32.
 
         Args:
             rows: int32 `[r, d]`.
             answer: int32 `[r, o]`.
+            counts: rows of every expert, if each row is for one expert of a stack.
         """
 
     @abstractmethod
@@ -118,16 +121,22 @@ class CheckpointOracle(Oracle):
             sampled.append(index)
         super().__init__(manifest, tuple(sorted(sampled)))
 
-    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
-        return first_difference(answer, self.ring_product(index, direction, rows))
+    def judge_ring(
+        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
+    ) -> Difference | None:
+        return first_difference(answer, self.ring_product(index, direction, rows, counts))
 
-    def ring_product(self, index: int, direction: Direction, rows: Tensor) -> Array:
-        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`."""
+    def ring_product(self, index: int, direction: Direction, rows: Tensor, counts: Counts | None = None) -> Array:
+        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. Counts: by the row's own expert."""
         weight = self._group(index).integers
-        matrix = (weight.T if direction == FORWARD else weight).astype(np.float64)
-        x = rows.numpy().astype(np.int64)
-        high, low = (half.astype(np.float64) @ matrix for half in (x >> 16, x & 0xFFFF))
-        return ((high.astype(np.int64) << 16) + low.astype(np.int64)).astype(np.int32)
+        if counts is None:
+            return _ring_product(weight, direction, rows)
+        matrices = np.split(weight, len(counts), axis=0 if self.entry(index).joined == "outputs" else 1)
+        _, outputs = self.widths(index, direction, by_expert=True)
+        product = np.empty((len(rows), outputs), dtype=np.int32)
+        for expert, segment in segments(counts):
+            product[segment] = _ring_product(matrices[expert], direction, rows[segment])
+        return product
 
     def judge_float(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, *, arithmetic: Arithmetic
@@ -192,21 +201,36 @@ class PreparedOracle(Oracle):
         super().__init__(preparation.manifest, tuple(range(len(preparation.manifest.groups))))
         self._preparation = preparation
 
-    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
+    def judge_ring(
+        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
+    ) -> Difference | None:
         keys = self._preparation.blame
-        if keys.accepts(index, direction, rows=rows, answer=answer):
+        if keys.accepts(index, direction, rows=rows, answer=answer, counts=counts):
             return None
         # The shrunk requests tell the provider which checks failed, so these keys must not be used again.
         self._preparation.forget_keys()
         row = next(
             r
             for r in range(len(rows))
-            if not keys.accepts(index, direction, rows=rows[r : r + 1], answer=answer[r : r + 1])
+            if not keys.accepts(
+                index,
+                direction,
+                rows=rows[r : r + 1],
+                answer=answer[r : r + 1],
+                counts=None if counts is None else clip(counts, r, 1),
+            )
         )
         return Difference(row)
 
     def has_bias(self, index: int) -> bool:
         return self._preparation.facts[index].bias is not None
+
+
+def _ring_product(weight: Array, direction: Direction, rows: Tensor) -> Array:
+    matrix = (weight.T if direction == FORWARD else weight).astype(np.float64)
+    x = rows.numpy().astype(np.int64)
+    high, low = (half.astype(np.float64) @ matrix for half in (x >> 16, x & 0xFFFF))
+    return ((high.astype(np.int64) << 16) + low.astype(np.int64)).astype(np.int32)
 
 
 @dataclass(frozen=True)

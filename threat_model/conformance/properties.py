@@ -16,7 +16,7 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.concurrency import check_batching
 from threat_model.conformance.oracle import CheckpointOracle, first_difference
 from threat_model.conformance.refusals import check_refusals
-from threat_model.conformance.strategies import effects, products, requests
+from threat_model.conformance.strategies import by_expert, effects, products, requests
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
 from threat_model.conformance.sweep import bisect, check_every_layer, split
 from threat_model.conformance.trials import Property, Run
@@ -95,6 +95,13 @@ def _check_bias_difference(subject: Subject, run: Run) -> None:
             raise subject.violation("its two float answers do not differ by the bias", case, difference=difference)
 
     run.for_all(products(subject, arithmetics=("float_bias_free",), biased=True), check)
+
+
+def _check_experts(subject: Subject, run: Run) -> None:
+    stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
+    if not stacks:
+        raise NotTested("no layer group is a stack of experts")
+    run.for_all(by_expert(subject, stacks), lambda case: _check_right(subject, case))
 
 
 def _check_independent_rows(subject: Subject, run: Run) -> None:
@@ -287,6 +294,12 @@ PROPERTIES: tuple[Property, ...] = (
         _BOTH,
         check_batching,
     ),
+    Property(
+        "experts",
+        "Rows for single experts are multiplied by their own expert's matrix, both ways, also if most have none.",
+        _BOTH,
+        _check_experts,
+    ),
     Property("resend", "The same request gets the same bits again.", _BOTH, _check_resend),
     Property(
         "row-counts",
@@ -295,7 +308,10 @@ PROPERTIES: tuple[Property, ...] = (
         _check_row_counts,
     ),
     Property(
-        "binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows.", _BOTH, _check_binding
+        "binding",
+        "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.",
+        _BOTH,
+        _check_binding,
     ),
     Property("refusals", "A bad request is refused, and the connection stays usable.", _BOTH, check_refusals),
 )

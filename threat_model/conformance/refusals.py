@@ -28,6 +28,13 @@ def _too_many_rows(subject: Subject, case: Case) -> Frame:
     return msgspec.structs.replace(header, rows=min(wire.MAX_ROWS, subject.welcome.max_rows + 1)), None
 
 
+def _wrong_counts(subject: Subject, case: Case) -> Frame:
+    """Counts of more rows for a stack, and any counts for linears."""
+    experts = subject.oracle.entry(case.index).experts
+    counts = (len(case.rows) + 1, *[0] * (experts - 1))
+    return msgspec.structs.replace(case.header(subject.role), counts=counts), case.payload(subject.role)
+
+
 def _other_role(subject: Subject, case: Case) -> Frame:
     if subject.role == "helper":
         return case.header("executor"), case.rows
@@ -69,6 +76,7 @@ def _seeded(case: Case) -> wire.Effect:
 _BOTH = {
     "a group that does not exist": _wrong_group,
     "more rows than it allows": _too_many_rows,
+    "counts that are not those of its rows": _wrong_counts,
     "a request of the other role": _other_role,
     "a second hello": _second_hello,
 }

@@ -6,13 +6,15 @@ import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import CheckpointOracle, Difference, Oracle
@@ -29,6 +31,7 @@ class Case:
         rows: rows of the product: the payload for an executor, the expanded seed for a helper.
         seed: 32 bytes for a helper.
         first_row: first row of the seed's stream, for a helper.
+        counts: rows of every expert, if each row is for one expert of a stack.
     """
 
     index: int
@@ -37,13 +40,25 @@ class Case:
     rows: Tensor
     seed: bytes = b""
     first_row: int = 0
+    counts: Counts | None = None
+
+    def piece(self, start: int, rows: int) -> Self:
+        """A request for some of the rows."""
+        counts = None if self.counts is None else clip(self.counts, start, rows)
+        mine = self.rows[start : start + rows]
+        return replace(self, rows=mine, first_row=self.first_row + start, counts=counts)
 
     def header(self, role: wire.Role) -> wire.Execute | wire.Effect:
         """The request's header in a role, with a fresh nonce."""
         nonce, rows = secrets.token_bytes(wire.NONCE_BYTES), len(self.rows)
         if role == "executor":
             return wire.Execute(
-                nonce=nonce, group=self.index, direction=self.direction, arithmetic=self.arithmetic, rows=rows
+                nonce=nonce,
+                group=self.index,
+                direction=self.direction,
+                arithmetic=self.arithmetic,
+                rows=rows,
+                counts=self.counts,
             )
         return wire.Effect(
             nonce=nonce,
@@ -51,6 +66,7 @@ class Case:
             direction=self.direction,
             arithmetic="ring",
             rows=rows,
+            counts=self.counts,
             seed=self.seed,
             first_row=self.first_row,
         )
@@ -60,12 +76,22 @@ class Case:
         return self.rows if role == "executor" else None
 
 
-def effect_case(oracle: Oracle, index: int, direction: Direction, *, seed: bytes, first_row: int, rows: int) -> Case:
+def effect_case(
+    oracle: Oracle,
+    index: int,
+    direction: Direction,
+    *,
+    seed: bytes,
+    first_row: int,
+    rows: int,
+    counts: Counts | None = None,
+) -> Case:
     """A helper's request, with the mask rows that its seed expands to."""
-    key = mask_key(seed, group_name=oracle.entry(index).name, direction=direction)
-    width, _ = oracle.widths(index, direction)
+    entry = oracle.manifest.entry(index, by_expert=counts is not None)
+    key = mask_key(seed, group_name=entry.name, direction=direction)
+    width, _ = entry.columns(direction)
     mask = expand(key, first_row=first_row, rows=rows, width=width)
-    return Case(index, direction, "ring", mask, seed=seed, first_row=first_row)
+    return Case(index, direction, "ring", mask, seed=seed, first_row=first_row, counts=counts)
 
 
 class Violation(Exception):
@@ -101,6 +127,8 @@ class Violation(Exception):
                 f"request: {self.group or f'group {case.index}'}, {case.direction}, {case.arithmetic}, "
                 f"{len(case.rows)} row{'s' * (len(case.rows) != 1)} of {case.rows.shape[1]}"
             )
+            if case.counts is not None:
+                out.append(f"rows of every expert: {', '.join(map(str, case.counts))}")
             if case.seed:
                 out.append(f"seed {case.seed.hex()}, first row {case.first_row}")
             row = self.difference.row if self.difference else 0
@@ -223,7 +251,7 @@ class Subject:
 
     def answer_bytes(self, case: Case) -> int:
         """Number of bytes of the correct answer's matrix."""
-        _, width = self.oracle.widths(case.index, case.direction)
+        _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
         return wire.encoding_of(case.arithmetic).size(len(case.rows), width)
 
     def matrix(self, reply: wire.Reply, body: bytearray, case: Case) -> Tensor:
@@ -234,13 +262,13 @@ class Subject:
             raise self.violation(f"answers with {describe(reply)} where a result belongs", case)
         if len(body) != self.answer_bytes(case):
             raise self.violation(f"answers with {len(body)} bytes where {self.answer_bytes(case)} belong", case)
-        _, width = self.oracle.widths(case.index, case.direction)
+        _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
         return wire.encoding_of(case.arithmetic).unpack(body, rows=len(case.rows)).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
         """The first wrong entry of an answer."""
         if case.arithmetic == "ring":
-            return self.oracle.judge_ring(case.index, case.direction, case.rows, answer)
+            return self.oracle.judge_ring(case.index, case.direction, case.rows, answer, case.counts)
         assert isinstance(self.oracle, CheckpointOracle)  # only subjects with this oracle get float requests
         return self.oracle.judge_float(case.index, case.direction, case.rows, answer, arithmetic=case.arithmetic)
 

@@ -51,9 +51,7 @@ def check_every_layer(subject: Subject, run: Run) -> None:
 
 def split(case: Case, limit: int) -> list[Case]:
     """Divide a case into requests of at most `limit` rows."""
-    return [
-        replace(case, rows=rows, first_row=case.first_row + i * limit) for i, rows in enumerate(case.rows.split(limit))
-    ]
+    return [case.piece(start, limit) for start in range(0, len(case.rows), limit)] or [case]
 
 
 def _case(

@@ -221,7 +221,7 @@ def test_an_error_that_cancels_over_experts_does_not_pass(case: StackCase, error
     experts = len(counts)
     if experts == 1:
         return
-    direction = FORWARD if joined == "outputs" else BACKWARD
+    direction: Direction = FORWARD if joined == "outputs" else BACKWARD
     width, outputs = weight.shape[::-1] if direction == FORWARD else weight.shape
     lie = torch.zeros(1, outputs, dtype=torch.int32)
     lie[0, 0], lie[0, outputs // experts] = error, -error

@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from symbiosis_priv.checkpoints.layers import GroupSpec, is_offloaded
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 
 Read = Callable[[str], Tensor]
 """Reads a stored tensor by its name."""
@@ -96,6 +96,7 @@ class StoredNames:
 
         Raises:
             CheckpointError: two tensors map to one offloaded weight, and no rule joins them.
+            UnsupportedModelError: a tensor holds both offloaded weights and weights of the tenant.
         """
         converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         found: dict[str, Source] = {}
@@ -106,7 +107,19 @@ class StoredNames:
             if source.parts and converter is None and is_offloaded(parameter, self._offloaded):
                 raise CheckpointError(f"{source.parts[0][1]} and {name} are both {parameter}; delete one of them")
             source.parts.append((pattern, name))
+        for source in found.values():
+            self._refuse_mixed(source)
         return found | {target: source for source in found.values() for target in source.targets()}
+
+    def _refuse_mixed(self, source: Source) -> None:
+        """transformers drops all of a tensor if its first part is offloaded, and loads all of it otherwise."""
+        offloaded = [target for target in source.targets() if is_offloaded(target, self._offloaded)]
+        kept = [target for target in source.targets() if target not in offloaded]
+        if offloaded and kept:
+            raise UnsupportedModelError(
+                f"{source.parts[0][1]} holds {offloaded[0]}, which is offloaded, and {kept[0]}, which cannot be; use "
+                f"another base model"
+            )
 
     def _renamed(self, stored: str) -> tuple[str, str | None]:
         """The name of a stored tensor's parameter, and the pattern of the rule that rearranges it on loading."""

@@ -24,7 +24,7 @@ from symbiosis_priv.checkpoints.discovery import stored_names
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
 
@@ -181,6 +181,15 @@ def test_tensors_that_do_not_fit_the_rules_are_an_error(
     rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Concatenate(dim=7)])
     monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
     with pytest.raises(CheckpointError, match=r"q_proj\.weight cannot be made"):
+        WeightStore(llama_path, cache=tmp_path / "cache").manifest()
+
+
+def test_a_tensor_with_weights_of_providers_and_of_the_tenant_is_refused(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = WeightConverter(["q_proj.weight"], ["q_proj.weight", "q_norm.weight"], operations=[Chunk(dim=0)])
+    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight holds .*q_norm"):
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()
 
 

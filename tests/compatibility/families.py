@@ -150,7 +150,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"num_key_value_heads": 4},
+    "longcat_flash": {"num_key_value_heads": 4, "zero_expert_num": 2},
     "longformer": {"attention_window": 4},
     "mamba2": {"num_heads": 8},
     "minicpm3": {"num_key_value_heads": 4},
@@ -236,6 +236,8 @@ def small(kind: str | type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
         known = issubclass(spec.config_class, PreTrainedConfig)
         values[name] = small(spec.config_class if known else nested.pop("model_type", spec.model_type), **nested)
     config = cls(**values | given)
+    if getattr(config, "pad_token_id", 0) is None:  # classifiers need one
+        config.pad_token_id = 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config

@@ -40,7 +40,9 @@ class Result(msgspec.Struct, kw_only=True):
     offloaded: float = 0.0
     """Share of the parameters."""
     stayed: list[str] = []
-    """Linears that stay with the tenant, without the numbers of layers."""
+    """Matrices that stay with the tenant, the largest first, without the numbers of layers."""
+    experts: list[str] = []
+    """Modes that the experts of a mixture work in."""
     error: str = ""
     seconds: float = 0.0
 
@@ -58,7 +60,7 @@ def attempt(family: str, model: str) -> Result:
             result.status = "wrong"
             trial.split()
             result.offloaded, result.stayed = round(trial.share(), 3), trial.stayed()
-            result.stages = trial.stages()
+            result.stages, result.experts = trial.stages(), [*trial.modes()]
             result.status, result.error = "works", _shown(trial.note)
         except SymbiosisError as error:
             result.status, result.error = "refused", _shown(f"{type(error).__name__}: {error}")
@@ -112,7 +114,7 @@ def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
-_NAMED = 3  # linears in a cell
+_NAMED = 3  # matrices in a cell
 
 
 def render(results: dict[tuple[str, str], Result]) -> str:
@@ -121,7 +123,7 @@ def render(results: dict[tuple[str, str], Result]) -> str:
     working = sum(result.status == "works" for result in rows.values())
     lines = [f"{working} of {len(rows)} families work."]
     for kind in families.KINDS:
-        lines += ["", f"| {kind} | stages | offloaded | linears that stay |", "|---" * 4 + "|"]
+        lines += ["", f"| {kind} | stages | offloaded | what stays, the largest first |", "|---" * 4 + "|"]
         for name, result in rows.items():
             if families.FAMILIES[name] == kind:
                 lines.append(f"| {name} | {' | '.join(cells(result))} |")
@@ -133,7 +135,8 @@ def cells(result: Result) -> list[str]:
         return [result.status, "", result.error.replace("|", "/")]
     more = len(result.stayed) - _NAMED
     stayed = ", ".join(result.stayed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return [result.stages, f"{result.offloaded:.0%}", stayed.replace("*", "\\*")]
+    modes = f" ({', '.join(result.experts)})" if result.experts else ""
+    return [result.stages + modes, f"{result.offloaded:.0%}", stayed.replace("*", "\\*")]
 
 
 def committed() -> str:

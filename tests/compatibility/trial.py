@@ -4,10 +4,12 @@ The plain model holds the weights that providers multiply by (`tenant.rounded_mo
 between the two. Both get the same random LoRA on every offloaded linear.
 """
 
+import contextlib
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,10 +18,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis_priv.checkpoints.discovery.experts import experts_of
+from symbiosis_priv.errors import UnsupportedModelError
 from tenant import RemoteConfig, rounded_model
 from tenant.model.loading import load_model
 from tenant.model.offloaded import OffloadedParameter
 from tenant.model.remote_linear import RemoteLayer
+from tenant.options import Experts
 from tests.compatibility.families import TEXT, small
 
 TOLERANCE = 1e-2
@@ -51,20 +56,35 @@ class Trial:
         self.outputs(self.stored)
         self.note = ""
 
-    def split(self) -> None:
+    def split(self, experts: Experts | None = None) -> None:
         """Load both models.
 
         Raises:
             SymbiosisError: the model is refused.
             WrongError: a weight is another one than transformers loads.
         """
-        remote = RemoteConfig(masking="simulate")
+        remote = RemoteConfig(masking="simulate", experts=experts)
         self.model: Any = load_model(self.folder, remote=remote, kind=self.kind, dtype=torch.float32)
-        self.plain: Any = rounded_model(self.folder, kind=self.kind)
+        self.plain: Any = rounded_model(self.folder, kind=self.kind, experts=experts)
         rounded = dict(self.plain.named_parameters())
         for name, weight in self.stored.named_parameters():
             if weight.numel() and (rounded[name] - weight).abs().max() > ROUNDING * weight.abs().max():
                 raise WrongError(f"{name} is another tensor than transformers loads")
+
+    def modes(self) -> list[Experts]:
+        """The modes that the experts of a mixture work in, forward; none without experts.
+
+        Raises:
+            WrongError: the split model differs from the plain one.
+        """
+        working: list[Experts] = []
+        for mode in get_args(Experts) if experts_of(self.stored) else ():
+            with contextlib.suppress(UnsupportedModelError):
+                self.split(mode)
+                expected = self.outputs(self.plain)
+                _agree(f"experts = {mode}", self.outputs(self.model), expected, scale=expected.abs().max())
+                working.append(mode)
+        return working
 
     @property
     def offloaded(self) -> list[str]:
@@ -82,10 +102,12 @@ class Trial:
         return 1 - kept / whole
 
     def stayed(self) -> list[str]:
-        """Linears that stay with the tenant, without the numbers of layers."""
-        gone = set(self.offloaded)
-        linears = (n for n, m in self.plain.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in gone)
-        return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in linears))
+        """Matrices that stay with the tenant, the largest first, without the numbers of layers."""
+        sizes: Counter[str] = Counter()
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() > 1 and not isinstance(parameter, OffloadedParameter):
+                sizes[re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight"))] += parameter.numel()
+        return [name for name, _ in sizes.most_common()]
 
     def stages(self) -> str:
         """The stages that split and plain model pass alike: F, B, G if the plain model generates, H.
@@ -207,8 +229,10 @@ def _tokens() -> Tensor:
 
 
 def _text(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, preceded by the places of an image or a sound if there is one."""
+    """Tokens, among them the places of an image or a sound if there is one."""
     ids = _tokens()
+    if model.config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        ids[:, -1] = model.config.eos_token_id  # classifiers of the BART type look for it
     if given and (place := _placeholder(model.config)) is not None:
         count = _features_of(model, given)
         ids = torch.cat([ids[:, :2], torch.full((_ROWS, count), place), ids[:, 2:]], dim=1)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 Inputs = dict[str, Any]
 
-_TOKENS = 4
+_TOKENS = 8  # a Funnel pools them twice
 _SIDE = 4  # of an image that is given in patches
 _SAMPLES = 16_000  # one second of sound
 _FRAMES = 3_000  # of a spectrogram: 30 seconds

@@ -1,6 +1,7 @@
 """Finds the calls of linears and experts, with their inputs, by running a model without its weights."""
 
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
     Raises:
         UnsupportedModelError: the model cannot be run without weights.
     """
-    trace = _Trace(modules)
+    trace = _Trace(model, modules)
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
     for module in experts_of(model).values():
@@ -79,8 +80,9 @@ def _unrouted(x: Tensor, *_: Any, **__: Any) -> Tensor:
 class _Trace(TorchFunctionMode):
     """Records the calls of modules, and the use of their parameters outside such calls."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
         super().__init__()
+        self._model = model
         self._modules = modules
         self.calls: list[Call] = []
         self.computed_with: set[str] = set()
@@ -103,7 +105,7 @@ class _Trace(TorchFunctionMode):
         return self.within(prefix) - {call.name for call in self.calls}
 
     def run(self, function: Callable[..., Any], inputs: dict[str, Any]) -> str:
-        """Call a function of the model. Returns "", or why it failed; then its calls do not count."""
+        """Call a function of the model. Returns "", or where and why it failed; then its calls do not count."""
         before = self.calls
         self.calls = [*before]
         self._runs += 1
@@ -114,8 +116,14 @@ class _Trace(TorchFunctionMode):
                 function(**inputs)
         except Exception as error:  # an architecture's own code, where it was never meant to run
             self.calls = before
-            return one_line(f"{type(error).__name__}: {error}")[:_SHOWN]
+            return f"{self._place(error)}: {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"
         return ""
+
+    def _place(self, error: Exception) -> str:
+        """The name of the innermost module whose code raised an error."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+        return next((names[id(o)] for o in reversed(list(owners)) if names.get(id(o))), type(self._model).__name__)
 
     def enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

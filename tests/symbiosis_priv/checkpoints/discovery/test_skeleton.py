@@ -15,10 +15,12 @@ from transformers import (
     BloomConfig,
     ConvBertConfig,
     FalconConfig,
+    FunnelConfig,
     Gemma3nTextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    JetMoeConfig,
     Lfm2Config,
     LlamaConfig,
     MegatronBertConfig,
@@ -357,6 +359,20 @@ def test_a_model_of_unknown_inputs_is_refused_in_one_line(tmp_path: Path, capfd:
         discover(save(config, "PatchTSTModel", tmp_path))
     assert "\n" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_cannot_be_traced_names_the_module(tmp_path: Path) -> None:
+    """JetMoe's experts split their rows by numbers that depend on activations."""
+    config = JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_local_experts=4)
+    with pytest.raises(UnsupportedModelError, match=r"JetMoeForCausalLM .*model\.layers\.0\.self_attention\.experts"):
+        discover(save(config, "JetMoeForCausalLM", tmp_path))
+
+
+def test_a_model_that_pools_its_tokens_is_traced(tmp_path: Path) -> None:
+    """A Funnel halves the number of tokens between its blocks."""
+    config = FunnelConfig(vocab_size=80, block_sizes=[1, 1, 1], d_model=64, n_head=4, d_head=16, d_inner=96)
+    groups = discover(save(config, "FunnelForMaskedLM", tmp_path)).groups
+    assert {"funnel.encoder.blocks.2.0.attention.q_head"} <= {group.members[0] for group in groups}
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])

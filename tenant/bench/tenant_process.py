@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tenant.cli.options import quiet
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
@@ -138,6 +139,7 @@ class _Tenant:
 @contextmanager
 def serve_tenant(setup: Setup) -> Iterator[Callable[[Task], list[Cost]]]:
     """For `Child`: loads the model, and answers a task with the cost of each of its steps or tokens."""
+    quiet()
     torch.set_num_threads(setup.threads)
     with contextlib.closing(_Tenant(setup)) as tenant:
         yield tenant.do

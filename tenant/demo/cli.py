@@ -39,15 +39,11 @@ def demo(
     if text is not None:
         corpus.read_documents(text)
     with terminal.working("loading torch and transformers"):
-        from transformers.utils import logging
-
         from tenant.demo.claims import to_json
         from tenant.demo.run import run
         from tenant.demo.screen import show
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
+    quiet()
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
     console = terminal.console()
     with (

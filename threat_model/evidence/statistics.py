@@ -6,6 +6,7 @@ fraction (Lentz), its inverse by bisection. The tests check it against exact sum
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Interval:
         return self.low <= rate <= self.high
 
 
+@cache  # a report asks for each interval several times
 def clopper_pearson(successes: int, trials: int, *, confidence: float = CONFIDENCE) -> Interval:
     """The exact interval (Clopper and Pearson, Biometrika 1934). Its coverage is at least `confidence`."""
     if not trials:

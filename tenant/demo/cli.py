@@ -15,6 +15,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.system.files import default_cache, output_file, write_atomically
 from symbiosis_priv.system.interrupts import Interrupts
+from tenant.cli.options import loading
 from tenant.training import corpus
 
 _DEFAULT_STEPS = 40
@@ -38,12 +39,11 @@ def demo(
         resolve(model)
     if text is not None:
         corpus.read_documents(text)
-    with terminal.working("loading torch and transformers"):
+    with loading():
         from tenant.demo.claims import to_json
         from tenant.demo.run import run
         from tenant.demo.screen import show
 
-    quiet()
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
     console = terminal.console()
     with (

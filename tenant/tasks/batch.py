@@ -41,6 +41,10 @@ class Batch:
         self._inputs: dict[tuple[str, ...], _Inputs] = {}
         self._rows_first = rows_first
 
+    def extends(self, names: tuple[str, ...]) -> bool:
+        """Returns True if a task of this batch has an adapter at one of these layers."""
+        return any(name in adapter.layers for adapter in self._adapters.values() for name in names)
+
     def before(self, name: str, siblings: tuple[str, ...], x: Tensor) -> Tensor:
         """Return the base layer's input at the layer `name`: `x` itself if no task changes it.
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from symbiosis_priv.errors import ConfigError, TaskError
+from symbiosis_priv.errors import ConfigError, TaskError, UnsupportedMethodError
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
 from tenant.tasks.adapter import Adapter
@@ -309,21 +309,28 @@ class Tasks:
         for sibling in same or [name]:
             found = self.model.get_submodule(sibling)
             self._names[found] = sibling, tuple(same or [name])
-            before = found.register_forward_pre_hook(self._before)
+            before = found.register_forward_pre_hook(self._before, with_kwargs=True)
             self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, found = self._batch(), self._names.get(module)
         if batch is None or found is None:
             return None
         name, siblings = found
-        if not args or not isinstance(args[0], Tensor):
-            raise TaskError(f"{name} is not called with a tensor as its first argument; use another target module")
-        return (batch.before(name, siblings, args[0]), *args[1:])
+        if not batch.extends(siblings):
+            return None
+        if len(args) != 1 or kwargs:
+            raise UnsupportedMethodError(
+                f"{name} takes more than one input, and a batch of tasks knows the rows of one only; use other "
+                f"target_modules (linears)"
+            )
+        return (batch.before(name, siblings, args[0]),), kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         batch, found = self._batch(), self._names.get(module)
-        return output if batch is None or found is None else batch.after(*found, output, module.forward)
+        if batch is None or found is None or not batch.extends(found[1]):
+            return output
+        return batch.after(*found, output, module.forward)
 
     def _batch(self) -> Batch | None:
         return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)

@@ -116,6 +116,8 @@ def test_examples_fine_tune_and_generate(folder: Path, scripts: dict[str, Future
 
     arguments = ["--model", "model", "--prompt", "The weather", "--max-new-tokens", "4"]
     assert "The weather" in run(folder, str(EXAMPLES / "generate.py"), *arguments)
+    answers = run(folder, str(EXAMPLES / "many_tasks.py"), *arguments)
+    assert answers.count("The weather") == 2  # the base model's and the task's
 
 
 def test_the_readmes_sample_runs_as_it_is_printed(folder: Path, scripts: dict[str, Future[str]]) -> None:
@@ -123,7 +125,7 @@ def test_the_readmes_sample_runs_as_it_is_printed(folder: Path, scripts: dict[st
     assert (folder / "sample-adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "generate.py"])
+@pytest.mark.parametrize("script", ["finetune.py", "generate.py", "many_tasks.py"])
 def test_scripts_have_at_most_forty_lines(script: str) -> None:
     assert len((EXAMPLES / script).read_text().splitlines()) <= 40
 

@@ -10,9 +10,11 @@ from hypothesis.strategies import DataObject
 
 from provider.products.transfers import Transfers
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
 from tests import drawn
+from tests.stacks import expert_counts
 
 
 @given(data=st.data(), direction=testing.directions(), part=st.integers(1, 9))
@@ -23,6 +25,18 @@ def test_a_product_in_parts_equals_the_whole_product(data: DataObject, direction
     got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction)
     assert torch.equal(got, matrix.product(rows, direction))
     assert torch.equal(rows, before)
+
+
+@given(counts=expert_counts(3), part=st.integers(1, 9), turned=st.booleans(), direction=testing.directions())
+def test_a_product_by_expert_in_parts_equals_the_whole_product(
+    counts: Counts, part: int, turned: bool, direction: Direction
+) -> None:
+    weight = torch.arange(12 * 7, dtype=torch.int16).view(12, 7)
+    matrix = RingMatrix(weight, weight_bits=8, kernel="int32").as_stack(3, turned=turned)
+    width, _ = matrix.columns(direction, by_expert=True)
+    rows = torch.arange(sum(counts) * width, dtype=torch.int32).view(-1, width)
+    got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction, counts=counts)
+    assert torch.equal(got, matrix.product(rows, direction, counts=counts))
 
 
 def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:

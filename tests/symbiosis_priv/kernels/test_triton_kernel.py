@@ -19,6 +19,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, RingMatrix
 from symbiosis_priv.kernels.triton_kernel import MAX_TERMS, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from tests.stacks import expert_product
 
 CPU = torch.device("cpu")
 TRITON = KERNELS["triton"]
@@ -39,6 +40,18 @@ def test_a_plan_covers_every_term_once(count: int, width: int, columns: int, pro
     assert launch.share % launch.tile.terms == 0
     assert launch.share <= MAX_TERMS
     assert max(across, shares) <= 65535  # CUDA's limit
+
+
+@needs_interpreter
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_experts_part_of_a_stack_is_read_where_it_lies(direction: Direction) -> None:
+    weight = (torch.arange(24 * 9, dtype=torch.int16).view(24, 9) * 37) % 1023 - 511
+    matrix = RingMatrix(weight, weight_bits=10, kernel="triton").as_stack(3, turned=False)
+    counts = (1, 0, 2)
+    width, _ = matrix.columns(direction, by_expert=True)
+    rows = torch.arange(3 * width, dtype=torch.int32).view(3, width) * 0x7F4A7C1
+    got = matrix.product(rows, direction, counts=counts)
+    assert torch.equal(got, expert_product(weight, counts, rows, direction, "outputs"))
 
 
 @pytest.mark.parametrize("bits", range(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS + 1))

@@ -1,0 +1,109 @@
+"""Models that take images or sound, split: the plain model with rounded weights is the judge."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.federation import Federation
+from tenant import RemoteConfig, backend_of, rounded_model
+from tests.modalities import FAMILIES, Family
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, NewProvider
+
+CLOSE = 1e-4
+"""Relative; the two models differ by the rounding of activations."""
+
+
+def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    found = model(**inputs)
+    tensor: Tensor = found.logits_per_image if "logits_per_image" in found else found.logits
+    return tensor
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def with_lora(model: Any) -> Any:
+    """A LoRA on each linear, none of whose effects is zero."""
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, lora_alpha=2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 20)
+    return adapted.eval()
+
+
+def load(family: Family, folder: Path, **options: Any) -> Any:
+    kind: Any = getattr(transformers, family.auto)
+    return kind.from_pretrained(folder, quantization_config=RemoteConfig(**options), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", ["CLIP", "HuBERT", "LLaVA", "Qwen2.5-VL", "Whisper"])
+def test_a_split_model_answers_and_learns_as_the_plain_one_with_rounded_weights(name: str, tmp_path: Path) -> None:
+    family, checkpoint = FAMILIES[name], tmp_path / "checkpoint"
+    family.save(checkpoint)
+    kind: Any = getattr(transformers, family.auto)
+    inputs = family.inputs()
+    base = load(family, checkpoint, masking="simulate")
+    plain_base = rounded_model(checkpoint, kind=kind)
+    with torch.no_grad():
+        assert distance(output(base, inputs), output(plain_base, inputs)) < CLOSE
+
+    split, plain = with_lora(base), with_lora(plain_base)
+    gradients = []
+    for model in (split, plain):
+        logits = output(model, inputs)
+        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert distance(*(torch.cat([g.flatten() for g in grads.values()]) for grads in gradients)) < CLOSE
+
+    split.save_pretrained(str(tmp_path / "adapter"))
+    home = PeftModel.from_pretrained(rounded_model(checkpoint, kind=kind), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert distance(output(split, inputs), output(home, inputs)) < CLOSE
+        if family.generates:
+            prompt = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
+            tokens = [model.generate(**prompt, max_new_tokens=4, do_sample=False) for model in (split, home)]
+            assert torch.equal(*tokens)
+    backend_of(split).close()
+
+
+def test_a_masked_tower_gives_the_same_bits(
+    new_provider: "NewProvider",
+    new_federation: "NewFederation",
+    federation_file: Callable[[Federation], Path],
+    tmp_path: Path,
+) -> None:
+    """Forward and backward, with an executor and a helper."""
+    family, checkpoint = FAMILIES["Qwen2.5-VL"], tmp_path / "checkpoint"
+    family.save(checkpoint)
+    store = WeightStore(checkpoint)
+    executor, helper = new_provider(store=store), new_provider(store=store)
+    federation = federation_file(new_federation([executor], [helper], digest=store.manifest().digest))
+    found = []
+    for model in (
+        load(family, checkpoint, masking="simulate"),
+        load(family, checkpoint, masking="pad", federation=federation),
+    ):
+        inputs = family.inputs()
+        inputs["pixel_values"].requires_grad_()
+        logits = output(model, inputs)
+        logits.square().sum().backward()
+        found.append((logits, inputs["pixel_values"].grad))
+        backend_of(model).close()
+    assert executor.executed
+    for simulated, masked in zip(*found, strict=True):
+        assert simulated is not None
+        assert masked is not None
+        assert torch.equal(simulated, masked)

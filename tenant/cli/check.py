@@ -41,18 +41,26 @@ def check(
 
         from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
         from tenant.model.hf import RemoteConfig, backend_of
-        from tenant.model.loading import is_language_model, load_model, load_tokenizer
+        from tenant.model.loading import (
+            check_reads_text,
+            check_runs_on_text,
+            is_language_model,
+            load_model,
+            load_tokenizer,
+        )
         from tenant.training import quality
 
     kind = architecture(load_config(folder))
     causal = is_language_model(kind)
+    check_reads_text(kind)
     load = partial(load_model, model, kind=kind)
     tokenizer = load_tokenizer(model)
     split = load(remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
     reference = load(dtype=torch.float32)
-    limit = getattr(reference.config, "max_position_embeddings", sequence_length)
+    limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
     examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
     ids = [example.input_ids for example in examples[:blocks]]
+    check_runs_on_text(reference, ids[0])
     compare: Callable[..., Any] = quality.compare if causal else quality.compare_embeddings
     table: Callable[..., Table] = _quality_table if causal else _likeness_table
     with terminal.progress_bar(f"ring, {weight_bits} bits") as progress:

@@ -49,6 +49,10 @@ _GENERATION_SETTINGS = (
 """The settings that are taken from generation_config.json: special tokens, and how likely each token is. Settings that
 change the number of rows sent per token are left out (rule 10): with prompt lookup, for instance, executors would see
 from the row counts where a text repeats itself."""
+_COMPARE_YOURSELF = (
+    "Compare its outputs on inputs of your own: load it with RemoteConfig(masking='simulate') and with "
+    "tenant.rounded_model(path, kind=...), or without either"
+)
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
@@ -112,9 +116,8 @@ def load_language_model(
     kind = architecture(load_config(resolve(model)))
     if not is_language_model(kind):
         raise UnsupportedModelError(
-            f"{model} is a {kind.__name__}, which does not predict the next token. Load it with "
-            f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT; "
-            f"`symbiosis-priv tenant check` measures its embeddings"
+            f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
+            f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
         )
     loaded = load_model(model, remote=remote, dtype=dtype)
     if loaded.can_generate():
@@ -127,6 +130,35 @@ def load_language_model(
 def is_language_model(kind: type[PreTrainedModel]) -> bool:
     """Returns True if an architecture predicts the next token."""
     return kind.__name__ in _NEXT_TOKEN
+
+
+def check_reads_text(kind: type[PreTrainedModel]) -> None:
+    """Refuse an architecture whose main input is not token ids.
+
+    Raises:
+        UnsupportedModelError: the main input is an image or sound.
+    """
+    if kind.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"a {kind.__name__} takes {kind.main_input_name}, and this command compares models on text. "
+            f"{_COMPARE_YOURSELF}"
+        )
+
+
+def check_runs_on_text(model: Any, ids: list[int]) -> None:
+    """Run a model once on token ids alone.
+
+    Raises:
+        UnsupportedModelError: the model fails.
+    """
+    try:
+        with torch.no_grad():
+            sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
+            model(**{f"{side}input_ids": torch.tensor([ids], device=model.device) for side in sides})
+    except Exception as error:  # an architecture's own code, without an input that it needs
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on text alone ({one_line(str(error))[:_SHOWN]}). {_COMPARE_YOURSELF}"
+        ) from error
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

@@ -9,10 +9,14 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from typer.testing import CliRunner
 
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import UnsupportedModelError
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of, rounded_model
+from tenant.cli import app as cli
+from tenant.model.loading import check_runs_on_text
 from tests.modalities import FAMILIES, Family
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ def load(family: Family, folder: Path, **options: Any) -> Any:
     return kind.from_pretrained(folder, quantization_config=RemoteConfig(**options), dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", ["CLIP", "HuBERT", "LLaVA", "Qwen2.5-VL", "Whisper"])
+@pytest.mark.parametrize("name", ["CLIP", "LLaVA", "Whisper"])
 def test_a_split_model_answers_and_learns_as_the_plain_one_with_rounded_weights(name: str, tmp_path: Path) -> None:
     family, checkpoint = FAMILIES[name], tmp_path / "checkpoint"
     family.save(checkpoint)
@@ -107,3 +111,16 @@ def test_a_masked_tower_gives_the_same_bits(
         assert simulated is not None
         assert masked is not None
         assert torch.equal(simulated, masked)
+
+
+def test_check_says_which_models_it_cannot_compare_on_text(tmp_path: Path) -> None:
+    """A folder without a tokenizer is not asked for one that it does not need."""
+    FAMILIES["ViT"].save(tmp_path)
+    (tmp_path / "text.txt").write_text("a text")
+    arguments = ["check", "--model", str(tmp_path), "--text", str(tmp_path / "text.txt")]
+    error = CliRunner().invoke(cli.app, arguments).exception
+    assert isinstance(error, UnsupportedModelError)
+    assert "pixel_values" in str(error)
+    with pytest.raises(UnsupportedModelError, match="CLIPModel does not run on text alone"):
+        check_runs_on_text(FAMILIES["CLIP"].build(), [1, 5, 6])
+    check_runs_on_text(FAMILIES["LLaVA"].build(), [1, 5, 6])

@@ -24,7 +24,6 @@ class JsonLines(logging.Formatter):
     """Renders a record as one line of JSON. Other libraries' messages become its `event`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
         line: dict[str, Field] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

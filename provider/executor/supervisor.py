@@ -44,7 +44,6 @@ class ThreadExecutor(ExecutorHandle):
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """See `ExecutorHandle.start`."""
         self._inbox = LocalInbox()
         self._executor = build(self.config, model_digest=self.model_digest, inbox=self._inbox)
         self._answered = self.generation
@@ -53,7 +52,6 @@ class ThreadExecutor(ExecutorHandle):
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
-        """See `ExecutorHandle.stop`."""
         self.stopping.set()
         if self._thread is None:
             return
@@ -63,7 +61,6 @@ class ThreadExecutor(ExecutorHandle):
         self._guard.join()
 
     def open_channel(self) -> RequestChannel:
-        """See `ExecutorHandle.open_channel`."""
         return self._inbox.open_channel()
 
     def _hung(self) -> None:
@@ -99,15 +96,12 @@ class ProcessExecutor(ExecutorHandle):
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
 
     def open_channel(self) -> RequestChannel:
-        """See `ExecutorHandle.open_channel`."""
         return SocketChannel(self._context, self.endpoint)
 
     def close(self) -> None:
-        """See `ExecutorHandle.close`."""
         self._context.term()
 
     def start(self) -> None:
-        """See `ExecutorHandle.start`."""
         path = Path(self.endpoint.removeprefix("ipc://"))
         _private_folder(path.parent)
         _require_unused(path)
@@ -123,7 +117,6 @@ class ProcessExecutor(ExecutorHandle):
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
-        """See `ExecutorHandle.stop`."""
         self.stopping.set()
         if self._watcher is None:
             return
@@ -193,7 +186,6 @@ class GroupExecutor(ProcessExecutor):
         super().__init__(config, model_digest=model_digest)
 
     def stop(self, timeout: float) -> None:
-        """See `ExecutorHandle.stop`."""
         super().stop(timeout)
         shutil.rmtree(self._folder, ignore_errors=True)
 

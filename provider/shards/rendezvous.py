@@ -58,7 +58,6 @@ class FileCounters:
         self._folder = folder
 
     def add(self, key: str, amount: int, /) -> int:
-        """See `Counters.add`."""
         file = os.open(self._folder / key.replace("/", "-"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             total = int.from_bytes(os.pread(file, _COUNTER_BYTES, 0), "big") + amount

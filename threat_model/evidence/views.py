@@ -186,7 +186,6 @@ class Recorder:
         return time.monotonic() - self._started
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """See `Wiretap`."""
         with self._lock:
             self._note(peer, message, payload, upward=True)
             if isinstance(message, wire.Binding):
@@ -197,7 +196,6 @@ class Recorder:
                 self._count += 1
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """See `Wiretap`."""
         with self._lock:
             self._note(peer, message, payload, upward=False)
             if not isinstance(message, wire.Result) or payload is None:

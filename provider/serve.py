@@ -214,7 +214,6 @@ def serve(
     SIGHUP and changed files make the provider read certificates, revocations and quotas again.
 
     Args:
-        config: configuration of the provider.
         source: file of the configuration; it is read again when it changes.
         ready_file: file for the bound address, written when the provider is ready.
         stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.

@@ -49,7 +49,6 @@ class Workload:
     Args:
         steps: LoRA training steps on `[batch, length]` tokens.
         generations: calls of `generate` on `[prompts, prompt_length]` tokens.
-        new_tokens: new tokens of each call.
         game_rows: rows of the distinguishing game, per direction.
     """
 

@@ -37,9 +37,7 @@ class Announcer:
     """Announces one executor from a background thread.
 
     Args:
-        config: configuration of the provider.
         address: bound address as `host:port`.
-        manifest: manifest of the whole model.
         served: indices of the layer groups that the executor serves.
 
     Raises:

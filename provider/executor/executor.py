@@ -65,7 +65,6 @@ class _Job(Job):
 
     Args:
         sender: the sender that the inbox sends the answer to.
-        request: the request.
         payload: the request's rows; empty for an effect, None after the answer.
         made: keystream rows of an effect that are not multiplied yet; `ready - taken` rows.
         asked: number of keystream rows that were ordered.
@@ -86,7 +85,6 @@ class Executor:
     Args:
         model: the frozen linears.
         inbox: the source of requests; closed at the end.
-        scheduling: options of the scheduler.
         warm_up: load every layer group while the executor is idle, and not on first use.
     """
 

@@ -28,7 +28,6 @@ class ExecutorHandle(ABC):
     """A running executor, as the gateway sees it.
 
     Args:
-        config: the provider's configuration.
         model_digest: digest of the model that the executor must serve, also after a restart.
     """
 

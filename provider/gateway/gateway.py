@@ -38,7 +38,6 @@ class Gateway:
 
     Args:
         config: limits and roles.
-        manifest: manifest of the whole model.
         served: indices of the layer groups that are served.
         credentials: certificates and revocations.
         executor: the executor that computes products.

@@ -78,11 +78,7 @@ class QuotaMeter:
 
 
 class QuotaGate:
-    """Admits tenants' requests. Thread-safe.
-
-    Args:
-        quotas: the quota of each tenant.
-    """
+    """Admits tenants' requests. Thread-safe."""
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)

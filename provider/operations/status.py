@@ -36,7 +36,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
         bytes_held: bytes of large requests in memory.
         waiting_for_bytes: number of large requests that wait for memory.
-        restarts: number of restarts of the executor.
         hangs: number of times that the executor did not answer for too long.
         executor: the executor's report; None if it does not answer.
         registries: by registry, True if it accepted the last announcement.

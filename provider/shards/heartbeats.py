@@ -32,7 +32,6 @@ class Heartbeats:
     """Sends the heartbeat of this rank, and watches other ranks.
 
     Args:
-        rank: rank of this process.
         world: number of ranks.
         counters: counters that all ranks share.
         lost: called once, in the heartbeat's thread, with the ranks whose heartbeat has stopped; with an empty list if

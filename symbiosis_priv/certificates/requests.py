@@ -46,9 +46,6 @@ class Request:
     """A request with a valid signature.
 
     Args:
-        kind: kind of the requested certificate.
-        name: name of the tenant or the provider.
-        public_key: the key to certify.
         fingerprint: fingerprint of the key; `keys request` shows the same one to the owner of the key.
     """
 

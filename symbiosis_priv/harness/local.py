@@ -67,8 +67,6 @@ class LocalFederation:
         model: base checkpoint that the providers serve.
         directory: new or empty folder; it is not deleted.
         helpers: number of helpers; 0 for masking without one.
-        executors: number of executors.
-        weight_bits: bits of a quantised weight.
         layers: range of layers that a provider serves, by its name; the other providers serve all layers.
         companies: names of providers that count as one party, by the name of their company.
         pad_helpers: number of helpers that share each pad; all helpers if None.
@@ -213,7 +211,6 @@ class LocalFederation:
         """Start one more provider and add it to `federation.toml`.
 
         Args:
-            name: name of the new provider.
             layers: range of layers that the provider serves; all layers if None.
             listed: if False, the registry lists the provider, and `federation.toml` does not.
 

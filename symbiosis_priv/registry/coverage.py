@@ -34,12 +34,7 @@ class Served(NamedTuple):
 
 
 def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Served]:
-    """The operators and the capacity that serve each layer of a model. Draining executors do not count.
-
-    Args:
-        layers: number of layers of the model.
-        announced: executors of the model.
-    """
+    """The operators and the capacity that serve each layer of a model. Draining executors do not count."""
     staying = [one for one in announced if not one.descriptor.draining]
     most = _MOST_TIMES_USUAL * statistics.median_low([one.descriptor.capacity for one in staying] or [0.0])
     operators: list[set[str]] = [set() for _ in range(layers)]

@@ -72,8 +72,6 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         certificate: the executor's certificate, DER.
         host: host at which the executor listens, exactly as its certificate names it.
         port: port at which the executor listens.
-        model_digest: digest of the whole model.
-        weight_bits: bits of the model's weights.
         first_layer: first layer that the executor serves.
         last_layer: last layer that the executor serves.
         capacity: throughput of the executor, relative to other executors.
@@ -121,7 +119,6 @@ class VerifiedDescriptor:
 
     Args:
         descriptor: the executor's description.
-        certificate: the executor's certificate.
         data: bytes of the signed descriptor, for forwarding.
         digest: SHA-256 of the signed body.
     """

@@ -94,7 +94,6 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
     """Run a benchmark, then show its figures and goals, and write them to the file that --json names.
 
     Args:
-        benchmark: name of the command.
         json: file to write; None for no file.
         work: returns the rows; called with an empty folder and a function that shows the progress.
     """

@@ -85,7 +85,6 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
 
     Args:
         directory: new or empty folder.
-        shape: shape of the model.
         maskings: masking schemes of the split tenants.
         effort: threads of each process, and memory of each split tenant for pads.
     """

@@ -68,7 +68,6 @@ class Variant:
     """A configuration of a provider.
 
     Args:
-        policy: policy of the scheduler.
         ranks: number of processes that share the model.
         sharding: how the ranks divide a product.
     """
@@ -96,9 +95,7 @@ def measure_tenants(
 
     Args:
         directory: new or empty folder.
-        scenarios: numbers of tenants.
         mixes: request sizes and adapter ranks: all scenarios run with the first mix, then with the next.
-        variants: configurations of providers.
         hidden: width of the model.
         layers: blocks of the model, of four layer groups each.
         seconds: duration of each measurement.

@@ -45,9 +45,7 @@ def measure_linears(
     Args:
         directory: new or empty.
         widths: of the layer, multiples of HEAD.
-        row_counts: rows per call.
         masking: a scheme with a session.
-        repeat: repetitions.
         threads: torch threads of each process, this one included.
     """
     torch.set_num_threads(threads)

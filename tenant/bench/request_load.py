@@ -40,7 +40,6 @@ class Load:
 
     Args:
         name, identity: name and certificate of the tenant.
-        kind: generating or training.
         rows: rows of each request: sequences of a batch.
         rank: rank of the adapter on every layer group.
         federation: file that names the provider.

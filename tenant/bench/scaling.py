@@ -34,7 +34,6 @@ def measure_scale(
     Args:
         directory: new or empty folder.
         rows, widths, depths: the points; widths must be multiples of 64.
-        masking: masking scheme of the split tenant.
         effort, on_turn: see `measure_step` and `contest`.
     """
     measured: dict[tuple[int, int], list[Row]] = {}

@@ -69,9 +69,7 @@ def measure_network(
 
     Args:
         directory: new or empty folder.
-        shape: shape of the model.
         batch, tokens: size of a fine-tuning step.
-        conditions: conditions of the link.
         masking: a masking scheme with providers.
         kind: kind of the link; the best that this machine has if None.
         effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.

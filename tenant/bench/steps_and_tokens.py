@@ -18,10 +18,7 @@ def measure_step(
 
     Args:
         running: a contest with a tenant per masking scheme.
-        shape: shape of the model.
-        task: the batch.
         maskings: masking schemes of the split tenants.
-        repeat: number of turns.
         on_turn: called with the name of the current measurement.
     """
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)

@@ -29,7 +29,6 @@ class Setup:
         masking: the masking scheme; None for the whole model in float32 in this process.
         federation: path of federation.toml.
         cache: folder for verification keys.
-        threads: torch threads.
         pool_memory_mib: memory for pads drawn ahead.
     """
 

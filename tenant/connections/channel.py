@@ -61,8 +61,6 @@ class Channel:
 
     Args:
         peer: the provider, with its address and pinned certificate.
-        certificate: the tenant's certificate.
-        key: the certificate's private key.
         model_digest: digest of the model that the provider must serve.
         deadline_s: seconds that one request may take, including reconnecting.
         buffers: memory for answers; each answer has its own memory if None.

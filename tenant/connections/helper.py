@@ -54,8 +54,6 @@ class HelperClient:
         """Request the effect of rows of the helper's keystream. The result is unverified.
 
         Args:
-            index: group index.
-            direction: direction of the product.
             facts: facts of the layer group, or of one expert's matrix if there are counts.
             first_row, rows: rows of the keystream.
             counts: rows of every expert of a stack. The helper sees them.

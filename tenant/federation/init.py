@@ -19,10 +19,8 @@ class ProviderArgument:
     """One provider, as given on the command line.
 
     Args:
-        role: role of the provider.
         address: host:port.
         certificate: file of the pinned certificate; its name is the provider's name in the federation.
-        operator: name of the operator.
     """
 
     role: Role
@@ -73,8 +71,6 @@ def write_federation(
         path: the file, which must not exist.
         providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
             file gets paths relative to its own folder.
-        digest: digest of the model.
-        weight_bits: weight bits of the model.
         tenant_certificate, tenant_key: the tenant's certificate and private key, with paths as above.
         pad_helpers: number of helpers that share each pad; all helpers if None.
         companies: groups of providers that count as one party.

@@ -52,7 +52,6 @@ class Finding:
     """The result of probing one provider. Fields that the probe did not reach keep their defaults.
 
     Args:
-        peer: the provider.
         failure: the reason why the provider cannot be used, with the fix; None if it can be used.
         warnings: problems that do not prevent use.
         days_left: days until the provider's certificate expires.
@@ -88,7 +87,6 @@ def probe_all(
     """Probe providers in parallel, and then measure the throughput of each usable provider, one after the other.
 
     Args:
-        federation: the federation.
         preparation: facts and keys of the pinned model; if None, products and layers are not checked.
         timeout: seconds for each provider, and again for its throughput.
         peers: the providers to probe; all providers of the federation if None.

@@ -55,8 +55,6 @@ class Watcher:
     """Probes one provider repeatedly in a thread.
 
     Args:
-        federation: the federation.
-        peer: the provider.
         interval: seconds between two probes.
         timeout: seconds for one probe.
     """
@@ -100,7 +98,6 @@ def watch(
     """Show the screen until Ctrl-C; with `once`, print it once all providers were probed or `timeout` has passed.
 
     Args:
-        federation: the federation.
         preparation: maps layer groups to layer numbers; if None, the screen shows layer groups.
         status: the status file of a running session (`published`).
         interval: seconds between two updates.
@@ -158,7 +155,6 @@ def render(
     """Return the contents of the screen.
 
     Args:
-        federation: the federation.
         seen: the findings of each provider, in the federation's order; None if a provider has not been probed yet.
         preparation: maps layer groups to layer numbers; if None, the screen shows layer groups.
         status: the status of a session, or the reason why there is none; None if no status file was given.

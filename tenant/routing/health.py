@@ -69,7 +69,6 @@ class ProviderHealth:
     """The health of one provider; see the module's docstring. Not thread-safe.
 
     Args:
-        tolerance: the session's tolerance.
         jitter: returns another number in [0, 1) each time.
     """
 

@@ -13,7 +13,6 @@ class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         state: the provider's state, in a word or two.
-        requests: number of requests.
         latency_s: smoothed latency of a small request; None before the first answer.
         verified, rejected: number of rows in its answers that passed the check, and that failed it.
     """

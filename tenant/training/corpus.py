@@ -74,7 +74,6 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
 
     Args:
         path: the file.
-        tokenizer: the model's tokenizer.
         length: maximum number of tokens of an example.
 
     Returns:

@@ -49,7 +49,6 @@ def generate(
 
     Args:
         model: a split model, for instance from `open_model`.
-        tokenizer: the model's tokenizer.
         prompt: plain text.
         decoding: how to choose tokens.
         stream: print words as they are generated. Beam search and `fixed_length` print the text at the end.

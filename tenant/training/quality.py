@@ -18,7 +18,6 @@ class Quality:
         tokens: number of predicted tokens compared.
         top1: share of positions where both models rank the same token first.
         min_cosine: smallest cosine between the two models' logits of one position.
-        perplexity: perplexity of the model.
         reference_perplexity: perplexity of the fp32 model.
     """
 

@@ -39,8 +39,6 @@ class Abuser:
 
     Args:
         identity: certificate and key of the abuser.
-        peer: the provider.
-        digest: digest of the model.
         inputs, outputs: columns of a request's rows and of its answer's rows.
         visits: number of connections of the abuser that connects and disconnects.
     """

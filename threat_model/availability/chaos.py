@@ -49,7 +49,6 @@ class RunResult:
         adapter: the trained tensors.
         texts: token ids of every generation.
         ledger: ledger of the session; zeros without a session.
-        seconds: duration of the work.
     """
 
     losses: list[float]
@@ -134,7 +133,6 @@ def run_chaos(
 
     Args:
         directory: new or empty folder.
-        work: the tenant's work.
         killing: the providers, and how they are killed.
         on_event: called with a description of each event.
 

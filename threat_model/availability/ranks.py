@@ -72,9 +72,7 @@ def measure_ranks(
 
     Args:
         directory: new or empty folder.
-        shape: shape of the model.
         sharding: the executors, and the tenants that send requests to them.
-        groups: numbers of executors.
         losses: names of LOSSES.
         on_event: called with a description of each event.
 

@@ -33,9 +33,6 @@ class Requests:
     Args:
         federation, model, cache: paths of the federation file, the checkpoint and the cache.
         identity: certificate and key of the tenant.
-        masking: the masking scheme.
-        rows: rows of each product.
-        pause_s: pause between two products.
     """
 
     federation: Path

@@ -58,7 +58,6 @@ class Oracle(ABC):
     """Judges answers for one model.
 
     Args:
-        manifest: manifest of the model.
         sampled: layer groups that random examples use; the sweep uses all layer groups.
     """
 

@@ -22,7 +22,6 @@ class AttackedScheme:
         masking: the registered scheme with its promises.
         name: column of the report.
         settings: further keyword arguments of `RemoteConfig`.
-        helpers: number of helpers.
     """
 
     masking: masking.Scheme

@@ -44,7 +44,6 @@ class Direction:
     """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay.
 
     Args:
-        condition: condition of the link.
         seed: seed of the losses.
     """
 

@@ -45,6 +45,7 @@ class GatewayState:
     """The state that all connections share.
 
     Args:
+        manifest: manifest of the whole model.
         served: indices of the layer groups that are served here.
     """
 
@@ -73,6 +74,7 @@ class Connection:
     """Serves one authenticated connection, in its own thread.
 
     Args:
+        stream: the connection.
         tenant: the tenant of the connection's certificate.
         state: the state that all connections share.
         executor: this thread's client of the executor.

@@ -16,8 +16,6 @@ coordinated, costs  divides queued requests into batches, by measured costs
 methods    PEFT methods of this package, and PEFT's methods that need base weights
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

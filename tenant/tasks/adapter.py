@@ -6,8 +6,6 @@ PEFT has made are taken from the skeleton. So the model never changes, a task ca
 that names a tensor of the base model changes nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import warnings

@@ -1,11 +1,13 @@
 """The layer groups of a checkpoint, from its config.json."""
 
+import json
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
@@ -51,6 +53,11 @@ class Skeleton:
         }
 
 
+_KEPT = 8
+_kept: OrderedDict[str, Skeleton] = OrderedDict()
+"""The skeletons that this process used last, by all settings of their configuration. A trace takes half a second."""
+
+
 def discover(path: Path) -> Skeleton:
     """Find the layer groups of the checkpoint in `path`, from its config.json.
 
@@ -58,10 +65,21 @@ def discover(path: Path) -> Skeleton:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
             quantised already.
     """
+    config = load_config(path)
+    settings = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
+    skeleton = _kept.pop(settings, None) or traced(config)
+    _kept[settings] = skeleton
+    while len(_kept) > _KEPT:
+        _kept.popitem(last=False)
+    return skeleton
+
+
+def traced(config: PreTrainedConfig) -> Skeleton:
+    """Find the layer groups of a configuration. Raises what `discover` raises."""
     values = KnownValues()
     with on_this_machine(), isolated():
         with values:
-            model = build(load_config(path))
+            model = build(config)
         kept = _tied_modules(model) | _task_heads(model)
         stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept}
         kept |= routed_modules(model)

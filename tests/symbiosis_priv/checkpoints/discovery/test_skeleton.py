@@ -38,8 +38,9 @@ from transformers import (
     Zamba2Config,
 )
 
+from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
-from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover
+from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover, traced
 from symbiosis_priv.errors import UnsupportedModelError
 
 SIZES: dict[str, Any] = {
@@ -161,7 +162,18 @@ def test_groups_cover_every_linear_but_a_tied_head(found: tuple[str, Skeleton, P
 
 def test_tenant_and_provider_find_the_same_groups(found: tuple[str, Skeleton, Path]) -> None:
     _, skeleton, path = found
-    assert discover(path) == skeleton
+    assert traced(load_config(path)) == skeleton
+
+
+def test_equal_configurations_are_traced_once(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "wider")]
+    for folder in folders:
+        config = CONFIGS["LlamaForCausalLM"]()
+        config.intermediate_size += 8 * (folder.name == "wider")
+        save(config, "LlamaForCausalLM", folder)
+    one, two, wider = map(discover, folders)
+    assert one is two
+    assert wider.groups != one.groups
 
 
 def test_discovery_does_not_change_the_random_state(tmp_path: Path) -> None:

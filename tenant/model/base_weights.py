@@ -33,6 +33,14 @@ class BaseWeights:
         self._model = model
         self._checked: set[tuple[str, str]] = set()
 
+    def check(self) -> None:
+        """Check that there is a full checkpoint, before an adapter is trained that needs it in its first step.
+
+        Raises:
+            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
+        """
+        _ = self._store
+
     def read(self, entry: GroupEntry, member: int) -> Tensor:
         """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
 

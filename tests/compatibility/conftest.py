@@ -252,7 +252,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "WaveFT": ("WAVEFT", _EVERYWHERE | {"n_frequency": 16}),
     "X-LoRA": ("XLORA", {"hidden_size": 32, "xlora_size": 16}),
 }
-NOT_TRIED = {"ADAMSS": "AdaMSS wants scikit-learn, which is no dependency here"}
+NOT_TRIED = {"ADAMSS": "AdaMSS, which needs scikit-learn"}
 _TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # methods that need the task of each row as an argument
 
 

@@ -297,6 +297,7 @@ METHODS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
     "maskbert": ("llama", lambda: MaskBertConfig(target_modules="all-linear")),
     "dora": ("llama", lambda: LoraConfig(use_dora=True, init_lora_weights=False, **SMALL)),
     "pissa": ("llama", lambda: LoraConfig(init_lora_weights="pissa", **SMALL)),
+    "mica": ("llama", lambda: LoraConfig(init_lora_weights="mica", **SMALL)),
     "olora": ("llama", lambda: LoraConfig(init_lora_weights="olora", **SMALL)),
     "delora": ("llama", lambda: DeloraConfig(**SMALL)),
     "tinylora": ("llama", lambda: TinyLoraConfig(target_modules="all-linear")),

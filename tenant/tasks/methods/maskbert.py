@@ -21,7 +21,7 @@ from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, version
 from tenant.tasks.methods.registration import add, peft_type
 from tenant.tasks.methods.sparse import Pattern
-from tenant.tasks.methods.start import base_weight
+from tenant.tasks.methods.start import base_weight, remote_layer
 
 
 @dataclass
@@ -66,6 +66,9 @@ class MaskBertLayer(MethodLayer):
 
     def make(self, adapter: str, config: MaskBertConfig) -> None:
         inputs, outputs = self.widths
+        layer = remote_layer(self.base_layer)
+        if layer is not None and layer.group.weights is not None:
+            layer.group.weights.check()
         if config.learn_masks:
             scores = torch.empty(outputs, inputs).uniform_(-config.masked_share, 1 - config.masked_share)
             self.maskbert_scores[adapter] = nn.Parameter(scores)

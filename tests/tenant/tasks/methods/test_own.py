@@ -8,8 +8,12 @@ import pytest
 import torch
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model
 
-from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
+from tenant.model.base_weights import BaseWeights
+from tenant.model.remote_linear import RemoteLayer
+from tenant.preparation.slim import write_slim
 from tenant.tasks.methods import registration
 from tenant.tasks.methods.bitfit import BitFitTuner
 
@@ -109,22 +113,21 @@ def test_the_loss_of_diff_pruning_counts_entries(methods: Any, exact_llama: Path
 
 
 def test_masks_need_a_full_checkpoint(exact_llama: Path, methods: Any, tmp_path: Path) -> None:
-    """Reading the weights that a mask leaves out, and training masks."""
-    from symbiosis_priv.checkpoints.weights import WeightStore
-    from tenant.model.base_weights import BaseWeights
-    from tenant.preparation.slim import write_slim
-
+    """A slim checkpoint has no weights to mask out. It is said before the first step."""
     store = WeightStore(exact_llama)
     write_slim(store, store.manifest(), tmp_path / "slim")
+    slim = BaseWeights(RemoteConfig(masking="simulate"), tmp_path / "slim")
     with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
-        BaseWeights(RemoteConfig(masking="simulate"), tmp_path / "slim").read(store.manifest().groups[0], 0)
+        slim.read(store.manifest().groups[0], 0)
+    model = methods.load(exact_llama, split=True)
+    for module in model.modules():
+        if isinstance(module, RemoteLayer):
+            module.group.weights = slim
+    with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
+        get_peft_model(model, METHODS["maskbert"]())
 
 
 def test_other_weights_than_the_providers_are_noticed(exact_llama: Path, llama: Path) -> None:
-    from symbiosis_priv.checkpoints.weights import WeightStore
-    from symbiosis_priv.errors import CheckpointError
-    from tenant.model.base_weights import BaseWeights
-
     entry = WeightStore(exact_llama).manifest().groups[0]
     with pytest.raises(CheckpointError, match="not those that providers serve"):
         BaseWeights(RemoteConfig(masking="simulate", weight_bits=8), llama).read(entry, 0)

@@ -197,8 +197,9 @@ def _coordinated(
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long))
 
     examples = {tasks[name].id.method: name for name in reversed(names)}
-    longest = min(_LONGEST, tasks.model.config.max_position_embeddings)
-    costs = measure_costs(tasks, run, examples, rows=(1, 4, 16, 64), tokens=(4, 16, 32, longest), repeat=1)
+    longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(traffic.mean + 4 * traffic.sigma) + 1)
+    sizes = sorted({1, 4, traffic.size}), sorted({1, round(traffic.mean), longest})
+    costs = measure_costs(tasks, run, examples, rows=sizes[0], tokens=sizes[1], repeat=1)
     requests = _requests(tasks, names[:_TASKS], traffic, longest)
     plans: dict[str, Callable[[Sequence[Request], Costs], Batches]] = {
         "fixed size": lambda requests, costs: fixed(requests, size=traffic.size),

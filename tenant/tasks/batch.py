@@ -60,7 +60,7 @@ class Batch:
         """
         inputs = self._inputs.get(siblings)
         if inputs is None or not inputs.is_for(x):
-            if len(self._rows) > 1 and self._plan(name, x.device).parts:
+            if len(self._rows) > 1:
                 self._check(name, x)
             inputs = self._inputs[siblings] = self._gathered(siblings, x)
         return inputs.rows

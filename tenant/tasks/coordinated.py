@@ -21,7 +21,7 @@ from symbiosis_priv.errors import TaskError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One row to compute.
+    """A request for one row.
 
     Args:
         task: name of the task.

@@ -55,12 +55,12 @@ class _Grouped(Operator):
         """Layers with equal keys can be computed together; None if this operator cannot compute the layer."""
 
     def stack(self, tensor: Callable[[Any], Tensor]) -> Tensor:
-        """One tensor per task, stacked along a new first dimension. A single one is not copied."""
+        """Stack one tensor per task along a new first dimension; a single tensor is not copied."""
         tensors = [tensor(layer) for layer in self.layers]
         return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
-        """One vector per task `[tasks, width]`, in a shape that multiplies `like` `[tasks * rows, ..., width]`."""
+        """Repeat one vector per task `[tasks, width]` for its rows; for `like` `[tasks * rows, ..., width]`."""
         rows = vectors.repeat_interleave(len(like) // len(vectors), dim=0)
         shaped: Tensor = rows.reshape(len(like), *[1] * (like.dim() - 2), rows.shape[-1])
         return shaped
@@ -255,7 +255,7 @@ def _stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _linears(rows: Tensor, linears: Sequence[Any]) -> Tensor:
-    """One linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
+    """Apply one linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
     weight = torch.stack([linear.weight for linear in linears])
     bias = torch.stack([linear.bias for linear in linears])
     return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))

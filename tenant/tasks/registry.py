@@ -37,7 +37,7 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """What is known about a task.
+    """Describes a task.
 
     Args:
         id: the task's id.
@@ -55,7 +55,7 @@ class TaskInfo:
 
 
 class Tasks:
-    """Tasks of one base model: a registry, and a cache of the adapters in use.
+    """The tasks of one base model: a registry, and a cache of the adapters in use.
 
     Registering a task reads metadata only. `batch` loads the adapters that it needs, and unloads those that were used
     least recently when `memory_limit` is reached. A task in use, and a task whose parameters are on no disk, are never

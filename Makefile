@@ -13,7 +13,7 @@ help:
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make check   ruff and mypy only"
 	@echo "make venv    build .venv only"
-	@echo "make compatibility    try every architecture with every PEFT method, and write docs/compatibility.md"
+	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility.md"
 	@echo "make gpu     on a machine with a GPU: kernels, tests, products, steps and tokens, in 8 minutes; writes gpu.json"
 	@echo "make clean   remove .venv and caches"
 
@@ -43,7 +43,8 @@ check: venv
 	@$(BIN)/mypy
 
 compatibility: venv
-	@$(BIN)/python -m pytest tests/compatibility --compatibility write
+	@$(BIN)/python -m pytest tests/compatibility/test_compatibility.py --compatibility write
+	@$(BIN)/python -m tests.compatibility.sweep --write
 
 # With a Python that has torch, nothing is installed: such a machine may have no network.
 gpu:

@@ -87,11 +87,13 @@ def head(family: str) -> str:
 # Sizes, by the names of fields
 
 _NAMES: dict[Any, str] = {
-    96: "vocab_size vocab_size_per_layer_input",
+    96: "vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size src_vocab_size tgt_vocab_size"
+    " num_hash_buckets",
     64: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions"
     " max_encoder_position_embeddings max_decoder_position_embeddings",
     32: "hidden_size d_model n_embd dim emb_dim embedding_size embed_dim embedding_dim word_embed_proj_dim hidden_dim"
-    " attention_hidden_size projection_dim out_hidden_size decoder_hidden_size output_dim classifier_proj_size",
+    " attention_hidden_size projection_dim out_hidden_size decoder_hidden_size output_dim classifier_proj_size"
+    " shape_embed_dim pronunciation_embed_dim",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff dff mlp_dim ffn_hidden_size"
     " moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"
     " decoder_intermediate_size intermediate_size_mlp",
@@ -188,6 +190,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
     "swin": _STAGES | {"num_heads": [2, 4], "window_size": 2, "embed_dim": 16},
     "swinv2": _STAGES | {"num_heads": [2, 4], "window_size": 2, "embed_dim": 16, "pretrained_window_sizes": [0, 0]},
+    "tapas": {"type_vocab_sizes": [3, 8, 8, 2, 8, 8, 10]},
     "unispeech": _WAVES,
     "unispeech-sat": _WAVES,
     "vivit": {"tubelet_size": [2, 4, 4]},

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +112,6 @@ def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
 
 # The table of docs/compatibility.md
 
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
 _NAMED = 3  # matrices in a cell
@@ -121,7 +121,8 @@ def render(results: dict[tuple[str, str], Result]) -> str:
     """A table for each kind of family."""
     rows = {name: results.get((name, families.head(name)), Result(family=name, model="")) for name in families.FAMILIES}
     working = sum(result.status == "works" for result in rows.values())
-    lines = [f"{working} of {len(rows)} families work."]
+    libraries = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("transformers", "peft", "torch"))
+    lines = [f"{working} of {len(rows)} families work ({libraries})."]
     for kind in families.KINDS:
         lines += ["", f"| {kind} | stages | offloaded | what stays, the largest first |", "|---" * 4 + "|"]
         for name, result in rows.items():
@@ -172,6 +173,7 @@ def main() -> None:
     sweep([pair for pair in pairs if pair not in known], options.results)
     if options.write:
         write(render(read(options.results)))
+        options.results.unlink()  # the next sweep begins anew
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ class Trial:
         return "FBGH" if self._generates(split.eval(), home.eval()) else "FBH"
 
     def outputs(self, model: Any) -> Tensor:
+        torch.manual_seed(5)  # a ViT-MAE masks patches at random
         with torch.no_grad():
             return _values(model(**self.inputs))
 
@@ -161,9 +162,12 @@ class Trial:
             self.note = f"plain generate: {error}"
             return False
         found = split.generate(**given, **options)
+        steps: Any = getattr(expected, "scores", None)
+        if steps is None and not torch.equal(found.sequences, expected.sequences):
+            raise WrongError("generate: other tokens")
         for row in range(_ROWS):
-            for step, scores in enumerate(expected.scores):
-                index = step - len(expected.scores)
+            for step, scores in enumerate(steps or ()):
+                index = step - len(steps)
                 token, other = expected.sequences[row, index], found.sequences[row, index]
                 if token != other:
                     lost = scores[row, token] - scores[row, other]

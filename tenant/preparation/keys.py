@@ -42,7 +42,7 @@ from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.verifier import BlameKeys, VerificationKeys
-from tenant.preparation.own_tensors import own_digest, tokenizer_digests
+from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
 
 log = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
     The result would mix two models. The tokenizer's files are compared only if both folders have some.
 
     Raises:
-        CheckpointError: the tensors, config.json or tokenizer differ.
+        CheckpointError: the tensors, experts, config.json or tokenizer differ.
     """
     tokenizer = tokenizer_digests(model.path)
     if tokenizer and prepared.tokenizer and tokenizer != prepared.tokenizer:
@@ -381,6 +381,7 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
             f"{prepared.checkpoint}. Load that checkpoint or its slim copy. If the providers serve {model.path}, run "
             f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
         )
+    check_experts(model, prepared.manifest)
     _check_unchanged(model, identity)
     _remember(folder, prepared, identity)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from symbiosis_priv.arithmetic.quantise import quantise
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import is_offloaded
 from symbiosis_priv.checkpoints.manifest import Manifest
@@ -48,6 +49,25 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
                 sha.update(msgspec.json.encode([parameter, str(tensor.dtype), list(tensor.shape)]))
                 sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def check_experts(store: WeightStore, manifest: Manifest) -> None:
+    """Check that the experts that a checkpoint holds are those of the manifest: a tenant may compute with its own copy
+    (`RemoteConfig(experts="local")`). A slim checkpoint may hold none.
+
+    Raises:
+        CheckpointError: a stack of experts differs.
+    """
+    with Checkpoint(store.path) as checkpoint:
+        stored = store.skeleton.names.by_parameter(checkpoint.names())
+    for entry in manifest.groups:
+        if entry.experts > 1 and entry.members[0] in stored:
+            group = quantise(store.floats(entry.members), weight_bits=manifest.weight_bits)
+            if group.digest() != entry.digest:
+                raise CheckpointError(
+                    f"the experts {entry.name} in {store.path} are not those that providers serve; load the "
+                    f"federation's base model or its slim copy"
+                )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

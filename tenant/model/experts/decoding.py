@@ -23,10 +23,17 @@ def refuse_decoding(model: PreTrainedModel) -> None:
 def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a pass over one token per sequence, and without gradients a pass after a cache (prefix tuning has one)."""
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-    cache = kwargs.get("past_key_values")
-    continues = not torch.is_grad_enabled() and cache is not None and cache.get_seq_length() > 0
+    continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
     if continues or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
         _refuse()
+
+
+def _is_filled(cache: Any) -> bool:
+    """Returns True unless a cache is surely empty; caches of linear attention have no length."""
+    try:
+        return cache is not None and cache.get_seq_length() > 0
+    except ValueError:
+        return True
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

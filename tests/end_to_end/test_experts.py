@@ -43,7 +43,7 @@ def trained_and_generated(config: RemoteConfig, path: Path) -> tuple[Any, list[T
             found += [out.logits.detach(), *(p.grad.clone() for p in trained)]
             optimizer.step()
             optimizer.zero_grad()
-        found.append(model.eval().generate(input_ids=IDS, max_new_tokens=4, do_sample=False, pad_token_id=0))
+        found.append(model.eval().generate(input_ids=IDS, max_new_tokens=3, do_sample=False, pad_token_id=0))
         return ledger_of(model), found
 
 

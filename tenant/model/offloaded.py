@@ -133,8 +133,9 @@ class OffloadedWeight(OffloadedParameter):
 
     layer: ClassVar[str] = "nn.Linear"
     adapters: ClassVar[tuple[str, ...]] = (
-        *("Lora", "AdaLora", "Beft", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
-        *("Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+        *("Lora", "AdaLora", "Beft", "BOFT", "Bottleneck", "C3A", "Delora", "DiffPruning", "FourierFT"),
+        *("Gralora", "HRA", "IA3", "Lily", "LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora"),
+        *("Road", "Shira", "Supertuning", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
     """The PEFT methods that work on such a layer."""
 
@@ -160,8 +161,8 @@ class OffloadedConv1DWeight(OffloadedWeight):
 
     layer = "Conv1D"
     adapters = (
-        *("Lora", "AdaLora", "FourierFT", "Gralora", "IA3", "Pvera", "RandLora", "UniLora", "VBLoRA", "Vera"),
-        "WaveFT",
+        *("Lora", "AdaLora", "Bottleneck", "DiffPruning", "FourierFT", "Gralora", "IA3", "MaskBert", "Pvera"),
+        *("RandLora", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
 
 

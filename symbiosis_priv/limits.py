@@ -12,7 +12,7 @@ MAX_ROWS: Final = 1 << 24
 """Largest number of rows of a request."""
 
 MAX_EXPERTS: Final = 1024
-"""Of a stack."""
+"""Largest number of experts of a stack."""
 
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12

@@ -346,9 +346,9 @@ class Connection:
     def _check_counts(self, request: wire.Execute | wire.Effect, counts: tuple[int, ...]) -> None:
         stack = self._state.manifest.groups[request.group]
         if stack.experts == 1:
-            _bad(f"{stack.name} is no stack of experts: send no counts")
+            _bad(f"{stack.name} is not a stack of experts; send no counts")
         if request.arithmetic != "ring":
-            _bad("counts exist in the ring only")
+            _bad("requests with counts need ring arithmetic")
         try:
             check_counts(counts, experts=stack.experts, rows=request.rows)
         except RangeError as error:

@@ -59,7 +59,7 @@ class Unit(nn.Module):
         return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
 
     def columns(self, direction: Direction, *, experts: int = 1) -> tuple[int, int]:
-        """(columns of a product's rows, columns of its result), with all weights or with one of so many experts'."""
+        """(columns of a product's rows, columns of its result), for all weights or for one of `experts` matrices."""
         return replace(self._whole, outputs=self._whole.outputs // experts).columns(direction)
 
     def multiply_experts(self, columns: slice, counts: Counts, rows: Tensor, direction: Direction, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Rows that are sorted by expert, and how many rows each expert of a stack gets.
+"""Rows sorted by expert, and the number of rows of each expert of a stack.
 
 `counts` has one number per expert. Row numbers `counts[0] + ... + counts[k - 1]` onwards belong to expert k.
 """

@@ -65,9 +65,9 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
 
     @functools.cached_property
     def by_expert(self) -> "GroupEntry":
-        """The matrix of one expert of this stack: widths and name of requests with counts per expert.
+        """The entry of one expert's matrix in this stack, for requests with counts.
 
-        It has a name of its own, and so keystreams and row counters of its own: dense rows and rows of one expert have
+        It has its own name, and so its own keystreams and row counters: dense rows and rows of one expert have
         different widths, and must never share a mask.
         """
         inputs, outputs = self.inputs, self.stacked_outputs

@@ -329,7 +329,8 @@ class WeightStore:
 
         def do(index: int) -> T:
             spec = specs[index]
-            with one_stack if spec.experts > 1 else contextlib.nullcontext():  # it is most of a layer
+            # one at a time: a stack is most of a layer's memory
+            with one_stack if spec.experts > 1 else contextlib.nullcontext():
                 with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
                     layers = list(self._layers(checkpoint, spec.members, stored))
                 group = quantise(layers, weight_bits=self.weight_bits)
@@ -421,11 +422,11 @@ class WeightStore:
 
 
 def _key(entry: GroupEntry) -> str:
-    """What names the packed file of a group."""
+    """The name of a group's packed file."""
     return f"{entry.digest}-turned" if entry.turned else entry.digest
 
 
 def _part(entry: GroupEntry) -> int:
-    """Packed outputs of one expert; 0 if the group is no stack."""
+    """Packed outputs of one expert's matrix; 0 if the group is not a stack."""
     _, outputs = entry.by_expert.columns(BACKWARD if entry.turned else FORWARD)
     return outputs if entry.experts > 1 else 0

@@ -47,7 +47,7 @@ class Kernel(ABC):
     cannot."""
 
     granule: ClassVar[int]
-    """Outputs in the smallest part of packed weights that `part` can cut."""
+    """`part` cuts packed weights at multiples of this number of outputs."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:

@@ -117,7 +117,7 @@ def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shard
     found = [k for k in candidates(device, kernel=kernel) if max(shape) <= k.max_terms()]
     if shardable and kernel == "auto":
         found = [k for k in found if k.block is not None]
-    if part:  # the weights as they are can be cut anywhere
+    if part:  # some layouts cannot be cut at every expert; the unchanged weights can
         found = [k for k in found if part % k.granule == 0] or candidates(device, kernel=_cut_anywhere(device))
     if not found:
         raise ConfigError(f"kernel = {kernel!r} is not exact for a layer of {list(shape)}; use kernel = 'auto'")

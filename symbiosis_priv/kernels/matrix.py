@@ -98,7 +98,7 @@ class RingMatrix:
 
         Args:
             rows: int32 `[r, d]` forward, `[r, o]` backward, on any device; r may be 0.
-            counts: rows of each expert of a stack, if rows are to be multiplied by their own expert's matrix only.
+            counts: rows of each expert of a stack, if each row is multiplied by one expert's matrix only.
             out: tensor for the result: contiguous, of its shape and dtype, on this matrix's device.
 
         Returns:
@@ -134,7 +134,7 @@ class RingMatrix:
         return self._choice.kernel(direction, count)
 
     def _as_packed(self, direction: Direction) -> Direction:
-        """The direction of the packed weights that a direction of this matrix is."""
+        """Return the direction of the packed weights that corresponds to a direction of this matrix."""
         if not self._turned:
             return direction
         return BACKWARD if direction == FORWARD else FORWARD

@@ -24,7 +24,7 @@ _SCRAP: Final = 1 << 16
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
 
 Waiting = Callable[[float, str], None]
-"""Called with (deadline, why) after every slice of a wait."""
+"""Called with (end of the wait, what the wait is for) after every slice of a wait."""
 
 
 def within(deadline: float, operation: Callable[[float], T], why: str, *, waiting: Waiting | None = None) -> T:
@@ -62,7 +62,7 @@ class FrameStream(RecordStream):
     """
 
     waiting: Waiting | None = None
-    """See `within`."""
+    """Called after every slice of a wait; see `within`."""
     _unread = memoryview(b"")  # bytes that were read ahead
 
     def peer_left(self) -> bool:

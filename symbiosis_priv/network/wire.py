@@ -11,7 +11,7 @@ limits, parses the header, compares the announced payload size with the size tha
 allocates memory for the payload. A reply repeats its request's `Binding`, so that an answer cannot be passed off as the
 answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
 
-Segmented requests. The rows of a request may consist of segments, each multiplied by a matrix of its own: for a stack
+Segmented requests. The rows of a request may consist of segments, each multiplied by another matrix: for a stack
 of experts, `counts` says how many rows each expert gets. Rows are sorted by expert and have the width of one expert's
 matrix. All segments belong to one layer group, so a request has one width, one keystream and one check; products of
 several layer groups are several requests. The executor and every helper see the counts, which depend on the tenant's
@@ -39,7 +39,7 @@ from symbiosis_priv.system.files import UNDECODABLE
 VERSION = 3
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
-MAX_HEADER = 8192  # `MAX_EXPERTS` counts take 5 bytes each at most
+MAX_HEADER = 8192  # `MAX_EXPERTS` counts, of at most 5 bytes each
 MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
 

@@ -52,7 +52,7 @@ class GroupFacts:
         """These facts of a stack, with the bounds on rows for one expert."""
         experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
         scale, bias = self.channel_scale, self.bias
-        if self.entry.turned:  # every expert has the outputs of the whole
+        if self.entry.turned:  # each expert has as many outputs as the whole matrix
             scale, bias = scale.expand(experts, outputs), None
         else:
             scale, bias = scale.view(experts, outputs), None if bias is None else bias.view(experts, outputs)
@@ -67,7 +67,7 @@ class GroupFacts:
         if counts is None:
             return self
         if self.by_expert is None:
-            raise RangeError(f"{self.entry.name} is no stack of experts: its rows have no counts")
+            raise RangeError(f"{self.entry.name} is not a stack of experts; leave out the counts")
         return self.by_expert
 
     def with_headroom(self, bits: int) -> Self:

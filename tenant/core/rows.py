@@ -24,7 +24,7 @@ from tenant.core.facts import GroupFacts
 from tenant.core.pads import some_rows
 
 Products = Column | Sequence[Column]
-"""V: of the matrix that all rows are multiplied by, or of every expert's."""
+"""V of the matrix that all rows are multiplied by, or V of every expert's matrix."""
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -76,7 +76,7 @@ class Rows(ABC):
         """
 
     def _segments(self, start: int, count: int) -> Iterable[tuple[int, slice]]:
-        """The experts of some rows, each with its range among them; one range without counts."""
+        """The experts of some rows, each with its range of these rows. Without counts: one range."""
         return [(0, slice(0, count))] if self.counts is None else segments(clip(self.counts, start, count))
 
 
@@ -152,7 +152,7 @@ class FloatRows(Rows):
         )
 
     def _of(self, expert: int, values: T) -> T:
-        """An expert's part of channel scales or biases."""
+        """One expert's part of the channel scales or of the bias."""
         return values if self.counts is None or values is None else values[expert]
 
 

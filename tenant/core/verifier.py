@@ -58,7 +58,7 @@ _BLOCK = 1 << 19  # weights per block, which stay in the cache
 
 
 Stacks = Mapping[int, Callable[[], RingMatrix]]
-"""Reads a stack of experts from the checkpoint, by group index."""
+"""Functions that read a stack of experts from the checkpoint, by group index."""
 NO_STACKS: Final[Stacks] = {}
 
 
@@ -87,7 +87,8 @@ class VerificationKeys:
         """Make the keys of a stack from its dense quantised weight, int16 `[o, d]`; `turned` as in the manifest."""
         if turned:
             weight = weight.t().contiguous()
-        across: Direction = BACKWARD if turned else FORWARD  # results are as wide as one expert, not rows
+        # results have the width of one expert, rows have the width of the stack
+        across: Direction = BACKWARD if turned else FORWARD
         along = _other(across)
         height, width = len(weight) // experts, weight.shape[1]
         shared, other = self._column(index, across, height), self._column(index, along, width)
@@ -164,7 +165,7 @@ class BlameKeys:
     is deleted.
 
     Args:
-        stacks: of the model; their V are never stored.
+        stacks: the model's stacks of experts; their V are never stored.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class PaperPoolBackend(Backend):
     ) -> None:
         if counts is not None:
             raise ConfigError(
-                "masking = 'paper-pool' has no products by expert: choose experts = 'all', or another masking"
+                "masking = 'paper-pool' has no products by expert; choose experts = 'all', or another masking"
             )
         rows = torch.cat([part.detach() for part in inputs], dim=1)
         if not len(rows):

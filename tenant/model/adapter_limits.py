@@ -36,7 +36,7 @@ json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
 _NOTHING = "(?!)"
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
 _SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
-_MAX_ITERATIONS = 64  # of PiSSA's fast start; PEFT recommends 4 to 16
+_MAX_ITERATIONS = 64  # iterations of PiSSA's fast start; PEFT recommends 4 to 16
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 

@@ -1,4 +1,4 @@
-"""Parameters that stand for the weight of an offloaded layer: metadata without values.
+"""Parameters that replace the weight of an offloaded layer: metadata without values.
 
 Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
 parameters as for an unsplit model. The size in bytes is 0. Code that reads the values gets an error that names the
@@ -96,7 +96,7 @@ class OffloadedParameter(nn.Parameter):
             return asked.like(result)
 
     def like(self, nothing: Tensor) -> Self:
-        """The same parameter with the dtype and device of a tensor without elements."""
+        """The same parameter, with the dtype and device of `nothing`, a tensor without elements."""
         return self._of(nothing, self._whole)
 
     @classmethod
@@ -122,7 +122,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 def seal(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Set dtype and device of a module's own offloaded parameters. Called once the checkpoint is loaded."""
+    """Set dtype and device of a module's offloaded parameters. Called once the checkpoint is loaded."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, OffloadedParameter):
             setattr(module, name, parameter.like(torch.empty(0, dtype=dtype, device=device)))

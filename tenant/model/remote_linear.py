@@ -29,12 +29,13 @@ from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 
 
 class Rider(Protocol):
-    """Rows of an adapter that a group sends along with a forward request, masked and verified like all rows."""
+    """Rows of an adapter that are sent along with a layer group's forward request, masked and verified like all
+    rows."""
 
     member: int
 
     def rows(self) -> Tensor | None:
-        """Float rows `[r, d]` to send with the next request; None if there is nothing to ask."""
+        """Return float rows `[r, d]` to send with the next request, or None."""
 
     def take(self, product: Tensor) -> None:
         """Receive the member's output `[r, o]`, with bias, for the rows that were sent."""

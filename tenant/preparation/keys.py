@@ -157,7 +157,7 @@ def _make(
 
 
 def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
-    """A stack of experts, read from the checkpoint again."""
+    """Read a stack of experts from the checkpoint again."""
     weight = WeightStore(Path(checkpoint), weight_bits=weight_bits).quantised(entry).weight
     if entry.turned:
         weight = weight.t().contiguous()
@@ -271,7 +271,7 @@ def _bounds(entry: GroupEntry, norms: Tensor) -> dict[Direction, Bound]:
 
 
 def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
-    """What `_bounds` reads."""
+    """The norms from which `_bounds` makes the bounds."""
     forward, backward = bounds[FORWARD], bounds[BACKWARD]
     norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
     return torch.tensor(norms, dtype=torch.float64, device="cpu")

@@ -1,8 +1,8 @@
 """Finds the linears of a model that are offloaded, and groups those that share an input. Read in this order:
 
 linears       which modules compute a linear's product
-experts       which parts of a mixture of experts can be offloaded
-known_values  runs a model without its weights, and keeps the values that its code may look at
+experts       finds the parts of a mixture of experts that can be offloaded
+known_values  runs a model without its weights, on tensors that have shapes and few values
 architecture  the model class of a checkpoint, built without weights
 stored_names  the parameter of each stored tensor
 inputs        small inputs of a model: text, images, sound

@@ -1,6 +1,6 @@
-"""Which parts of a model belong to a mixture of experts, and which expert stacks can be offloaded.
+"""Finds the mixtures of experts in a model, and the expert stacks that can be offloaded.
 
-Which expert a row goes to depends on the row. So no linear of a single expert is ever offloaded: a provider would see
+The expert of a row depends on the row. So no linear of a single expert is ever offloaded: a provider would see
 from the row counts how rows are routed. What can be offloaded are whole stacks (`GroupSpec.experts`), of the classes
 that transformers calls through its experts interface (`transformers.integrations.moe`): their routing, gate and sum are
 separate from their products. Routers stay with the tenant. Other classes of experts (Llama 4, DBRX, JetMoe, NLLB-MoE,

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 
 Inputs = dict[str, Any]
 
-_TOKENS = 8  # a Funnel pools them twice
-_SIDE = 4  # of an image that is given in patches
+_TOKENS = 8  # Funnel halves their number twice
+_SIDE = 4  # pixels of a side, for an image that is given in patches
 _SAMPLES = 16_000  # one second of sound
-_FRAMES = 3_000  # of a spectrogram: 30 seconds
+_FRAMES = 3_000  # frames of a spectrogram: 30 seconds
 
 
 def inputs_of(function: Callable[..., Any], config: PreTrainedConfig, main: str | None = None) -> Iterator[Inputs]:
@@ -53,18 +53,18 @@ def inputs_of(function: Callable[..., Any], config: PreTrainedConfig, main: str 
 
 
 class _Sizes:
-    """The sizes in a configuration and its parts."""
+    """The sizes that a configuration and its parts name."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
 
     def one(self, *names: str, default: int) -> int:
-        """Return the first of these entries, if it is a size."""
+        """Return the first of these entries that is a size, or `default`."""
         found = self._find(names)
         return found if isinstance(found, int) and found >= 0 else default
 
     def two(self, *names: str, default: int) -> tuple[int, int]:
-        """Return the first of these entries as height and width."""
+        """Return the first of these entries that is a size, as height and width."""
         match self._find(names):
             case int(size):
                 return size, size
@@ -89,7 +89,7 @@ class _Sizes:
 
 
 def _text(sizes: _Sizes) -> list[Inputs]:
-    """Some models refuse a mask, or want a cache."""
+    """Inputs of text. Some models refuse a mask, and some want a cache."""
     ids = sizes.ids()
     sides = ("", "decoder_") if sizes.config.is_encoder_decoder else ("",)
     plain = {f"{side}input_ids": ids for side in sides}
@@ -98,7 +98,8 @@ def _text(sizes: _Sizes) -> list[Inputs]:
 
 
 def _images(sizes: _Sizes) -> list[Inputs]:
-    """One image; an image and its tiles, or frames; patches of an image; patches of many images in one sequence."""
+    """Inputs of images: one image; an image and its tiles, or frames; patches of one image; patches of many images in
+    one sequence."""
     channels = sizes.one("num_channels", "in_channels", "in_chans", default=3)
     height, width = sizes.two("image_size", default=224)
     tiles = sizes.one("max_num_tiles", default=1)
@@ -125,7 +126,7 @@ def _images(sizes: _Sizes) -> list[Inputs]:
 
 
 def _videos(sizes: _Sizes) -> list[Inputs]:
-    """Frames, or patches of all frames in one sequence."""
+    """Inputs of videos: frames, or patches of all frames in one sequence."""
     channels = sizes.one("num_channels", "in_channels", "in_chans", default=3)
     frames = sizes.one("num_frames", "frames_per_clip", default=2)
     height, width = sizes.two("image_size", "crop_size", default=224)
@@ -146,7 +147,7 @@ def _patches(sizes: _Sizes) -> list[Tensor]:
 
 
 def _spectrograms(sizes: _Sizes) -> list[Inputs]:
-    """Bins by frames, or frames by bins."""
+    """Inputs of a spectrogram: bins by frames, or frames by bins."""
     names = "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size"
     bins = sizes.one(*names, default=80)
     frames = 2 * sizes.one("max_source_positions", default=_FRAMES // 2)
@@ -155,7 +156,7 @@ def _spectrograms(sizes: _Sizes) -> list[Inputs]:
 
 
 def _sounds(sizes: _Sizes) -> list[Inputs]:
-    """Samples, a spectrogram, or samples of one channel."""
+    """Inputs of sound: samples, a spectrogram, or samples of one channel."""
     spectrogram = sizes.one("max_length", default=_FRAMES), sizes.one("num_mel_bins", default=1)
     return [{"input_values": _unknown(1, *shape)} for shape in ((_SAMPLES,), spectrogram, (1, _SAMPLES))]
 
@@ -165,5 +166,5 @@ def _unknown(*shape: int) -> Tensor:
 
 
 def _ones(*shape: int) -> Tensor:
-    """A mask that takes no memory."""
+    """Return a mask of ones that takes no memory."""
     return torch.ones((), dtype=torch.long).expand(shape)

@@ -1,4 +1,4 @@
-"""Runs a model without its weights, and keeps the values that its code may look at.
+"""Runs a model without its weights, and keeps the values that do not depend on weights, pixels or samples.
 
 A tensor that depends on weights, pixels or samples is *unknown*: it is on the meta device, has a shape and takes no
 memory. All other tensors (token ids, masks, positions, image grids, buffers) are *known*: the code of many models
@@ -27,7 +27,7 @@ from symbiosis_priv.errors import UnsupportedModelError
 _aten = torch.ops.aten
 
 _MOST_VALUES = 1 << 16
-_BUDGET = 1 << 20  # operations; a model of 100 layers takes 50,000 or so
+_BUDGET = 1 << 20  # operations; a model of 100 layers takes about 50,000
 _VALUES_PER_OPERATION = 1 << 6  # an operation on many values counts as several
 
 _UNINITIALISED = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty))
@@ -37,10 +37,11 @@ _BY_SHAPE = frozenset(
         *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
     )
 )
-"""The results' values follow from the operand's shape."""
+"""Operations whose result depends only on the shape of their operand, so its values are known."""
 _INDEXED = frozenset((_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index))
 _EQUALITY = frozenset((_aten.eq.Scalar, _aten.ne.Scalar))
-"""An unknown real number equals no number: no image is blank."""
+"""An unknown real number is taken to be equal to no number. (Some models compare pixels with 0 to find blank
+images.)"""
 _SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -112,7 +113,7 @@ class KnownValues(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """Keeps the values of `torch.tensor([...])` that is asked for on the meta device; no operation shows them."""
+    """Keeps the values of `torch.tensor([...])` on the meta device, which no operation of the dispatcher shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +136,7 @@ def _asks_for(kwargs: dict[str, Any], device: str) -> bool:
 
 
 def _writes_to_known(func: Any, args: Any) -> bool:
-    """Returns True if an operation writes unknown values to a tensor with values, which then stays as it is."""
+    """Returns True if an operation writes unknown values to a tensor with known values. Such a write is left out."""
     return func._schema.name.endswith("_") and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
@@ -146,7 +147,7 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _zeros(leaf: Any) -> Any:
-    """Give an unknown tensor values."""
+    """Return zeros in place of an unknown tensor."""
     if not isinstance(leaf, Tensor) or not leaf.is_meta:
         return leaf
     if leaf.numel() > _MOST_VALUES:
@@ -155,7 +156,7 @@ def _zeros(leaf: Any) -> Any:
 
 
 def _most_results(kind: Any, args: Any) -> int:
-    """Upper bound of the elements that an operation in `_SHAPED_BY_VALUES` makes."""
+    """Upper bound of the number of elements that an operation in `_SHAPED_BY_VALUES` makes."""
     operands = [arg for arg in args if isinstance(arg, Tensor)]
     if kind is _aten.repeat_interleave:
         return int(operands[0].sum())

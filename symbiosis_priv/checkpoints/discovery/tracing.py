@@ -17,15 +17,16 @@ from symbiosis_priv.checkpoints.discovery.inputs import Inputs, inputs_of
 from symbiosis_priv.checkpoints.metadata import called, is_metadata
 from symbiosis_priv.errors import UnsupportedModelError, one_line
 
-_SHOWN = 200  # characters of an error of the model's own code
-_LEAST_SHARE = 0.5  # of the weights: where only parts of a model can be run, they must be most of the model
+_SHOWN = 200  # characters shown of an error of the model's own code
+_LEAST_SHARE = 0.5  # of the parameters: what runs must use this share of them, where only parts of a model can be run
 _Run = tuple[Callable[..., Any], Inputs]
 _FEATURES = re.compile(r"get_(text|image|video|audio)_features")
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The first call of a module in one run of the model. It holds the input, so that no `id` is used again."""
+    """The first call of a module in one run of the model. It keeps the input alive, so no other tensor gets its
+    `id`."""
 
     name: str
     x: Tensor
@@ -73,7 +74,7 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
 
 
 def _unrouted(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stands for the forward pass of experts, whose result has the shape of their input."""
+    """Takes the place of the forward pass of experts, and returns a tensor of their result's shape."""
     return torch.empty_like(x)
 
 
@@ -114,7 +115,8 @@ class _Trace(TorchFunctionMode):
         try:
             with self:
                 function(**inputs)
-        except Exception as error:  # an architecture's own code, where it was never meant to run
+        # the architecture's code may raise any error where it was not written for such inputs
+        except Exception as error:
             self.calls = before
             return f"{self._place(error)}: {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"
         return ""

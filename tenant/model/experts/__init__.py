@@ -1,8 +1,8 @@
 """Mixture of experts: the tenant's half of a layer whose expert stacks are offloaded. Read in this order:
 
 modes     where experts run (`RemoteConfig(experts=...)`), the default, and what each mode costs
-stack     the parameter that stands for an offloaded stack, with and without LoRA factors
-routes    how rows reach their experts, one class per mode
+stack     the parameter that replaces an offloaded stack, with and without LoRA factors
+routes    sends rows to their experts, one class per mode
 forward   the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay here
 replace   puts the stand-ins into a model
 decoding  refuses to decode while providers see routes

@@ -1,4 +1,4 @@
-"""Refuses to decode with experts = "counts": a provider that sees the route of one token knows most tokens by it.
+"""Refuses to decode with experts = "counts": from the route of one token, a provider learns most tokens.
 
 A published attack recovers 91 % of tokens from their routes alone (arXiv:2602.04105). A forward pass over many tokens
 shows sums of their routes; a decoding step shows the route of one token.
@@ -21,7 +21,8 @@ def refuse_decoding(model: PreTrainedModel) -> None:
 
 
 def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a pass over one token per sequence, and without gradients a pass after a cache (prefix tuning has one)."""
+    """Refuse a pass over one token per sequence, and, without gradients, a pass with a cache (prefix tuning trains with
+    one)."""
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
     continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
     if continues or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
@@ -38,7 +39,7 @@ def _is_filled(cache: Any) -> bool:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UnsupportedMethodError(
-        "experts = 'counts' shows providers the experts of every token, and in decoding that is nearly the text "
+        "experts = 'counts' shows providers the experts of every token, which reveals most of the decoded text "
         "(docs/experts.md). Generate with RemoteConfig(experts='all'), 'flat' or 'local'; or accept it with "
         "RemoteConfig(experts='counts', show_routes_while_decoding=True)"
     )

@@ -15,10 +15,10 @@ from tenant.options import Experts
 log = logging.getLogger(__name__)
 
 SMALL_FACTOR = 4
-"""Price of "all" up to which "all" is the default. Mixtral has 4, gpt-oss-20b 8, Qwen3-30B-A3B 16."""
+""""all" is the default up to this price (experts per chosen expert). Mixtral has 4, gpt-oss-20b 8, Qwen3-30B-A3B 16."""
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
-"""Names under which configurations hold the number of experts that a token goes to."""
+"""Configuration fields that hold the number of experts per token."""
 
 
 def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: Experts | None) -> Experts:
@@ -59,7 +59,7 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
 
 
 def _is_in(name: str, served: Collection[str]) -> bool:
-    """Returns True if a module is among others that may lack the base model's prefix or have one more."""
+    """Returns True if a module is in `served`, where a name may lack the base model's prefix or have one more."""
     return any(name == other or name.endswith(f".{other}") or other.endswith(f".{name}") for other in served)
 
 

@@ -1,4 +1,4 @@
-"""Puts stand-ins for offloaded expert stacks into a model, and checks that stacks that stay are in the checkpoint."""
+"""Replaces offloaded expert stacks in a model, and checks that the checkpoint holds the stacks that stay."""
 
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,13 @@ def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -
 
 
 def _leave_out(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save no stack: the values are at the providers."""
+    """Hook on saving: leave the stacks out, because their values are at the providers."""
     for stack in _offloaded(experts):
         del state[prefix + stack]
 
 
 def _put_back(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Miss no stack."""
+    """Hook on loading: add the stacks, so that loading does not report them as missing."""
     for stack in _offloaded(experts):
         state.setdefault(prefix + stack, getattr(experts, stack))
 

@@ -1,4 +1,4 @@
-"""The parameter that stands for an offloaded expert stack, and LoRA on it.
+"""The parameter that replaces an offloaded expert stack, and LoRA on it.
 
 PEFT adapts a stack by `target_parameters`: during a forward pass it replaces the parameter by `W + s * lhs @ rhs`
 (`torch.baddbmm`). An offloaded stack has no W. It answers that operation with a stack that remembers the factors, and
@@ -83,7 +83,8 @@ class OffloadedStack(OffloadedWeight):
                 adapted: Any = stack.clone()
                 adapted.factors = (*stack.factors, Factors(lhs, rhs, (kwargs or {})["alpha"]))
                 return adapted
-            case "set_" | "copy_", (stack, source) if stack is source:  # registering a parametrization, loading a state
+            # when a parametrization is registered or a state is loaded
+            case "set_" | "copy_", (stack, source) if stack is source:
                 return stack
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -91,7 +92,7 @@ class OffloadedStack(OffloadedWeight):
     def _no_reading(cls) -> str:
         who, advice = reader()
         advice = advice or (
-            "On experts, PEFT's LoRA works by target_parameters, with one active adapter; "
-            "RemoteConfig(experts='local') keeps the experts here"
+            "Adapt experts with LoraConfig(target_parameters=...) and one active adapter, "
+            "or keep the experts here with RemoteConfig(experts='local')"
         )
         return f"{who} needs the experts' weights, which stay at the providers. {advice}"

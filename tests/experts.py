@@ -1,4 +1,4 @@
-"""Mixtures of experts in miniature, one for each way in which transformers lays out experts."""
+"""Mixtures of experts in miniature, one for each layout of experts in transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,15 @@ _QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # stored one by one, and joined on loading
-    "Qwen2Moe": _QWEN | {"shared_expert_intermediate_size": 24},  # a shared expert with a gate of its own
+    "Qwen2Moe": _QWEN | {"shared_expert_intermediate_size": 24},  # a shared expert with its own gate
     "Qwen3Moe": _QWEN | {"head_dim": 8},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},  # interleaved, transposed, biased
     "DeepseekV2": _DEEPSEEK,
-    "DeepseekV3": _DEEPSEEK,  # a dense first layer
+    "DeepseekV3": _DEEPSEEK,  # its first layer has no experts
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "Glm4Moe": _QWEN
     | {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
-    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # stored as stacks of other names
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # stored as stacks under other names
     "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "MiniMax": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
@@ -58,7 +58,7 @@ DBRX: dict[str, Any] = {
 
 
 def write(family: str, folder: Path, **changes: Any) -> Path:
-    """Write a checkpoint of a family: weights that are large enough for experts to differ, and biases."""
+    """Write a checkpoint of a family, with biases, and weights that are large enough to make experts differ."""
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
     model = kind(getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes))

@@ -1,4 +1,4 @@
-"""Models that see or hear, in miniature: their configurations, and inputs of random pixels or sound."""
+"""Small models for images, video and sound: their configurations, and random inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,15 +53,15 @@ QWEN_IMAGE: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 8, "spat
 
 @dataclass(frozen=True)
 class Family:
-    """A model that sees or hears.
+    """A model for images, video or sound.
 
     Args:
         stored: the class of the checkpoint.
         auto: the auto class that a tenant loads the checkpoint with.
         config: makes the configuration.
         inputs: makes inputs of `forward`.
-        kept: ends of the names of the linears that stay with the tenant.
-        generates: the model generates text.
+        kept: endings of the names of the linears that stay with the tenant.
+        generates: True if the model generates text.
     """
 
     stored: str
@@ -104,7 +104,7 @@ def image_and_text() -> dict[str, Tensor]:
 
 
 def image_in_text() -> dict[str, Tensor]:
-    """Four patches are four tokens."""
+    """An image in text: four patches take four tokens."""
     return image() | ids(*[IMAGE_TOKEN] * 4)
 
 
@@ -113,7 +113,7 @@ def tiles_in_text() -> dict[str, Tensor]:
 
 
 def patches_in_text() -> dict[str, Tensor]:
-    """Sixteen patches are merged into four tokens."""
+    """An image in text: sixteen patches are merged into four tokens."""
     grid = torch.tensor([[1, 4, 4]])
     found = ids(*[IMAGE_TOKEN] * 4)
     types = (found["input_ids"] == IMAGE_TOKEN).long()

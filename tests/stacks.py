@@ -1,4 +1,4 @@
-"""Products by expert: strategies for counts, and the reference that every test compares with."""
+"""Strategies for counts, and the product by expert that tests compare with."""
 
 import torch
 from hypothesis import strategies as st
@@ -20,13 +20,13 @@ def stacks_of(store: WeightStore) -> dict[int, GroupEntry]:
 
 
 def expert_counts(experts: int = EXPERTS, *, most: int = 9) -> SearchStrategy[Counts]:
-    """Rows of every expert: none at all, all at one expert, or any numbers."""
+    """Counts of rows: zero for every expert, all rows for one expert, or any numbers."""
     one = st.integers(0, experts - 1).map(lambda chosen: tuple(most * (k == chosen) for k in range(experts)))
     return st.just((0,) * experts) | one | st.tuples(*[st.integers(0, most)] * experts)
 
 
 def expert_product(weight: Tensor, counts: Counts, rows: Tensor, direction: Direction, joined: Joined) -> Tensor:
-    """The reference: int64 products wrap modulo 2^64, so their low 32 bits are the ring's.
+    """The expected product by expert. int64 products wrap modulo 2^64, so their low 32 bits are those of the ring.
 
     Args:
         weight: `[o, d]`, the dense matrix of the stack.

@@ -1,4 +1,4 @@
-"""The measured BERT, and its queued requests."""
+"""The shape of the measured BERT, and requests that wait for it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,8 @@ class Bert:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Queued requests, as in the PetS paper: lengths follow a normal distribution, tasks a uniform one."""
+    """Requests that wait, as in the PetS paper: their lengths follow a normal distribution, their tasks a uniform
+    one."""
 
     requests: Annotated[int, Option(min=1, help="Queued requests.")] = 256
     mean: Annotated[float, Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0

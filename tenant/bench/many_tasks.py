@@ -36,7 +36,7 @@ from tenant.tasks.costs import measure_costs
 from tenant.tasks.folders import CONFIG, TENSORS
 from tenant.tasks.registry import Tasks
 
-_LONGEST, _TASKS = 128, 128  # tokens of a request, and tasks that queue, as in the paper's traffic
+_LONGEST, _TASKS = 128, 128  # tokens of a request in `_requests`, and tasks that wait, as in the paper's traffic
 _MIB = 1 << 20
 _PROVIDERS_START_S = 900.0
 _METHODS: Final[dict[str, PeftConfig]] = {

@@ -37,16 +37,16 @@ from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods k
 from tenant.tasks.folders import TENSORS, Stored
 
 NAME = "default"
-"""PEFT's name of the one adapter of a task's layers."""
+"""PEFT's name of the adapter in a task's layers, each of which holds one."""
 _PREFIX = "base_model.model."
-_SHARED_FROM = 1 << 16  # bytes from which equal buffers of several tasks are kept once
+_SHARED_FROM = 1 << 16  # bytes: equal buffers of at least this size are kept once for all tasks
 
 _base: ContextVar[Callable[..., Any]] = ContextVar("base")
 _buffers: weakref.WeakValueDictionary[tuple[object, ...], Tensor] = weakref.WeakValueDictionary()
 
 
 class Adapter:
-    """The layers of one task, by the name of the module that each of them extends.
+    """The PEFT layers of one task, each stored under the name of the module that it extends.
 
     Args:
         peft: the skeleton with the adapter.
@@ -150,7 +150,7 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
 
 @torch.inference_mode(False)
 def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
-    """Make the untrained adapter of a PEFT configuration.
+    """Make the untrained adapter that a PEFT configuration describes.
 
     Raises:
         UnsupportedMethodError: the method needs base weights, or cannot be used for a task.
@@ -183,7 +183,7 @@ def _call_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _layers(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
-    outer = "/"  # no module's name
+    outer = "/"  # a name that no module has
     for name, module in skeleton.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(outer):
             outer = f"{name}."

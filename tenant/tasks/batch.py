@@ -1,8 +1,8 @@
 """A batch of rows of several tasks, and what happens at one layer of the model.
 
 The base layer runs once on all rows. Methods that change its input (OFT, IA3 at the input of a feed-forward layer) have
-changed their own rows before. Then each task's operator computes its own rows. Rows are the first dimension of every
-input and output, so a row never meets another task's operator.
+changed the rows of their tasks before. Then each task's operator computes its task's rows. Rows are the first dimension
+of every input and output, so a row never meets another task's operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tenant.tasks.adapter import Adapter
 from tenant.tasks.operators import Operator, operator, operator_key
 
 BASE = "__base__"
-"""The name, in PEFT, of rows without an adapter."""
+"""PEFT's name for rows without an adapter."""
 
 
 class Batch:
@@ -66,7 +66,7 @@ class Batch:
         return inputs.rows
 
     def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        """Return the layer's output, of the base layer's output `y` for what `before` returned."""
+        """Return the layer's output. `y` is the base layer's output for the input that `before` returned."""
         inputs = self._inputs[siblings]
         x, order = inputs.x, inputs.orders.get(name)
         inputs.waiting.discard(name)
@@ -92,7 +92,7 @@ class Batch:
         return torch.cat(outputs).index_select(0, plan.order)
 
     def _gathered(self, siblings: tuple[str, ...], x: Tensor) -> _Inputs:
-        """Let the tasks change their rows of `x`, for each sibling apart, and gather all rows that are needed."""
+        """Let the tasks change their rows of `x`, separately for each sibling, and collect all rows that are needed."""
         pieces, count = [x], len(x)
         orders: dict[str, Tensor] = {}
         for name in siblings:
@@ -150,7 +150,7 @@ class Batch:
                 f"row (with num_beams or num_return_sequences, one per sequence)"
             )
         if x.dim() > 2 and name not in self._rows_first:
-            if x.shape[1] == self._count:  # rows and tokens may be the other way round (XLNet, Longformer)
+            if x.shape[1] == self._count:  # the first two dimensions may be (tokens, rows), as in XLNet and Longformer
                 raise UnsupportedModelError(
                     f"{name} gets {list(x.shape)}: its rows could be the first or the second dimension; pad the first "
                     f"batch to another number of tokens than rows"
@@ -182,7 +182,8 @@ class _Part(NamedTuple):
 class _Plan(NamedTuple):
     parts: list[_Part]
     rest: Tensor | None  # rows without an adapter at this layer
-    order: Tensor | None  # from the parts' rows to the batch's; None if one part has all rows in order
+    # order that puts the parts' rows into the batch's order; None if one part has all rows in order
+    order: Tensor | None
 
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:

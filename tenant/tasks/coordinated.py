@@ -121,7 +121,8 @@ def _cuts(rows: Sequence[int], tokens: Sequence[int], cost: NDArray[np.float64])
     ends = np.concatenate([[0], np.cumsum(rows)])
     best, start = [0.0], [0]
     for j in range(1, len(rows) + 1):
-        first = int(np.searchsorted(ends, ends[j] - (cost.shape[0] - 1)))  # parts that begin earlier have too many rows
+        # parts that begin earlier would have too many rows
+        first = int(np.searchsorted(ends, ends[j] - (cost.shape[0] - 1)))
         sums = np.asarray(best[first:j]) + cost[ends[j] - ends[first:j], tokens[j - 1]]
         at = int(np.argmin(sums))
         best.append(float(sums[at]))

@@ -40,8 +40,8 @@ class Operator(ABC):
 
         Args:
             x: these tasks' rows of the layer's input.
-            y: the base layer's output for them.
-            base: computes the base layer once more, for methods that ask for a second product.
+            y: the base layer's output for the input that `before` returned.
+            base: computes the base layer once more, for methods that need a second product.
         """
 
 
@@ -187,8 +187,8 @@ class BitFit(_Grouped):
 class ByPeft(Operator):
     """Any PEFT layer: runs PEFT's own code of one task.
 
-    That code asks for the base layer's product while it runs. It runs a first time up to there, to find the base
-    layer's input, and a second time once the product is known. A layer that passes its own input on runs once.
+    That code calls the base layer while it runs. To find the base layer's input, the code runs up to that call; once
+    the product is known, it runs again. A layer that gives its own input to the base layer runs once.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -228,7 +228,7 @@ OPERATORS: dict[type[nn.Module], type[_Grouped]] = {
     BottleneckLayer: Bottleneck,
     BitFitLayer: BitFit,
 }
-"""What computes the layers of several tasks together, by the layer's class."""
+"""The operators that compute the layers of several tasks together, by the layer's class."""
 
 
 def operator_key(layer: nn.Module) -> Hashable:

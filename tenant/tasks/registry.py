@@ -37,7 +37,7 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """Describes a task.
+    """The state of one task.
 
     Args:
         id: the task's id.
@@ -119,7 +119,7 @@ class Tasks:
             del self._sources[name]
 
     def infos(self) -> list[TaskInfo]:
-        """Return what is known about every task, in the order of registration."""
+        """Return the state of every task, in the order of registration."""
         with self._lock:
             return [self[name] for name in self._sources]
 
@@ -225,7 +225,7 @@ class Tasks:
             raise TaskError("a batch has at least one row; name the task of each row")
         distinct = [name for name in dict.fromkeys(names) if name != BASE]
         with self._lock:
-            self._used.update(distinct)  # from here on, none of them makes room for another
+            self._used.update(distinct)  # these adapters are now in use, so loading one does not unload another
         try:
             with self._lock:
                 loaded = {name: self._load(name) for name in distinct}
@@ -336,7 +336,7 @@ class Tasks:
         return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tasks:
-        return self  # a copy of the model, whose hooks refer to this object, computes the base model
+        return self  # hooks of a copied model still refer to this object: the copy computes the base model
 
 
 def _method(source: Stored | PeftConfig) -> str:

@@ -1,7 +1,8 @@
 """Families of models that transformers can build, each in miniature.
 
-`small(family)` shrinks the default configuration of a family by the names of its fields, also in nested ones. `HINTS`
-has what a family needs beside. `head(family)` is the class that a family is tried with, `heads(family)` are all.
+`small(family)` shrinks a family's default configuration: it sets the fields in `SIZES`, also in nested configurations,
+and the family's own values in `HINTS`. `head(family)` is the class that is tried for a family; `heads(family)` are all
+its classes.
 """
 
 import dataclasses
@@ -66,11 +67,11 @@ OTHER_HEADS = (
     *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
     *("QUESTION_ANSWERING", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC", "IMAGE_TEXT_TO_TEXT", ""),
 )
-"""What `heads` looks through; "" is the model without a head (embeddings)."""
+"""The mappings of transformers that `heads` reads; "" is the model without a head (embeddings)."""
 
 
 def heads(family: str, kinds: tuple[str, ...] = OTHER_HEADS) -> list[str]:
-    """Names of a family's classes in these of transformers' mappings, in order."""
+    """Return the names of a family's classes in these mappings of transformers, in order."""
     found = []
     for kind in kinds:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES" if kind else "MODEL_MAPPING_NAMES")
@@ -80,7 +81,7 @@ def heads(family: str, kinds: tuple[str, ...] = OTHER_HEADS) -> list[str]:
 
 
 def head(family: str) -> str:
-    """Name of the class that a family is tried with."""
+    """Return the name of the class that is tried for a family."""
     return heads(family, KINDS[FAMILIES[family]][0])[0]
 
 
@@ -116,9 +117,9 @@ SIZES: dict[str, Any] = {name: value for value, names in _NAMES.items() for name
     "apply_spec_augment": False,
     "use_mamba_kernels": False,
 }
-_UNSET = ("head_dim", "num_key_value_heads")  # set even where a family derives them
+_UNSET = ("head_dim", "num_key_value_heads")  # set although some families derive them
 TEXT = range(3, 64)
-"""Ordinary tokens; those above are special."""
+"""Token ids of ordinary tokens; smaller ones may be special."""
 
 _STAGES = {"depths": [1, 1], "hidden_sizes": [16, 32], "num_encoder_blocks": 2}
 _WAVES = {"conv_dim": [16, 16], "conv_stride": [8, 8], "conv_kernel": [10, 8], "hidden_size": 32}
@@ -213,7 +214,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
 }
-"""Values for fields that a family needs beside `SIZES`."""
+"""Values of further fields that a family needs, besides `SIZES`."""
 
 
 def small(kind: str | type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:

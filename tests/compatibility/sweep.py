@@ -24,14 +24,15 @@ from tests.warm import run
 RESULTS = Path("build/sweep.jsonl")
 _TIME_LIMIT_S = 120.0
 _AT_ONCE = 2
-_SHOWN = 300  # characters of a message
+_SHOWN = 300  # shown characters of an error
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What became of one class of one family.
+    """The result of one class of one family.
 
-    `works`: split and plain model agree. `refused`: by an error of this project. `wrong`: they disagree, or the split
-    model fails otherwise. `not tried`: plain transformers fails on the small configuration, or the time was up.
+    `works`: split and plain model agree. `refused`: an error of this project says that the model is not supported.
+    `wrong`: the models disagree, or the split model fails in another way. `not tried`: plain transformers fails on the
+    small configuration, or the time limit was reached.
     """
 
     family: str
@@ -39,7 +40,7 @@ class Result(msgspec.Struct, kw_only=True):
     status: Literal["works", "refused", "wrong", "not tried"] = "not tried"
     stages: str = ""
     offloaded: float = 0.0
-    """Share of the parameters."""
+    """Share of the parameters that providers hold."""
     stayed: list[str] = []
     """Matrices that stay with the tenant, the largest first, without the numbers of layers."""
     experts: list[str] = []
@@ -114,7 +115,7 @@ def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
-_NAMED = 3  # matrices in a cell
+_NAMED = 3  # matrices shown in a cell
 
 
 def render(results: dict[tuple[str, str], Result]) -> str:
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="all if none is named")
     parser.add_argument("--every-class", action="store_true", help="all classes of a family instead of one")
-    parser.add_argument("--again", action="store_true", help="also what the file of results has already")
+    parser.add_argument("--again", action="store_true", help="also classes that the file of results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"file of results ({RESULTS})")
     parser.add_argument("--here", metavar="CLASS", help="try this class in this process, and print the result")
     parser.add_argument("--write", action="store_true", help="then write the table of docs/compatibility.md")

@@ -11,7 +11,7 @@ from torch import Tensor
 from tenant.model.remote_linear import RemoteLayer
 from tests.compatibility import families, sweep
 
-# PEFT and transformers warn of many things that one may know about them.
+# PEFT and transformers give many warnings that do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 SAMPLE = ("qwen3", "gpt2", "mixtral", "bamba", "nomic_bert", "t5", "vit", "whisper", "llava")
@@ -34,8 +34,8 @@ def test_the_table_of_families_is_complete() -> None:
     assert working >= ENOUGH
 
 
-def test_a_layer_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep's own judgement, on a layer whose product is 5 % too large in one group of all."""
+def test_a_layer_with_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep reports a layer whose product is 5 % too large in one layer group."""
     forward = RemoteLayer.forward
 
     def faulty(self: RemoteLayer, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One class of one family: built small, saved, loaded split and plain, and compared.
 
-The plain model holds the weights that providers multiply by (`tenant.rounded_model`), so only the rounding of rows lies
-between the two. Both get the same random LoRA on every offloaded linear.
+The plain model holds the weights that providers multiply by (`tenant.rounded_model`), so only the rounding of rows
+differs. Both get the same random LoRA on every offloaded linear.
 """
 
 import contextlib
@@ -28,10 +28,11 @@ from tenant.options import Experts
 from tests.compatibility.families import TEXT, small
 
 TOLERANCE = 1e-2
-"""Of the largest value compared, or of an adapter's effect: as in `conftest.py`."""
+"""Largest allowed difference, as a share of the largest value compared, or of an adapter's effect."""
 ROUNDING = 1 / 500
-"""Of the largest weight of a matrix: more than rounding it to 10 bits changes."""
-_HUGE = 1e30  # what a masked logit may be
+"""Largest allowed difference of a weight, as a share of the matrix's largest weight: more than rounding it to 10 bits
+changes."""
+_HUGE = 1e30  # larger values are taken for masked logits
 _MAMBAS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _ROWS, _LENGTH, _NEW = 2, 8, 4
 _OUTPUTS = (
@@ -41,7 +42,7 @@ _OUTPUTS = (
 
 
 class WrongError(AssertionError):
-    """The split model does not do what the plain one does."""
+    """The split model's result differs from the plain model's."""
 
 
 class Trial:
@@ -61,7 +62,7 @@ class Trial:
 
         Raises:
             SymbiosisError: the model is refused.
-            WrongError: a weight is another one than transformers loads.
+            WrongError: the plain model has another weight than transformers loads.
         """
         remote = RemoteConfig(masking="simulate", experts=experts)
         self.model: Any = load_model(self.folder, remote=remote, kind=self.kind, dtype=torch.float32)
@@ -91,7 +92,7 @@ class Trial:
         return [name for name, module in self.model.named_modules() if isinstance(module, RemoteLayer)]
 
     def _adaptable(self) -> list[str]:
-        """What PEFT puts a LoRA on: of a Mamba's linears all but the last of each layer."""
+        """Names of the linears that PEFT can put a LoRA on. (PEFT refuses the last linear of a Mamba layer.)"""
         refused = ".out_proj" if self.model.config.model_type in _MAMBAS else "none"
         return [name for name in self.offloaded if not name.endswith(refused)]
 
@@ -110,10 +111,10 @@ class Trial:
         return [name for name, _ in sizes.most_common()]
 
     def stages(self) -> str:
-        """The stages that split and plain model pass alike: F, B, G if the plain model generates, H.
+        """Compare the models, and return the stages that agree: F, B, H, and G if the plain model generates.
 
         Raises:
-            WrongError: at one of them they differ.
+            WrongError: the models differ at a stage.
         """
         before = self.outputs(self.plain)
         _agree("forward", self.outputs(self.model), before, scale=before.abs().max())
@@ -137,7 +138,7 @@ class Trial:
             return _values(model(**self.inputs))
 
     def gradients(self, model: Any) -> dict[str, Tensor]:
-        """Of every adapter, in training."""
+        """Return the gradient of every adapter parameter after one backward pass."""
         torch.manual_seed(5)
         np.random.seed(5)
         model.train()
@@ -147,9 +148,9 @@ class Trial:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def _generates(self, split: Any, home: Any) -> bool:
-        """Whether both choose the same tokens; False if the plain model generates none.
+        """Returns True if both models generate the same tokens; False if the plain model cannot generate.
 
-        Where they part, the split model's choice must be as good: within rounding of the plain model's.
+        If a token differs, the plain model's scores of both tokens must be equal within rounding.
         """
         if not home.can_generate():
             return False
@@ -158,7 +159,7 @@ class Trial:
         options |= {"num_beams": 1, "return_dict_in_generate": True, "output_scores": True}
         try:
             expected = home.generate(**given, **options)
-        except Exception as error:  # some classes cannot, though they say so
+        except Exception as error:  # some classes fail although `can_generate` is true
             self.note = f"plain generate: {error}"
             return False
         found = split.generate(**given, **options)
@@ -186,14 +187,14 @@ def _agree(what: str, a: Tensor, b: Tensor, *, scale: Tensor) -> None:
 
 
 def _values(outputs: Any) -> Tensor:
-    """The floating-point results of a forward pass, in one row."""
+    """Return the floating-point results of a forward pass, joined to one row."""
     found = [outputs[name] for name in _OUTPUTS if name in outputs and outputs[name] is not None]
     flat = torch.cat([value.flatten() for value in found])
     return flat.where(flat.detach().abs() < _HUGE, 0.0)
 
 
 def _write_checkpoint(kind: Any, config: Any, folder: Path) -> None:
-    """Random weights, large enough that each matters; also biases."""
+    """Write a checkpoint with random biases, and random weights that are large enough for each to matter."""
     torch.manual_seed(0)
     model = kind(config)
     modules = dict(model.named_modules())
@@ -246,7 +247,7 @@ def _text(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _features_of(model: Any, given: dict[str, Any]) -> int:
-    """How many tokens one image or sound takes."""
+    """Return the number of tokens that one image or sound takes."""
     find = getattr(model, "get_image_features", None) or getattr(model, "get_audio_features", None)
     if find is None:
         return int(model.config.audio_config.max_source_positions) // 2  # Qwen2-Audio

@@ -1,4 +1,4 @@
-"""Mixtures of experts over real sockets and processes: training and generation are those of the simulation."""
+"""Mixtures of experts over real sockets and processes give the same results as the simulation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def trained_and_generated(config: RemoteConfig, path: Path) -> tuple[Any, list[Tensor]]:
-    """Two steps of LoRA on linears and experts, then tokens. Returns the ledger, and every tensor of the run."""
+    """Train LoRA on linears and experts for two steps, then generate. Returns the ledger, and every tensor of the
+    run."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
     torch.manual_seed(1)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], target_parameters=STACKS, r=2)
@@ -49,7 +50,7 @@ def trained_and_generated(config: RemoteConfig, path: Path) -> tuple[Any, list[T
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("mode", ["all", "flat", "counts"])
-def test_masked_experts_are_the_simulated_ones(mode: Any, served: LocalFederation) -> None:
+def test_masked_experts_give_the_results_of_the_simulation(mode: Any, served: LocalFederation) -> None:
     experts: dict[str, Any] = {"experts": mode, "show_routes_while_decoding": mode == "counts"}
     _, expected = trained_and_generated(RemoteConfig(masking="simulate", **experts), served.model)
     config = RemoteConfig(federation=served.federation, masking="pad", **experts)

@@ -18,7 +18,7 @@ from symbiosis_priv.checkpoints.metadata import called, is_metadata
 from symbiosis_priv.errors import UnsupportedModelError, one_line
 
 _SHOWN = 200  # characters shown of an error of the model's own code
-_LEAST_SHARE = 0.5  # of the parameters: what runs must use this share of them, where only parts of a model can be run
+_LEAST_SHARE = 0.5  # if only parts of a model can be run, they must hold this share of its parameters
 _Run = tuple[Callable[..., Any], Inputs]
 _FEATURES = re.compile(r"get_(text|image|video|audio)_features")
 

@@ -55,7 +55,7 @@ class BitFitTuner(MethodTuner):
             peft_config.target_modules = set(self._biased())
         if not peft_config.target_modules:
             raise UnsupportedMethodError(
-                f"{type(self.model).__name__} has no bias that BitFit could train; use LoRA with lora_bias=True"
+                f"{type(self.model).__name__} has no bias that BitFit can train; use LoRA with lora_bias=True"
             )
         return peft_config
 

@@ -20,12 +20,12 @@ from tenant.model.remote_linear import RemoteLayer
 
 
 class RemoteDora(DoraLinearLayer):
-    """Computes what DoRA adds to the output of an offloaded layer. Replaces PEFT's module of one adapter.
+    """Computes the term that DoRA adds to the output of an offloaded layer. Replaces PEFT's module of one adapter.
 
     Args:
         module: PEFT's LoRA module around the layer.
         adapter: name of the adapter.
-        layer: the offloaded layer, while its weight is at hand.
+        layer: the offloaded layer, while its weight can be read.
     """
 
     squares: Tensor
@@ -49,9 +49,9 @@ class RemoteDora(DoraLinearLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What is added to the base layer's output `[..., o]`; see PEFT's class.
+        """Return the term to add to the base layer's output `[..., o]`; see PEFT's class.
 
-        With dropout, `x` is another input than the base layer's, so it takes a request of its own.
+        With dropout, `x` differs from the base layer's input, so it takes another request.
         """
         norm = self._norm(lora_A.weight, lora_B.weight, scaling, base_layer).to(x.dtype)
         scale = (self.weight / norm).view(1, -1)
@@ -67,7 +67,7 @@ class RemoteDora(DoraLinearLayer):
     def _norm(self, a: Tensor, b: Tensor, scaling: float, layer: RemoteLayer) -> Tensor:
         """The norms of the rows of `W + s B A`: float32 `[o]`. As in PEFT, no gradient flows through them."""
         if self._rider.rows() is not None:
-            layer(a)  # the outputs of a sibling's request were used, which `A` did not ride in
+            layer(a)  # the layer's output came from a request that did not include the rows of `A`
         image = self._rider.image - (0 if layer.bias is None else layer.stored_bias().to(a.device))
         a, b = a.to(torch.float32), b.to(torch.float32)
         for part in layer.moved or ():
@@ -77,7 +77,7 @@ class RemoteDora(DoraLinearLayer):
 
 
 class _RowsOfA:
-    """The rows of an adapter's `A`, to send when their values have changed."""
+    """The rows of an adapter's `A`, which are sent with the next request once their values have changed."""
 
     def __init__(self, module: Any, adapter: str, member: int) -> None:
         self.member = member

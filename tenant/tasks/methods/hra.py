@@ -68,7 +68,7 @@ class RemoteHRA(OnOffloadedLayers, HRAModel):
         return False
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteHRALinear  # a subclass without attributes of its own
+        module.__class__ = RemoteHRALinear  # a subclass that adds no attributes
 
 
 replace(PeftType.HRA, RemoteHRA)

@@ -69,7 +69,8 @@ class MethodLayer(nn.Module, BaseTunerLayer):
 
     @abstractmethod
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
-        """What an adapter adds to the linear's output `y` `[..., o]` for `x` `[..., d]`; None: no such adapter here."""
+        """Return what an adapter adds to the linear's output `y` `[..., o]` for the input `x` `[..., d]`; None if the
+        linear does not have this adapter."""
 
     def update_layer(self, adapter_name: str, config: Any) -> None:
         """Add an adapter."""
@@ -100,11 +101,11 @@ class MethodLayer(nn.Module, BaseTunerLayer):
         return result
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse."""
+        """Always raises: base weights cannot be changed here."""
         raise UnsupportedMethodError(MERGE_AT_HOME)
 
     def unmerge(self) -> None:
-        """Refuse."""
+        """Always raises; see `merge`."""
         raise UnsupportedMethodError(MERGE_AT_HOME)
 
 
@@ -131,7 +132,7 @@ class MethodTuner(BaseTuner):
         if not self.fits(base):
             raise ValueError(f"{current_key} is a {type(base).__name__}; name linears in target_modules")
         layer = self.tuner_layer_cls(target, adapter_name, peft_config)
-        if adapter_name not in self.active_adapters:  # an adapter that is added to others is not trained by itself
+        if adapter_name not in self.active_adapters:  # an adapter for a mixed batch is not trained by itself
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 

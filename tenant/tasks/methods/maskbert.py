@@ -29,7 +29,7 @@ class MaskBertConfig(MethodConfig):
     """Configuration of MaskBert.
 
     Args:
-        masked_share: share of the weights that are masked out at the start, in [0, 1).
+        masked_share: share of the weights that are masked out (replaced by zero) at the start, in [0, 1).
         learn_masks: False evaluates the saved masks; `save_pretrained` writes False.
 
     Raises:
@@ -92,12 +92,12 @@ class MaskBertLayer(MethodLayer):
         return -masked_out
 
     def places(self, adapter: str) -> Tensor:
-        """Where the masks that are being trained are 0: ascending positions in the row-major weight."""
+        """Return the places where the masks in training are 0: ascending positions in the row-major weight."""
         masked_out: Tensor = self.maskbert_scores[adapter].detach() <= 0
         return masked_out.flatten().nonzero().flatten().to(self.integer)
 
     def _read_once(self, adapter: str) -> tuple[Pattern, Tensor]:
-        """The places and weights that a saved mask masks out."""
+        """Return the places and weights that a saved mask masks out."""
         places = self.maskbert_places[adapter]
         found = self._masked_out.get(adapter)
         if found is None or found[0] != version(places):
@@ -122,7 +122,8 @@ class _MaskedOut(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scores = ctx.saved_tensors
         weight = ctx.read()
-        grad_scores = -(grad.flatten(0, -2).t() @ x.flatten(0, -2)) * weight  # scores open what is subtracted here
+        # negative, because this product is subtracted from the layer's
+        grad_scores = -(grad.flatten(0, -2).t() @ x.flatten(0, -2)) * weight
         return grad @ (weight * (scores <= 0)), grad_scores, None
 
 
@@ -159,7 +160,7 @@ class MaskBertTuner(MethodTuner):
             )
         for name, layer in model.named_modules():
             stored = state_dict.get(f"{name}.maskbert_places")
-            if isinstance(layer, MaskBertLayer) and stored is not None:  # a mask may have any number of zeros
+            if isinstance(layer, MaskBertLayer) and stored is not None:  # the number of zeros differs between masks
                 layer.maskbert_places[adapter_name] = torch.zeros_like(stored, dtype=layer.integer)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 

@@ -15,7 +15,7 @@ from symbiosis_priv.errors import ConfigError
 
 
 def add(name: str, *, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
-    """Add a method to PEFT. Its parameters' names start with `tuner.prefix`.
+    """Add a method to PEFT. The names of its parameters start with `tuner.prefix`.
 
     Raises:
         ConfigError: PEFT has a method of this name.

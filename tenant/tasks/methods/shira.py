@@ -60,7 +60,8 @@ class RemoteShiraLinear(ShiraLinear):
         for adapter in self.active_adapters:
             if adapter in self.shira_weight:
                 entries = self.shira_weight[adapter] * self.scaling[adapter]
-                places = self.shira_indices[adapter] = self.shira_indices[adapter].to(x.device)  # they are no buffer
+                # not a buffer, so `to(device)` does not move it
+                places = self.shira_indices[adapter] = self.shira_indices[adapter].to(x.device)
                 added = sparse.product(adapter, x, places, entries, shape)
                 result = result + added.to(result.dtype)
         return result
@@ -73,7 +74,7 @@ class RemoteShira(OnOffloadedLayers, ShiraModel):
         return bool(config.mask_type != "random")
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteShiraLinear  # a subclass without attributes of its own
+        module.__class__ = RemoteShiraLinear  # a subclass that adds no attributes
 
 
 class RemoteSupertuningLinear(SupertuningLinear):
@@ -102,7 +103,7 @@ class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):
     """SuperTuning on offloaded layers too."""
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteSupertuningLinear  # a subclass without attributes of its own
+        module.__class__ = RemoteSupertuningLinear  # a subclass that adds no attributes
 
 
 replace(PeftType.SHIRA, RemoteShira)

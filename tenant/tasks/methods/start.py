@@ -1,4 +1,4 @@
-"""Gives PEFT's methods the base weight of an offloaded layer while they make an adapter, and at no other time.
+"""Gives PEFT's methods the base weight of an offloaded layer while they make an adapter, and only then.
 
 DeLoRA takes the norms of the columns at its start and TinyLoRA factorises the weight. Neither needs the weight again.
 """

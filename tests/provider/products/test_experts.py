@@ -1,4 +1,5 @@
-"""Rows for single experts of a stack: exact, batched over tenants, charged for what they cost, and checked first."""
+"""Products of rows for single experts: exact, batched over tenants, charged by their cost, and checked before they
+run."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def rows_for(entry: GroupEntry, direction: Direction, counts: Counts) -> Tensor:
     return ring_rows(sum(counts), entry.by_expert.columns(direction)[0])
 
 
-def test_there_are_stacks_of_both_kinds(store: WeightStore) -> None:
+def test_the_model_has_stacks_joined_along_outputs_and_along_inputs(store: WeightStore) -> None:
     assert {entry.joined for entry in stacks_of(store).values()} == {"outputs", "inputs"}
 
 
@@ -123,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[wire.Execute], wire.Execute], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_counts_are_refused_and_the_connection_goes_on(
+def test_wrong_counts_are_refused_and_the_connection_stays_open(
     connect: Connect, provider: Provider, store: WeightStore, kind: str
 ) -> None:
     client, (group, entry) = connect(to=provider), next(iter(stacks_of(store).items()))
@@ -157,7 +158,7 @@ def test_a_row_for_one_expert_is_charged_with_one_experts_work(store: WeightStor
 
 
 class Noting(Watched):
-    """Notes the counts of every product."""
+    """Records the counts of every product."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -169,8 +170,8 @@ class Noting(Watched):
 
 
 def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: WeightStore) -> None:
-    """Two tenants ask while a first product is under way: one product serves both, sorted by expert. Dense rows of the
-    same stack have another width and never share it."""
+    """Two tenants ask while a product is running. One product then serves both, sorted by expert. Dense rows of the
+    same stack have another width and do not share it."""
     model = Noting(store)
     (group, entry), direction = next(iter(stacks_of(store).items())), DIRECTIONS[0]
     wanted = [(1, 0, 2, 0), (0, 3, 1, 1), (0, 0, 0, 2)]
@@ -206,7 +207,7 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
     assert model.counts.count(None) == 2
 
 
-def test_a_request_that_is_multiplied_piece_by_piece_keeps_its_experts(store: WeightStore) -> None:
+def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(store: WeightStore) -> None:
     counts = (700, 0, 900, 1)
     model = Noting(store)
     group, entry = next(iter(stacks_of(store).items()))

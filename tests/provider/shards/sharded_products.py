@@ -55,7 +55,7 @@ def products(store: WeightStore) -> None:
 def by_expert(
     local: LocalOperands, operands: ShardedOperands, group: int, direction: Direction, entry: GroupEntry, count: int
 ) -> None:
-    """Products with rows for some experts only, whose matrices lie on one rank or on several."""
+    """Check products of rows for some experts only, whose matrices lie on one rank or on several."""
     counts = (count, 0, count // 2, 1)[: entry.experts]
     rows = probe_rows(max(2, sum(counts)), entry.by_expert.columns(direction)[0])[: sum(counts)]
     want = local.product(rows, group=group, direction=direction, counts=counts)

@@ -77,7 +77,7 @@ def test_sharded_products_are_those_of_one_process(
     packed.
     """
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
-    # three experts: on two ranks, and on four, the matrix of an expert lies on several
+    # three experts: with two or four ranks, one expert's matrix lies on several ranks
     experts = write("Mixtral", tmp_path / "experts", num_local_experts=3, intermediate_size=96, num_hidden_layers=1)
     wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")] * 2
     large: tuple[object, ...] = ()

@@ -1,4 +1,4 @@
-"""Counts of rows by expert: cut into pieces and merged over requests, no row changes its expert."""
+"""Cutting counts and merging those of several requests leaves every row with its expert."""
 
 import pytest
 import torch
@@ -11,19 +11,19 @@ from tests.stacks import expert_counts
 
 
 def experts_of(counts: Counts) -> list[int]:
-    """The expert of every row."""
+    """Return the expert of every row."""
     return [expert for expert, count in enumerate(counts) for _ in range(count)]
 
 
 @given(counts=expert_counts(), first=st.integers(0, 20), rows=st.integers(0, 20))
-def test_clip_keeps_the_expert_of_every_row(counts: Counts, first: int, rows: int) -> None:
+def test_clipped_counts_keep_the_expert_of_every_row(counts: Counts, first: int, rows: int) -> None:
     clipped = clip(counts, first, rows)
     assert experts_of(clipped) == experts_of(counts)[first : first + rows]
     assert len(clipped) == len(counts)
 
 
 @given(counts=expert_counts())
-def test_segments_are_the_rows_of_the_experts_that_have_some(counts: Counts) -> None:
+def test_segments_list_the_experts_that_have_rows(counts: Counts) -> None:
     experts = experts_of(counts)
     found = list(segments(counts))
     assert [expert for expert, rows in found for _ in experts[rows]] == experts
@@ -39,7 +39,7 @@ def test_merged_rows_are_sorted_by_expert_and_in_order_within_an_expert(parts: l
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (2, 1, 0, 1), (1, 1, 2), (4, -1, 0), ()], ids=str)
-def test_counts_of_other_rows_are_refused(counts: Counts) -> None:
+def test_counts_that_do_not_match_the_rows_are_refused(counts: Counts) -> None:
     check_counts((2, 0, 1), experts=3, rows=3)
     with pytest.raises(RangeError, match="experts"):
         check_counts(counts, experts=3, rows=3)

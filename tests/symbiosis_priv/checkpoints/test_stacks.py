@@ -1,4 +1,4 @@
-"""A stack of experts as one dense matrix: the products of single experts are parts of its product, or their sum."""
+"""A stack of experts as one dense matrix: its product contains the products of single experts, or their sum."""
 
 import torch
 from hypothesis import given

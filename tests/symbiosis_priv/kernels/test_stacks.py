@@ -1,4 +1,4 @@
-"""One packed copy of a stack of experts gives dense products and products by expert, in every layout."""
+"""One packed copy of a stack serves dense products and products by expert, with every kernel."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.stacks import expert_counts, expert_product
 KERNEL_NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(not kernel.supports(torch.device("cpu")), reason="not on this CPU"))
     for name, kernel in KERNELS.items()
-    if name != "triton"  # shares the layout of `limbs`; its interpreter is slow
+    if name != "triton"  # has the same layout as `limbs`, and its interpreter is slow
 ]
 
 
@@ -48,12 +48,12 @@ def test_a_stack_serves_dense_products_and_products_by_expert(
 
 
 @pytest.mark.parametrize("part", [64, 24, 1])
-def test_a_layout_is_chosen_that_can_be_cut_between_experts(part: int) -> None:
+def test_the_chosen_layout_can_be_cut_between_experts(part: int) -> None:
     choice = choose((6 * part, 40), weight_bits=10, device=torch.device("cpu"), part=part)
     assert all(part % KERNELS[name].granule == 0 for name in choice.kernels.values())
 
 
-def test_counts_of_other_rows_are_refused() -> None:
+def test_counts_that_do_not_match_the_rows_are_refused() -> None:
     stack = RingMatrix(torch.ones(12, 5, dtype=torch.int16), weight_bits=8, kernel="int32").as_stack(3, turned=False)
     rows = torch.ones(4, 5, dtype=torch.int32)
     with pytest.raises(RangeError, match="experts"):

@@ -1,4 +1,4 @@
-"""TLS contexts of this folder's tests."""
+"""Fixture with TLS contexts for the tests of this folder."""
 
 import ssl
 from typing import Any

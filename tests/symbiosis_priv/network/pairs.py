@@ -9,7 +9,7 @@ LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than sockets and streams ho
 
 
 class Contexts(NamedTuple):
-    """Of a server, of a client that trusts it, and of one that does not."""
+    """TLS contexts of a server, of a client that trusts it, and of a client that does not."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext

@@ -1,4 +1,4 @@
-"""Streams of both sides: frames arrive whole, nothing waits past a deadline, and a server's handshake never waits."""
+"""`FrameStream`: frames arrive whole, no wait outlasts its deadline, and a server's handshake never waits."""
 
 import contextlib
 import select
@@ -18,7 +18,7 @@ from tests.symbiosis_priv.network.pairs import LARGE, TIMEOUT_S, Contexts, tcp_p
 
 @pytest.fixture
 def ends(contexts: Contexts) -> Iterator[tuple[FrameStream, FrameStream]]:
-    """A client and a server after their handshake, which the server makes without waiting."""
+    """A client and a server after their handshake. The server's side never waits."""
     with streams(contexts) as found:
         yield found
 
@@ -64,7 +64,7 @@ def test_a_frame_arrives_whole_in_either_direction(contexts: Contexts, head: byt
             sending.result(TIMEOUT_S)
 
 
-def test_what_is_too_slow_or_gone_is_told_apart(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_a_slow_peer_and_a_lost_peer_give_different_errors(ends: tuple[FrameStream, FrameStream]) -> None:
     client, server = ends
     buffer = memoryview(bytearray(10))
     client.send_frame(b"half", memoryview(b""), deadline=soon())
@@ -80,7 +80,7 @@ def test_what_is_too_slow_or_gone_is_told_apart(ends: tuple[FrameStream, FrameSt
     assert server.begin(buffer, deadline=soon()) == 0
 
 
-def test_a_reader_that_stops_delays_no_sender_past_the_deadline(ends: tuple[FrameStream, FrameStream]) -> None:
+def test_sending_to_a_reader_that_stops_ends_at_the_deadline(ends: tuple[FrameStream, FrameStream]) -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         ends[1].send_frame(b"", memoryview(LARGE * 4), deadline=begun + 0.2)
@@ -95,7 +95,7 @@ def test_a_socket_that_is_shut_wakes_its_reader(ends: tuple[FrameStream, FrameSt
         assert reading.result(TIMEOUT_S / 2) == 0
 
 
-def test_a_wait_says_what_it_is_for() -> None:
+def test_a_wait_reports_its_purpose() -> None:
     told: list[str] = []
 
     def late(timeout: float) -> None:

@@ -105,12 +105,12 @@ def test_the_largest_counts_fit_a_header_and_more_are_refused() -> None:
             wire.decode_request(msgspec.msgpack.encode(EXECUTE | {"counts": counts}))
 
 
-def test_a_request_without_counts_has_the_bytes_that_it_had_before_there_were_counts() -> None:
+def test_a_request_without_counts_has_the_bytes_of_the_older_protocol() -> None:
     request = wire.decode_request(msgspec.msgpack.encode(EXECUTE))
     assert wire.encode(request)[wire.PREFIX.size :] == msgspec.msgpack.encode(EXECUTE)
 
 
-def test_a_reply_with_other_counts_answers_another_request() -> None:
+def test_a_reply_with_other_counts_does_not_match_the_request() -> None:
     binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
     request = wire.Execute(**binding, counts=(1, 2))
     assert wire.Result.answering(request).answers(request)

@@ -441,7 +441,7 @@ def test_an_adapter_replaces_no_tensor_of_the_base_model(key: str, adapter: Host
     load_adapter(model, path)
 
 
-def test_an_adapter_states_no_endless_start(adapter: Hostile, llama: Path) -> None:
+def test_an_adapter_whose_start_takes_too_many_iterations_is_refused(adapter: Hostile, llama: Path) -> None:
     with pytest.raises(CheckpointError, match="iterations"):
         load_adapter(load_model(llama), adapter(init_lora_weights="pissa_niter_1000000000"))
 

@@ -552,7 +552,7 @@ def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Any, bias
         assert torch.allclose(loaded(input_ids=IDS).logits, split["logits"], rtol=0, atol=1e-3)
 
 
-def test_a_bias_is_here_and_is_saved_once_it_was_trained(biased: Any) -> None:
+def test_a_bias_is_with_the_tenant_and_is_saved_once_trained(biased: Any) -> None:
     """It is listed, moved and copied with the model. The product includes it, so an untrained one changes no bit."""
     with torch.no_grad():
         expected = biased(input_ids=IDS).logits
@@ -584,7 +584,7 @@ def test_a_bias_is_here_and_is_saved_once_it_was_trained(biased: Any) -> None:
         biased.load_state_dict(stored | {f"{name}.weight": torch.zeros(64, 192)})
 
 
-def test_a_bias_that_is_loaded_is_used(biased: Any, gpt2: Any) -> None:
+def test_a_loaded_bias_is_used(biased: Any, gpt2: Any) -> None:
     name = "transformer.h.0.attn.c_attn.bias"
     shift = torch.linspace(-1, 1, 192)
     biased.load_state_dict(biased.state_dict() | {name: shift})

@@ -60,7 +60,7 @@ def is_exact(session: Session, store: WeightStore, index: int, direction: Direct
 
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
-def test_every_scheme_is_exact_by_expert(
+def test_products_by_expert_are_exact_with_every_scheme(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
@@ -85,7 +85,7 @@ def test_every_scheme_is_exact_by_expert(
     assert ledger.answers_verified == ledger.rows > 0
 
 
-def test_floats_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:
+def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:
     """Up to rounding, and whichever rows stand beside them: a row's bits do not depend on its expert's other rows."""
     facts = [GroupFacts.of(entry, store.group(index)) for index, entry in enumerate(store.manifest().groups)]
     backend = RingBackend(facts, Simulation(store))
@@ -112,7 +112,7 @@ def test_floats_are_those_of_one_linear_per_expert(store: WeightStore, stacks: l
     assert product(stacks[0], FORWARD, x[:0].new_empty(0, facts[stacks[0]].inputs(FORWARD)), (0,) * 4).shape[0] == 0
 
 
-def test_counts_of_other_rows_and_of_linears_send_nothing(
+def test_wrong_counts_and_counts_for_linears_send_nothing(
     executor: ScriptedProvider, new_session: NewSession, stacks: list[int]
 ) -> None:
     session = new_session("none", [executor])
@@ -194,7 +194,7 @@ def other_counts(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire
 
 @pytest.mark.parametrize("lie", [wrong_entry, other_expert, other_counts])
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_a_liar_is_named_and_another_provider_takes_over(
+def test_a_lying_provider_is_named_and_another_one_takes_over(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
@@ -215,7 +215,7 @@ def test_a_liar_is_named_and_another_provider_takes_over(
     assert quarantined(session) == {liar.port}
 
 
-def test_without_the_checkpoint_nobody_is_named_and_all_are_suspects(
+def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,

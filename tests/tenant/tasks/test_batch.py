@@ -67,7 +67,7 @@ def alone(llama: Path, folders: Path) -> Callable[[str], Any]:
 @pytest.mark.filterwarnings("ignore:Specified to not load vera_A")
 @settings(max_examples=8, deadline=None)
 @given(names=st.lists(NAMES, min_size=1, max_size=8), seed=st.integers(0, 99))
-def test_a_mixed_batch_is_each_task_alone(
+def test_a_mixed_batch_gives_the_results_of_each_task_alone(
     exact: Tasks, alone: Callable[[str], Any], names: list[str], seed: int
 ) -> None:
     x = ids(len(names), tokens=9, seed=seed)
@@ -192,7 +192,7 @@ def test_generation_in_a_mixed_batch(split: Tasks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT, of a norm
-def test_norms_and_heads_are_layers_too(tmp_path: Path, save_llama: Callable[..., Path], write_task: Any) -> None:
+def test_tasks_can_adapt_norms_and_heads(tmp_path: Path, save_llama: Callable[..., Path], write_task: Any) -> None:
     """Methods that replace a module instead of adding to it: norms, and heads (`modules_to_save`)."""
     path = tmp_path / "classifier"
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_norms_and_heads_are_layers_too(tmp_path: Path, save_llama: Callable[...
 
 
 @pytest.mark.parametrize("names", [["lora", "ia3"], ["ia3", "ia3-b"]])  # IA3 adapts k and v, and q is called first
-def test_rows_that_cannot_be_told_apart_are_refused(split: Tasks, names: list[str]) -> None:
+def test_inputs_with_an_ambiguous_row_dimension_are_refused(split: Tasks, names: list[str]) -> None:
     with pytest.raises(TaskError, match="per row"), split.batch(names):
         split.model(input_ids=ids(3))
     split._rows_first.clear()

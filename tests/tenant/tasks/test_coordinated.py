@@ -50,7 +50,7 @@ def test_every_request_is_in_one_batch(requests: list[Request], costs: Costs) ->
 
 
 @given(requests=REQUESTS, costs=all_costs())
-def test_no_division_of_the_sorted_requests_costs_less(requests: list[Request], costs: Costs) -> None:
+def test_no_other_division_of_the_sorted_requests_costs_less(requests: list[Request], costs: Costs) -> None:
     """The oracle tries every division of the requests, in order of their lengths."""
 
     def cost(batches: Batches) -> float:

@@ -42,7 +42,7 @@ def logits(tasks: Tasks, name: str) -> torch.Tensor:
     return found
 
 
-def test_what_is_known_about_a_task(tasks: Tasks, folders: Path, llama: Path) -> None:
+def test_a_task_reports_its_id_and_sizes(tasks: Tasks, folders: Path, llama: Path) -> None:
     assert tasks.register("mine", folders / "ia3") == TaskId(llama.name, "IA3", "mine")
     assert len(tasks.register_all(folders)) == len(METHODS)
     assert "mine" in tasks
@@ -60,7 +60,7 @@ def test_what_is_known_about_a_task(tasks: Tasks, folders: Path, llama: Path) ->
         tasks.load("lora")
 
 
-def test_equal_projections_are_kept_once(tasks: Tasks, write_task: WriteTask, tmp_path: Path) -> None:
+def test_equal_projections_are_kept_in_memory_once(tasks: Tasks, write_task: WriteTask, tmp_path: Path) -> None:
     """VeRA's projections from one seed: the second task costs its vectors only."""
     config = VeraConfig(r=300, target_modules=["q_proj", "v_proj"])
     for name in ("one", "two"):
@@ -73,7 +73,7 @@ def test_equal_projections_are_kept_once(tasks: Tasks, write_task: WriteTask, tm
 
 
 @given(name=st.one_of(st.text(max_size=70), st.from_regex(r"[A-Za-z0-9._/\\-]{1,70}", fullmatch=True)))
-def test_a_name_leads_nowhere(name: str) -> None:
+def test_an_allowed_name_is_one_part_of_a_path(name: str) -> None:
     """Every name that is allowed is one plain component of a path, in ASCII."""
     try:
         check_name(name)
@@ -87,13 +87,13 @@ def test_a_name_leads_nowhere(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["..", "../x", "a/b", "a\\b", "", "x" * 65, ".hidden", "mіne", "ﬁle", "a\n", "__base__"]
 )
-def test_such_names_are_refused(tasks: Tasks, folders: Path, name: str) -> None:
+def test_other_names_are_refused(tasks: Tasks, folders: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         tasks.register(name, folders / "lora")
     assert len(tasks) == 0
 
 
-def test_a_name_is_taken_once(tasks: Tasks, folders: Path) -> None:
+def test_a_name_cannot_be_registered_twice(tasks: Tasks, folders: Path) -> None:
     tasks.register("lora", folders / "ia3")
     with pytest.raises(ConfigError, match="already"):
         tasks.register_all(folders)
@@ -115,7 +115,9 @@ def test_a_link_out_of_the_repository_is_refused(tasks: Tasks, folders: Path, tm
     assert len(tasks) == 0
 
 
-def test_a_link_that_comes_later_is_refused(tasks: Tasks, folders: Path, write_task: WriteTask, tmp_path: Path) -> None:
+def test_a_link_that_is_made_after_registration_is_refused(
+    tasks: Tasks, folders: Path, write_task: WriteTask, tmp_path: Path
+) -> None:
     write_task(tmp_path / "all" / "lora", METHODS["lora"])
     tasks.register_all(tmp_path / "all")
     file = tmp_path / "all" / "lora" / "adapter_model.safetensors"
@@ -177,7 +179,7 @@ def test_a_folder_cannot_write_to_the_base_model(tasks: Tasks, write_task: Write
 # Memory
 
 
-def test_more_tasks_than_memory(base: Any, folders: Path) -> None:
+def test_tasks_that_do_not_fit_in_memory_are_unloaded_and_loaded(base: Any, folders: Path) -> None:
     """The least recently used one makes room; a task in use does not; every task answers as before."""
     roomy = Tasks(base)
     roomy.register_all(folders)
@@ -214,7 +216,7 @@ def test_a_task_larger_than_the_limit_is_not_read(base: Any, write_task: WriteTa
     tasks.close()
 
 
-def test_a_trained_task_never_makes_room(base: Any, folders: Path, tmp_path: Path) -> None:
+def test_a_trained_task_is_never_unloaded_to_make_room(base: Any, folders: Path, tmp_path: Path) -> None:
     tasks = Tasks(base, memory_limit=300_000)
     tasks.register_all(folders)
     tasks.load("lora", trainable=True)
@@ -245,7 +247,7 @@ def test_a_task_that_was_loaded_in_inference_mode_can_be_trained(tasks: Tasks, f
     assert all(parameter.grad is not None for parameter in tasks.parameters("lora"))
 
 
-def test_a_task_in_use_stays(tasks: Tasks, folders: Path) -> None:
+def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:
     tasks.register_all(folders)
     with tasks.batch(["lora", "ia3"]):
         for forget in (tasks.unload, tasks.unregister):
@@ -283,7 +285,7 @@ def test_threads_share_the_tasks(base: Any, folders: Path) -> None:
     tasks.close()
 
 
-def test_ten_thousand_tasks_are_metadata(tasks: Tasks, folders: Path) -> None:
+def test_ten_thousand_registered_tasks_load_no_adapter(tasks: Tasks, folders: Path) -> None:
     for i in range(10_000):
         tasks.register(f"task-{i}", folders / "lora-r8")
     assert len(tasks.infos()) == len(tasks) == 10_000

@@ -1,4 +1,4 @@
-"""Expert stacks are layer groups as a whole, and no provider multiplies by the matrix of a single expert's linear."""
+"""Expert stacks are offloaded as whole layer groups, and no linear of a single expert is offloaded."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.experts import DBRX, FAMILIES, SIZES, write
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_stacks_of_a_layer_are_groups_with_the_models_weights(family: str, tmp_path: Path) -> None:
-    """However a checkpoint stores them: the matrices are those that transformers loads."""
+    """The matrices are those that transformers loads, however the checkpoint stores them."""
     path = write(family, tmp_path / "model")
     model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(path, dtype=torch.float32)
     store = WeightStore(path, cache=tmp_path / "cache")
@@ -36,7 +36,7 @@ def test_both_stacks_of_a_layer_are_groups_with_the_models_weights(family: str, 
 
 
 def test_routers_stay(tmp_path: Path) -> None:
-    """Also those that are linears."""
+    """Routers stay with the tenant, also if they are linears."""
     config = transformers.AfmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, num_dense_layers=0, head_dim=8)
     config.architectures = ["AfmoeForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -64,7 +64,7 @@ def test_routers_stay(tmp_path: Path) -> None:
 def test_experts_of_other_classes_stay_as_a_whole(
     kind: str, head: str, sizes: dict[str, object], tmp_path: Path
 ) -> None:
-    """A linear for each expert would show by its row counts how rows are routed."""
+    """From the row counts of a single expert's linear, a provider would see how rows are routed."""
     config = getattr(transformers, kind)(**sizes)
     config.architectures = [head]
     config.save_pretrained(tmp_path)

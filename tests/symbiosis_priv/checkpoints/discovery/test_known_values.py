@@ -1,4 +1,4 @@
-"""Code that runs without weights sees true shapes and the values that it may look at, in bounded memory and time."""
+"""Running a model without weights gives true shapes and known values, in bounded memory and time."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, forge
 from symbiosis_priv.errors import UnsupportedModelError
 
 Program = Callable[[Tensor, Tensor], Tensor]
-"""Of integers `[n]` and real numbers `[n, m]`."""
+"""A function of integers `[n]` and real numbers `[n, m]`."""
 
 KNOWN: dict[str, Program] = {
     "positions": lambda ids, x: torch.arange(x.shape[0], device=x.device) + ids.to(x.device),
@@ -34,7 +34,9 @@ UNKNOWN: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 @given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=6), columns=st.integers(1, 4))
-def test_shapes_are_true_and_what_depends_on_no_weight_has_its_values(name: str, ids: list[int], columns: int) -> None:
+def test_shapes_are_true_and_values_are_known_unless_they_depend_on_weights(
+    name: str, ids: list[int], columns: int
+) -> None:
     program = (KNOWN | UNKNOWN)[name]
     real = program(torch.tensor(ids), torch.rand(len(ids), columns) + 1)
     with KnownValues():
@@ -45,8 +47,8 @@ def test_shapes_are_true_and_what_depends_on_no_weight_has_its_values(name: str,
         assert torch.equal(traced, real)
 
 
-def test_an_unknown_value_reads_as_zero() -> None:
-    """So no row goes to an expert here: how many do depends on the weights, and would show the choice."""
+def test_an_unknown_value_is_read_as_zero() -> None:
+    """Code that asks for an unknown value gets zero. So no row goes to an expert, and row counts show no route."""
     x = torch.empty(3, 4, device="meta")
     with KnownValues():
         assert not x.sum().item()
@@ -70,7 +72,7 @@ BOMBS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_is_large_takes_no_memory(name: str) -> None:
+def test_a_huge_tensor_takes_no_memory(name: str) -> None:
     with KnownValues():
         made = BOMBS[name]()
     assert isinstance(made, Tensor)
@@ -93,7 +95,7 @@ def forever() -> None:
     ],
     ids=["a loop", "repetitions", "bins", "values of a large tensor"],
 )
-def test_what_takes_too_long_or_cannot_be_known_is_refused(program: Callable[[], object]) -> None:
+def test_too_many_operations_and_large_unknown_values_are_refused(program: Callable[[], object]) -> None:
     with pytest.raises(UnsupportedModelError), KnownValues():
         program()
 
@@ -108,8 +110,9 @@ def test_tied_parameters_stay_tied() -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_the_callers_settings_and_random_numbers_stay() -> None:
-    """A seeded program gets the same numbers, and the trace does not depend on the program's settings."""
+def test_the_callers_settings_and_random_numbers_do_not_change() -> None:
+    """A seeded program gets the same random numbers with and without a trace, and the trace does not depend on the
+    caller's settings."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)

@@ -1,4 +1,5 @@
-"""Models that see or hear: their towers are offloaded too, and what shares an input is one group."""
+"""In models for images, video and sound, the towers are offloaded too, and linears with the same input form one
+group."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_every_frozen_linear_is_in_a_group_of_linears_that_share_an_input(name: 
 
 
 def test_a_model_of_which_only_the_tower_runs_is_refused(tmp_path: Path) -> None:
-    """Its language model would stay with the tenant without a word."""
+    """Otherwise its language model would stay with the tenant, and nothing would say so."""
     config = FAMILIES["Qwen2-VL"].config()
     config.text_config.num_hidden_layers, config.text_config.layer_types = 8, ["full_attention"] * 8
     config.text_config.rope_parameters["mrope_section"] = [1, 1, 1]
@@ -54,7 +55,7 @@ def test_a_model_of_which_only_the_tower_runs_is_refused(tmp_path: Path) -> None
 
 
 def block(name: str) -> str:
-    """The repeated block that a linear is in: its name up to the first number."""
+    """Return the repeated block that a linear is in: its name up to the first number."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: first + 1])

@@ -40,7 +40,9 @@ def logits_and_gradient(model: Any) -> tuple[Tensor, Tensor]:
     [(family, "all") for family in FAMILIES]
     + [(family, mode) for family in ("Mixtral", "GptOss") for mode in ("flat", "counts", "local")],
 )
-def test_a_split_model_is_the_plain_one(family: str, mode: Any, checkpoint: Callable[[str], Path]) -> None:
+def test_a_split_model_gives_the_results_of_the_plain_one(
+    family: str, mode: Any, checkpoint: Callable[[str], Path]
+) -> None:
     path = checkpoint(family)
     split, plain = load(path, mode), rounded_model(path, weight_bits=12, experts=mode)
     with backend_of(split):
@@ -51,7 +53,7 @@ def test_a_split_model_is_the_plain_one(family: str, mode: Any, checkpoint: Call
 
 
 @pytest.mark.parametrize("mode", ["all", "flat", "counts"])
-def test_a_layer_takes_two_requests_and_shows_what_its_mode_says(
+def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     mode: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = load(checkpoint("Mixtral"), mode)
@@ -85,7 +87,7 @@ def test_a_compiled_model_gives_the_same_bits(checkpoint: Callable[[str], Path])
         assert torch.equal(compiled(input_ids=IDS).logits, expected)
 
 
-def test_a_state_has_no_stack_and_is_loaded_again(checkpoint: Callable[[str], Path]) -> None:
+def test_a_state_dict_has_no_stacks_and_can_be_loaded(checkpoint: Callable[[str], Path]) -> None:
     split = load(checkpoint("GptOss"))
     with backend_of(split):
         state = split.state_dict()
@@ -95,7 +97,7 @@ def test_a_state_has_no_stack_and_is_loaded_again(checkpoint: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-def test_decoding_shows_no_routes_unless_it_is_asked_for_twice(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_decoding_with_visible_routes_needs_a_second_option(family: str, checkpoint: Callable[[str], Path]) -> None:
     config = RemoteConfig(masking="simulate", experts="counts")
     split = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config).eval()
     with backend_of(split), torch.no_grad():

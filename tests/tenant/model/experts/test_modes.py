@@ -22,7 +22,7 @@ def load(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
 
 
-def test_cheap_experts_are_offloaded_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_at_a_low_price_are_offloaded_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write("Mixtral", tmp_path, num_experts_per_tok=1)
     with caplog.at_level(logging.INFO, "tenant.model.experts.modes"):
         model = load(path)
@@ -32,7 +32,7 @@ def test_cheap_experts_are_offloaded_by_default(tmp_path: Path, caplog: pytest.L
         assert any(isinstance(parameter, OffloadedStack) for parameter in model.parameters())
 
 
-def test_costly_experts_stay_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_at_a_high_price_stay_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write("Mixtral", tmp_path, num_local_experts=8, num_experts_per_tok=1)
     with caplog.at_level(logging.INFO, "tenant.model.experts.modes"):
         model = load(path)

@@ -19,7 +19,7 @@ def rows_of(route: AsRouted, expert: int) -> range:
 
 
 @given(CHOICES)
-def test_every_row_stands_among_those_of_its_expert(index: Tensor) -> None:
+def test_every_row_is_among_the_rows_of_its_expert(index: Tensor) -> None:
     for kind in (AsRouted, Flat):
         route = kind(index, experts=EXPERTS)
         places = route.places.tolist()

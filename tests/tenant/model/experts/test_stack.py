@@ -42,7 +42,7 @@ def close(a: Tensor, b: Tensor, scale: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Qwen3Moe"])
-def test_an_adapter_of_experts_is_an_ordinary_one(
+def test_a_saved_adapter_of_experts_works_in_the_plain_model(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The same logits and gradients as plain PEFT, and at home after saving."""
@@ -66,7 +66,7 @@ def test_an_adapter_of_experts_is_an_ordinary_one(
         assert close(logits, home(input_ids=IDS).logits, effect)
 
 
-def test_what_needs_the_weights_of_experts_is_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
+def test_a_method_that_needs_expert_weights_is_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
     split = adapted(load(checkpoint("Mixtral")))
     with backend_of(split):
         with pytest.raises(UnsupportedMethodError, match="merg"):

@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_means_the_same_split_and_plain(
+def test_a_variant_trains_the_same_split_and_plain(
     name: str, methods: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model, config = VARIANTS[name]
@@ -61,7 +61,7 @@ def test_a_variant_means_the_same_split_and_plain(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_start_is_pefts_own_bit_for_bit(name: str, methods: Any, exact_llama: Path) -> None:
+def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, methods: Any, exact_llama: Path) -> None:
     models = []
     for split in (True, False):
         torch.manual_seed(3)
@@ -145,7 +145,7 @@ class Counted:
         return found
 
 
-def test_the_rows_of_a_ride_along_once_after_each_step(
+def test_the_rows_of_a_are_sent_along_once_after_each_step(
     methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No request more than without DoRA, r rows per sibling in the first, and none while A is unchanged."""
@@ -172,7 +172,7 @@ def test_the_rows_of_a_ride_along_once_after_each_step(
                     parameter.mul_(0.9)
 
 
-def test_a_sibling_whose_rows_did_not_ride_asks_for_itself(methods: Any, exact_llama: Path) -> None:
+def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(methods: Any, exact_llama: Path) -> None:
     """A sibling's adapter that becomes active between two calls with the same input."""
     base = methods.load(exact_llama, split=True)
     model: Any = get_peft_model(base, LoraConfig(use_dora=True, init_lora_weights=False, **SMALL))
@@ -189,7 +189,7 @@ def test_a_sibling_whose_rows_did_not_ride_asks_for_itself(methods: Any, exact_l
     assert not torch.equal(changed, expected)
 
 
-def test_a_copied_model_has_rows_of_its_own(methods: Any, exact_llama: Path) -> None:
+def test_a_copied_model_sends_the_rows_of_its_own_adapter(methods: Any, exact_llama: Path) -> None:
     model: Any = get_peft_model(methods.load(exact_llama, split=True), LoraConfig(use_dora=True, **SMALL))
     twin = copy.deepcopy(model)
     before = methods.logits(model)

@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
         ("exact_gpt2", "maskbert"),
     ],
 )
-def test_a_method_means_the_same_split_and_plain(
+def test_a_method_trains_the_same_split_and_plain(
     model: str, name: str, methods: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     methods.same_everywhere(METHODS[name], request.getfixturevalue(model), tmp_path)
@@ -168,7 +168,7 @@ def test_merging_is_refused(name: str, methods: Any, exact_llama: Path) -> None:
         model.merge_and_unload()
 
 
-def test_a_method_of_pefts_own_is_not_replaced_by_ours() -> None:
+def test_a_name_that_peft_has_is_not_replaced() -> None:
     with pytest.raises(ConfigError, match="LORA"):
         registration.add("lora", config=BitFitConfig, tuner=BitFitTuner)
     assert PeftType("BITFIT") is PeftType["BITFIT"]

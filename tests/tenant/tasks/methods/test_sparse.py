@@ -54,7 +54,7 @@ def test_half_precision_is_widened() -> None:
 
 
 @pytest.mark.parametrize("places", [[0, 0], [1, 0], [-1, 2], [0, 12]])
-def test_places_that_are_none_are_refused(places: list[int]) -> None:
+def test_invalid_places_are_refused(places: list[int]) -> None:
     with pytest.raises(CheckpointError, match="fetch the adapter again"):
         Pattern(torch.tensor(places), (3, 4))
 

@@ -6,7 +6,7 @@ cli                 the commands; cli_options has their common options, kernels_
 steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: a contest of tenants with a whole and a
                     split model (contest, tenant_process)
 masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (echo)
-slow_network        `bench network`: over an emulated link (link), beside the design's prediction (predicted_traffic)
+slow_network        `bench network`: over an emulated link (link), beside the design's prediction (`session.traffic`)
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 many_tasks          `bench tasks`: many tasks over one model (bert)
 startup             `bench start`

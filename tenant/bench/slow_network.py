@@ -13,16 +13,16 @@ from statistics import fmean
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench import predicted_traffic, process_costs
+from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
 from tenant.bench.contest import START_S, TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
-from tenant.bench.predicted_traffic import PredictedTraffic
 from tenant.bench.result_file import Row
 from tenant.bench.tenant_process import Cost, Generate, Setup, Step, Task, serve_tenant
+from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 WARM_UP = 2
 """Steps, and tokens, that are not part of the means: connections and pools are filling."""
@@ -93,8 +93,8 @@ def measure_network(
         stack.enter_context(local)
         groups = WeightStore(model, cache=local.cache).manifest().groups
         design = {
-            "step": predicted_traffic.of_step(groups, rows=batch * tokens),
-            "token": predicted_traffic.of_token(groups),
+            "step": of_step(groups, rows=batch * tokens),
+            "token": of_token(groups),
         }
         setup = Setup(
             model=model,

@@ -1,9 +1,10 @@
-"""`tenant check`: measures how the ring's arithmetic changes a model's output."""
+"""`tenant check`: what a split model keeps, what it sends, and how the ring's arithmetic changes its output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.table import Table
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from tenant.cli.options import Model, Text, loading, table_of
+from tenant.cli.options import Model, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length
 
@@ -23,19 +24,22 @@ if TYPE_CHECKING:  # importing torch would delay --help
 def check(
     *,
     model: Model,
-    text: Text,
+    text: Annotated[Path | None, typer.Option("--text", "--data", "-t", help="Text to measure the quality on.")] = None,
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
-    """Measure on this machine, without a provider, how the ring's arithmetic changes a model's output.
+    """Show on this machine, without a provider, what a split model keeps and sends, and how good its output is.
 
-    The command compares predictions if the model predicts the next token, else the last hidden states.
+    With --text, the command measures how the ring's arithmetic changes the
+    output: predictions if the model predicts the next token, else the last
+    hidden states. Without --text, it reads no weights.
     """
     folder = resolve(model)
-    corpus.read(text)
+    if text is not None:
+        corpus.read(text)
     with loading():
         import torch
 
@@ -50,6 +54,9 @@ def check(
         )
         from tenant.training import quality
 
+    terminal.console().print(_division_table(folder))
+    if text is None:
+        return
     kind = architecture(load_config(folder))
     causal = is_language_model(kind)
     check_reads_text(kind)
@@ -69,6 +76,27 @@ def check(
     with terminal.progress_bar("bf16") as progress:
         bf16 = compare(reference, load(dtype=torch.bfloat16), ids, progress=progress)
     terminal.console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+
+
+def _division_table(folder: Path) -> Table:
+    from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
+    from symbiosis_priv.checkpoints.discovery.skeleton import discover
+    from symbiosis_priv.checkpoints.manifest import GroupEntry
+    from tenant.model.division import division
+    from tenant.session.traffic import of_token
+
+    groups = discover(folder).groups
+    divided = division(build(load_config(folder)), {member for group in groups for member in group.members})
+    token = of_token([GroupEntry(digest="", **vars(group)) for group in groups])
+    table = table_of("if all layers are offloaded", "parameters", "share")
+    table.add_row("at providers", f"{divided.offloaded:,}", f"{divided.share:.1%}")
+    for kind, count in divided.kept.items():
+        table.add_row(f"here: {kind}", f"{count:,}", f"{count / divided.parameters:.1%}")
+    table.add_row("memory here, in float32", f"{sum(divided.kept.values()) * 4 / 2**20:,.1f} MiB", "")
+    table.add_row("round trips of a token", f"{token.turns:,}", "")
+    table.add_row("sent and received for a token", f"{(token.up + token.down) / 1e6:,.3f} MB", "")
+    table.add_row("effects from each helper (pad)", f"{token.effects / 1e6:,.3f} MB", "")
+    return table
 
 
 def _quality_table(models: dict[str, Quality]) -> Table:

@@ -5,6 +5,7 @@ remote_linear  the module that replaces an offloaded linear
 base_weights   reads base weights from the public checkpoint, for methods that need them
 connect        opens the backend that the user's options ask for
 loading        loads models, adapters and tokenizers
+division       which share of the parameters is offloaded, and what stays
 rounded        the plain model with the rounded weights, for comparison
 adapter_limits bounds on the memory and time that an adapter folder takes
 offloaded      parameters without storage

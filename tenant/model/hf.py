@@ -34,6 +34,7 @@ from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.model.base_weights import BaseWeights
 from tenant.model.connect import open_backend
+from tenant.model.division import division
 from tenant.model.experts.decoding import refuse_decoding
 from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
@@ -136,6 +137,8 @@ class RemoteQuantizer(HfQuantizer):
             backend = open_backend(self.quantization_config, folder)
             weights = BaseWeights(self.quantization_config, folder)
         mode = choose_mode(model, [facts.entry for facts in backend.facts], self.quantization_config.experts)
+        entries = [facts.entry for facts in backend.facts if mode != "local" or facts.entry.experts == 1]
+        log.info("%s: %s", type(model).__name__, division(model, {m for entry in entries for m in entry.members}))
         split(model, backend, experts=mode, weights=weights)
         if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
             refuse_decoding(model)

@@ -80,7 +80,7 @@ def traced(config: PreTrainedConfig) -> Skeleton:
     with on_this_machine(), isolated():
         with values:
             model = build(config)
-        kept = _tied_modules(model) | _task_heads(model)
+        kept = _tied_modules(model) | task_heads(model)
         stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept}
         kept |= routed_modules(model)
         linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
@@ -125,7 +125,7 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     return shared | {parameter.rpartition(".")[0] for tie in ties.items() for parameter in tie}
 
 
-def _task_heads(model: PreTrainedModel) -> set[str]:
+def task_heads(model: PreTrainedModel) -> set[str]:
     """Modules outside the base model and the LM head: classifiers and other heads, which tenants train and replace.
 
     The LM head is the output embedding and the other parts of its module (the transform in front of a masked LM's

@@ -269,6 +269,14 @@ def test_another_model_is_refused_with_an_existing_preparation(
     assert tenant("prepare", "--model", str(model), *where) == prepared
 
 
+def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    shown = tenant("check", "--model", str(tmp_path))
+    assert "at providers" in shown
+    assert "here: norms, biases and others" in shown
+    assert "round trips of a token" in shown
+
+
 def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:
     shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for figure in ("same first choice", "perplexity", "smallest cosine"):

@@ -3,9 +3,9 @@
 import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from tenant.bench.predicted_traffic import PredictedTraffic, of_step, of_token
 from tenant.bench.slow_network import explain
 from tenant.connections.executor import LANES
+from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 
 def llama_7b() -> list[GroupEntry]:

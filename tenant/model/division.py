@@ -1,0 +1,95 @@
+"""Which share of a model's parameters is offloaded, what stays with the tenant, and why."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from symbiosis_priv.checkpoints.discovery.experts import experts_of, routed_modules
+from symbiosis_priv.checkpoints.discovery.linears import is_linear
+from symbiosis_priv.checkpoints.discovery.skeleton import task_heads
+from symbiosis_priv.checkpoints.layers import is_offloaded
+
+EMBEDDINGS = "embeddings"
+TIED_HEAD = "embeddings that are also the LM head"
+EXPERTS = "experts"
+ROUTERS = "routers of experts"
+HEADS = "heads of the task"
+CONVOLUTIONS = "convolutions"
+UNREACHED = "linears that the trace does not reach"
+OTHERS = "norms, biases and others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The parameters of a model, by the party that holds them.
+
+    Args:
+        offloaded: number of parameters that providers hold.
+        kept: number of parameters that stay with the tenant, by their kind (a constant of this module), the largest
+            first.
+    """
+
+    offloaded: int
+    kept: Mapping[str, int]
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return self.offloaded + sum(self.kept.values())
+
+    @property
+    def share(self) -> float:
+        """The share of the parameters that providers hold, between 0 and 1."""
+        return self.offloaded / self.parameters
+
+    def __str__(self) -> str:
+        kept = ", ".join(f"{kind} {count:,}" for kind, count in self.kept.items())
+        return f"{self.share:.1%} of {self.parameters:,} parameters are offloaded; here stay {kept}"
+
+
+def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
+    """Count the parameters of a model that is not split yet.
+
+    Args:
+        model: the model; the meta device is enough.
+        members: the linears and stacks of experts that are offloaded. Their names may lack the base model's prefix.
+    """
+    prefix = f"{model.base_model_prefix}."
+    names = {name.removeprefix(prefix) for name in members}
+    modules = dict(model.named_modules())
+    kinds = _kinds(model)
+    ties = model.all_tied_weights_keys  # on the meta device, tied modules have parameters of their own
+    every = dict(model.named_parameters(remove_duplicate=False))
+    kept: Counter[str] = Counter()
+    offloaded = 0
+    for name in dict.fromkeys(ties.get(name, name) for name in every):
+        parameter = every[name]
+        owner, _, leaf = name.rpartition(".")
+        if is_offloaded(name.removeprefix(prefix), names) and leaf != "bias":
+            offloaded += parameter.numel()
+        elif parameter.dim() < 2:
+            kept[OTHERS] += parameter.numel()
+        else:
+            kept[kinds.get(owner) or _kind(modules[owner])] += parameter.numel()
+    return Division(offloaded=offloaded, kept=dict(kept.most_common()))
+
+
+def _kinds(model: PreTrainedModel) -> dict[str, str]:
+    """The kind of each module that is kept for its place in the model."""
+    kinds = dict.fromkeys(task_heads(model), HEADS)
+    experts = tuple(experts_of(model))
+    for name in routed_modules(model):
+        kinds[name] = EXPERTS if name.startswith(experts) else ROUTERS
+    tied = {key for tie in model.all_tied_weights_keys.items() for key in tie}
+    return kinds | {key.rpartition(".")[0]: TIED_HEAD for key in tied}
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding):
+        return EMBEDDINGS
+    if is_linear(module):
+        return UNREACHED
+    return CONVOLUTIONS if isinstance(module, nn.modules.conv._ConvNd) else OTHERS

@@ -85,7 +85,7 @@ def traced(config: PreTrainedConfig) -> Skeleton:
         kept |= routed_modules(model)
         linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
         if not linears and not stacked:
-            raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
+            raise _nothing_to_offload(model)
         with values:
             calls, computed_with = trace_calls(model, linears | stacked)
     names = [call.name for call in calls if call.name not in computed_with]
@@ -102,7 +102,7 @@ def traced(config: PreTrainedConfig) -> Skeleton:
         inputs, _ = widths(linears[members[0]])
         specs.append(GroupSpec(tuple(members), inputs, tuple(widths(linears[m])[1] for m in members)))
     if not specs:
-        raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
+        raise _nothing_to_offload(model)
     offloaded = {name: linears[name] for name in names if name in linears}
     transposed = {n for n, m in offloaded.items() if isinstance(m, Conv1D)}
     transposed |= {f"{n}.{stack}" for n, m in stacked.items() if m.is_transposed for stack in stacks_in(m)}
@@ -111,6 +111,14 @@ def traced(config: PreTrainedConfig) -> Skeleton:
         transposed=frozenset(transposed),
         biased=frozenset(n for n, m in offloaded.items() if m.bias is not None),
         names=StoredNames(model, specs),
+    )
+
+
+def _nothing_to_offload(model: PreTrainedModel) -> UnsupportedModelError:
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return UnsupportedModelError(
+        f"{type(model).__name__} has no frozen linear that could be offloaded (its largest weight is "
+        f"{max(sizes, key=sizes.__getitem__, default='none')}); use a model of nn.Linear or Conv1D"
     )
 
 

@@ -28,6 +28,7 @@ from transformers import (
     OPTConfig,
     PatchTSTConfig,
     PhiConfig,
+    PoolFormerConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -378,6 +379,12 @@ def test_a_model_that_cannot_be_traced_names_the_module(tmp_path: Path) -> None:
     config = JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_local_experts=4)
     with pytest.raises(UnsupportedModelError, match=r"JetMoeForCausalLM .*model\.layers\.0\.self_attention\.experts"):
         discover(save(config, "JetMoeForCausalLM", tmp_path))
+
+
+def test_a_model_without_linears_names_its_largest_weight(tmp_path: Path) -> None:
+    config = PoolFormerConfig(depths=[1, 1], hidden_sizes=[16, 32], num_encoder_blocks=2)
+    with pytest.raises(UnsupportedModelError, match=r"no frozen linear .*poolformer\.encoder\.patch_embeddings\.1"):
+        discover(save(config, "PoolFormerForImageClassification", tmp_path))
 
 
 def test_a_model_that_pools_its_tokens_is_traced(tmp_path: Path) -> None:

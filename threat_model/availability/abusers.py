@@ -79,6 +79,13 @@ class Abuser:
             connection.sendall(wire.encode(hello))
             yield connection
 
+    def request(self, connection: ssl.SSLSocket, *, sends_rows: bool) -> None:
+        """Announce one large request, and send its rows or never send them."""
+        matrix = bytes(wire.RING32.size(_ROWS, self.inputs))
+        connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
+        if sends_rows:
+            connection.sendall(matrix)
+
 
 def _compute(abuser: Abuser) -> None:
     """Compute, without any connection to the provider."""
@@ -95,34 +102,19 @@ def _flood(abuser: Abuser) -> None:
             abuser.ask(channel)
 
 
-def _read_nothing(abuser: Abuser) -> None:
-    """Send large requests whose answers are never read."""
+def _read_nothing(abuser: Abuser, *, sends_rows: bool = True) -> None:
+    """Announce large requests, and read no answer. Without `sends_rows`, the rows never come."""
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
-            connection = connections.enter_context(abuser.connected())
-            matrix = bytes(wire.RING32.size(_ROWS, abuser.inputs))
-            connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
-            connection.sendall(matrix)
-        time.sleep(DEADLINE_S)
-
-
-def _send_nothing(abuser: Abuser) -> None:
-    """Announce large requests and never send their bytes."""
-    with contextlib.ExitStack() as connections:
-        for _ in range(_READERS):
-            connection = connections.enter_context(abuser.connected())
-            size = wire.RING32.size(_ROWS, abuser.inputs)
-            connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=size))
+            abuser.request(connections.enter_context(abuser.connected()), sends_rows=sends_rows)
         time.sleep(DEADLINE_S)
 
 
 def _leave(abuser: Abuser) -> None:
     """Send large requests and leave before the answer."""
-    matrix = bytes(wire.RING32.size(_ROWS, abuser.inputs))
     while True:
         with contextlib.suppress(OSError), abuser.connected() as connection:
-            connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
-            connection.sendall(matrix)
+            abuser.request(connection, sends_rows=True)
 
 
 def _come_and_go(abuser: Abuser) -> None:
@@ -179,7 +171,9 @@ def abuses(visits: int) -> dict[str, Abuse]:
         "control: a process that only computes": Abuse(_compute),
         "a flood of large requests": Abuse(_flood, _CONNECTIONS, seen=flooding),
         "answers that nobody reads": Abuse(_read_nothing, seen={"requests": _READERS}),
-        "payloads that never come": Abuse(_send_nothing, seen={"connections": _READERS}),
+        "payloads that never come": Abuse(
+            functools.partial(_read_nothing, sends_rows=False), seen={"connections": _READERS}
+        ),
         "requests whose tenant leaves": Abuse(_leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
         f"{visits:,} connections": Abuse(_come_and_go, seen={"connections": 1}, ends=True),
         f"{_SILENT_A_SECOND} silent connections a second": Abuse(

@@ -12,7 +12,7 @@ unknown, and the number of operations is limited.
 import contextlib
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis_priv.errors import UnsupportedModelError
 
@@ -69,13 +68,14 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = func.overloadpacket
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        unknown = any(operand.is_meta for operand in operands)
-        self._spend(sum(operand.numel() for operand in operands if not operand.is_meta))
+        operands = _tensors((*args, *kwargs.values()))
+        known = [operand for operand in operands if not operand.is_meta]
+        unknown = len(known) < len(operands)
+        self._spend(sum(operand.numel() for operand in known))
         if kind in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
         elif any(tag in func.tags for tag in _SHAPED_BY_VALUES):
-            args = tree_map(_zeros, args)
+            args = _each(_zeros, args)
             self._spend(_most_results(kind, args))
             return func(*args, **kwargs)
         elif unknown and kind is _aten._to_copy and _asks_for(kwargs, "cpu") and args[0].numel() <= _MOST_VALUES:
@@ -84,10 +84,11 @@ class KnownValues(TorchDispatchMode):
             args, unknown = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), False
         elif func in _EQUALITY and unknown and args[0].is_floating_point():
             return torch.tensor(kind is _aten.ne).expand(args[0].shape)
-        result = _on("meta", func, *tree_map(_without_values, (args, kwargs)))
+        names, values = tuple(kwargs), tuple(kwargs.values())
+        result = _on("meta", func, _each(_shape, args), dict(zip(names, _each(_shape, values), strict=True)))
         if unknown:
             return args[0] if _writes_to_known(func, args) else result
-        elements = sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        elements = sum(tensor.numel() for tensor in _tensors((result,)))
         if elements > _MOST_VALUES or (kind in _UNINITIALISED and _asks_for(kwargs, "meta")):
             return result
         self._spend(elements)
@@ -98,7 +99,7 @@ class KnownValues(TorchDispatchMode):
         """Replace a mask among the indices by the positions where it is true."""
         found: list[Tensor | None] = []
         for index in indices:
-            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
                 mask = _zeros(index)
                 self._spend(mask.numel())
                 found += mask.nonzero(as_tuple=True)
@@ -140,24 +141,48 @@ def _writes_to_known(func: Any, args: Any) -> bool:
     return func._schema.name.endswith("_") and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _without_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may be lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
-def _zeros(leaf: Any) -> Any:
+def _each(function: Callable[[Tensor], Tensor], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Apply a function to the tensors among an operation's arguments."""
+    return tuple(
+        function(value)
+        if isinstance(value, Tensor)
+        else list(_each(function, value))
+        if isinstance(value, list | tuple)
+        else value
+        for value in values
+    )
+
+
+def _shape(tensor: Tensor) -> Tensor:
+    """Take a tensor's values away."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _zeros(tensor: Tensor) -> Tensor:
     """Return zeros in place of an unknown tensor."""
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    if leaf.numel() > _MOST_VALUES:
-        raise UnsupportedModelError(f"the model looks at the values of a tensor of shape {list(leaf.shape)}")
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+    if not tensor.is_meta:
+        return tensor
+    if tensor.numel() > _MOST_VALUES:
+        raise UnsupportedModelError(f"the model looks at the values of a tensor of shape {list(tensor.shape)}")
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _most_results(kind: Any, args: Any) -> int:
     """Upper bound of the number of elements that an operation in `_SHAPED_BY_VALUES` makes."""
-    operands = [arg for arg in args if isinstance(arg, Tensor)]
+    operands = _tensors(args)
     if kind is _aten.repeat_interleave:
         return int(operands[0].sum())
     if kind is _aten.bincount:

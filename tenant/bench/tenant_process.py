@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """`tokens` greedy tokens after a prompt."""
+    """Generate `tokens` tokens greedily after a prompt."""
 
     prompt: int
     tokens: int

@@ -1,1 +1,1 @@
-"""`symbiosis-priv federation`: written, checked and watched from the tenant's side."""
+"""`symbiosis-priv federation`: commands with which a tenant writes, checks and watches its federation."""

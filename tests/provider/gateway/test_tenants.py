@@ -342,7 +342,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
 def test_nothing_is_multiplied_for_a_tenant_that_has_left(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """Alice exceeds her rate, and leaves before it is her request's turn."""
+    """Alice exceeds her rate, and disconnects before her request is multiplied."""
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     config = msgspec.structs.replace(

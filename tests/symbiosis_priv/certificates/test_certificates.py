@@ -272,7 +272,7 @@ def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
     reading.require_identity(previous, kind=Kind.PROVIDER)
 
 
-def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
     replace = pem.replace_file

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from provider.executor import envelope
-from provider.executor.envelope import row_work
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -152,9 +151,21 @@ def refused(client: Client, request: wire.Execute, rows: Tensor, word: str) -> N
     assert word in reply.detail
 
 
-def test_a_row_for_one_expert_is_charged_with_one_experts_work(store: WeightStore) -> None:
-    for entry in stacks_of(store).values():
-        assert entry.experts * row_work(execute(0, 1), entry.by_expert) == row_work(execute(0, 1), entry)
+def test_a_row_for_one_expert_is_charged_with_one_experts_work(
+    connect: Connect, provider: Provider, store: WeightStore
+) -> None:
+    assert provider._gateway is not None
+    usage = provider._gateway.state.usage
+
+    def work() -> int:
+        return sum(counts.work for counts in usage.totals().values())
+
+    client = connect("dave", to=provider)
+    for group, entry in stacks_of(store).items():
+        before = work()
+        rows = ring_rows(3, entry.by_expert.inputs)
+        client.product(by_expert(execute(group, 3), (1, 0, 2, 0)), rows)
+        assert work() - before == 3 * entry.inputs * entry.stacked_outputs // entry.experts
 
 
 class Noting(Watched):

@@ -4,6 +4,7 @@ The provider runs in this process, behind its gateway and TLS. Faults are plante
 """
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -278,6 +279,20 @@ def test_an_honest_provider_of_experts_passes(mixture: Place, role: wire.Role) -
         outcomes = {o.property.name: o for o in verify([subject], PROPERTIES, examples=EXAMPLES, seed=1)}
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
     assert outcomes["experts"].verdict == "holds"
+
+
+def test_without_the_checkpoint_stacks_of_experts_are_not_judged(mixture: Place, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(mixture.checkpoint, tmp_path / "model"))
+    store = WeightStore(copy, cache=tmp_path / "cache")
+    oracle = PreparedOracle(prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / "cache"))
+    (copy / "model.safetensors").unlink()
+    with Provider(mixture.config(floats=False)) as provider:
+        subject = Subject(mixture.dialler(provider, "executor"), oracle)
+        outcomes = {o.property.name: o for o in verify([subject], PROPERTIES, examples=3, seed=1)}
+    assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
+    assert outcomes["every-layer"].verdict == "holds"
+    assert outcomes["experts"].verdict == "not tested"
+    assert "--model" in str(outcomes["experts"].reason)
 
 
 def neighbours(counts: Counts) -> Counts:
@@ -685,8 +700,9 @@ def test_prepared_keys_check_answers_without_a_checkpoint(
     with Provider(place.config()) as provider:
         subject = Subject(place.dialler(provider, "executor"), prepared)
         outcomes = list(verify([subject], PROPERTIES, examples=8, seed=0))
-    assert {o.verdict for o in outcomes if not o.property.floats} == {"holds"}
-    assert {o.verdict for o in outcomes if o.property.floats} == {"not tested"}
+    untested = {o.property.name for o in outcomes if o.property.floats} | {"experts"}
+    assert {o.verdict for o in outcomes if o.property.name not in untested} == {"holds"}
+    assert {o.verdict for o in outcomes if o.property.name in untested} == {"not tested"}
     tamper(lambda honest, rows, **which: honest(rows) ^ 2)
     with Provider(place.config()) as provider:
         subject = Subject(place.dialler(provider, "executor"), prepared)

@@ -63,6 +63,8 @@ class Oracle(ABC):
 
     floats = False
     """True if the oracle can judge float answers."""
+    stacks = True
+    """True if the oracle can judge products of stacks of experts."""
 
     def __init__(self, manifest: Manifest, sampled: tuple[int, ...]) -> None:
         self.manifest = manifest
@@ -194,10 +196,16 @@ class CheckpointOracle(Oracle):
 
 class PreparedOracle(Oracle):
     """Checks answers with the verification keys of the tenant's sessions. It finds wrong rows, but computes no
-    products."""
+    products.
+
+    No keys are stored for arbitrary rows of a stack of experts (`tenant.core.verifier`).
+    """
+
+    stacks = False
 
     def __init__(self, preparation: Preparation) -> None:
-        super().__init__(preparation.manifest, tuple(range(len(preparation.manifest.groups))))
+        groups = preparation.manifest.groups
+        super().__init__(preparation.manifest, tuple(i for i, entry in enumerate(groups) if entry.experts == 1))
         self._preparation = preparation
 
     def judge_ring(

@@ -101,6 +101,8 @@ def _check_experts(subject: Subject, run: Run) -> None:
     stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
     if not stacks:
         raise NotTested("no layer group is a stack of experts")
+    if not subject.oracle.stacks:
+        raise NotTested("needs the checkpoint (--model)")
     run.for_all(by_expert(subject, stacks), lambda case: _check_right(subject, case))
 
 

@@ -21,7 +21,6 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
@@ -29,16 +28,15 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from symbiosis_priv.checkpoints.vetting import on_this_machine
-from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
+from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.model.loading import load_adapter
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods known to PEFT
-from tenant.tasks.folders import TENSORS, Stored
+from tenant.tasks.folders import Stored
 
 NAME = "default"
 """PEFT's name of the adapter in a task's layers, each of which holds one."""
-_PREFIX = "base_model.model."
 _SHARED_FROM = 1 << 16  # bytes: equal buffers of at least this size are kept once for all tasks
 
 _base: ContextVar[Callable[..., Any]] = ContextVar("base")
@@ -134,7 +132,7 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
     """Load the adapter of a task's folder.
 
     Raises:
-        CheckpointError: `load_adapter` refuses the folder, or the folder holds tensors of the base model.
+        CheckpointError: `load_adapter` refuses the folder.
         UnsupportedMethodError: the method cannot be used for a task.
     """
     skeleton: Any = _skeleton(model)
@@ -142,7 +140,6 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
         warnings.filterwarnings("ignore", message=".*Specified to not load vera_A and vera_B", category=UserWarning)
         peft = load_adapter(skeleton, source.folder)
     adapter = Adapter(peft, skeleton, trainable=trainable, on_disk=True)
-    _check_no_base_tensors(adapter, source.folder / TENSORS)
     for layer in adapter.layers.values() if trainable else ():
         layer.set_adapter(NAME)  # enables the gradients of the adapter's parameters
     return adapter
@@ -188,19 +185,6 @@ def _layers(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(outer):
             outer = f"{name}."
             yield name, module
-
-
-def _check_no_base_tensors(adapter: Adapter, file: Path) -> None:
-    with safe_open(file, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - it is no dict
-            name = key.removeprefix(_PREFIX)
-            layer = next((layer for layer in adapter.layers if name.startswith(f"{layer}.")), None)
-            rest = "" if layer is None else name.removeprefix(f"{layer}.")
-            if name != key and (not rest or rest.startswith(("base_layer.", "original_module."))):
-                raise CheckpointError(
-                    f"{file} has the tensor {key[:100]} of the base model, which all tasks share; save the adapter "
-                    f"again with PEFT, without base weights"
-                )
 
 
 # The skeleton

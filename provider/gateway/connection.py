@@ -321,7 +321,7 @@ class Connection:
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
-            _bad("effects exist in the ring only")
+            _bad("requests for effects need ring arithmetic")
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         groups = self._state.manifest.groups

@@ -139,7 +139,7 @@ def test_counts_for_linears_and_rows_of_the_whole_stack_are_refused(
     client, stacks = connect(to=provider), stacks_of(store)
     linear = next(index for index in range(len(store.manifest().groups)) if index not in stacks)
     entry = store.manifest().groups[linear]
-    refused(client, by_expert(execute(linear, 3), (3,)), ring_rows(3, entry.inputs), "no stack")
+    refused(client, by_expert(execute(linear, 3), (3,)), ring_rows(3, entry.inputs), "not a stack")
     group, down = next((index, entry) for index, entry in stacks.items() if entry.joined == "inputs")
     refused(client, by_expert(execute(group, 3), (3, 0, 0, 0)), ring_rows(3, down.inputs), "payload")
 

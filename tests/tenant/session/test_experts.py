@@ -124,7 +124,7 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(
         with pytest.raises(RangeError, match="experts"):
             backend.multiply(stacks[0], FORWARD, [x], [y], counts=counts)
     linear = next(index for index in range(len(facts)) if facts[index].by_expert is None)
-    with pytest.raises(RangeError, match="no stack"):
+    with pytest.raises(RangeError, match="not a stack"):
         backend.multiply(linear, FORWARD, [x], [y], counts=(3,))
     assert not executor.heard
 

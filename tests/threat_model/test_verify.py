@@ -749,7 +749,8 @@ def test_a_federation_from_the_command_line(local: LocalFederation, place: Place
     assert document["seed"] == 5
     tested = {(o["provider"], o["property"]): o["verdict"] for o in document["outcomes"]}
     floats = {p.name for p in PROPERTIES if p.floats}
-    assert {verdict for (_, name), verdict in tested.items() if name not in floats} == {"holds"}
+    assert {verdict for (_, name), verdict in tested.items() if name not in floats | {"experts"}} == {"holds"}
+    assert {verdict for (_, name), verdict in tested.items() if name == "experts"} == {"not tested"}  # it has none
     assert {verdict for (_, name), verdict in tested.items() if name in floats} == {"not served"}
     assert done.stdout.count("it serves no floats") == 1
     assert ("helper", "effect-agreement") in tested

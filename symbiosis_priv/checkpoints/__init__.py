@@ -6,6 +6,8 @@ metadata    the operations that read a tensor's metadata and none of its values
 layers      layer groups, and the layers that people count
 discovery   finds the linears of a model, and which of them share an input
 manifest    the digest that pins a quantised model
+stacks      the matrices of all experts of a layer as one matrix
+facts       widths, scales and bounds of a layer group
 weights     quantised weights by layer group
 packed      packed weights on disk, mapped into memory
 """

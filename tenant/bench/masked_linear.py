@@ -25,7 +25,7 @@ from tenant.bench.children import Child
 from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
 from tenant.bench.result_file import Row
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare

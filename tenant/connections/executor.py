@@ -8,11 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.lanes import Lanes
-from tenant.core.facts import GroupFacts
 from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route

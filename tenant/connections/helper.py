@@ -11,11 +11,11 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.executor import joined, row_limit
-from tenant.core.facts import GroupFacts
 from tenant.core.secret import SessionSecret
 from tenant.routing.health import State
 from tenant.routing.route import Route

@@ -3,15 +3,17 @@
 It contains no timing, retries, failover or progress: that code can delay a product or make it fail, but cannot weaken a
 promise. Read it in this order:
 
-    facts         public facts of a layer group: widths, scales, bounds
     rows          float rows to integer rows, and back
     secret        the secret of a session, and the counters of its mask rows
     pads          one-time pads: drawn, burnt, used once
     masked        `MaskedRows`, the only rows that may leave
     gate          the last check of every request: rule 8, quarantine
     verifier      the check of every product, and the keys that attribute faults
+    prepared      facts and keys of a base model
     parts         one request: mask, open, check
     attribution   finds whose result was wrong, after a refused product
+
+Public facts of a layer group (widths, scales, bounds) are in `symbiosis_priv.checkpoints.facts`.
 
 The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Peer
-from tenant.core.facts import Preparation
 from tenant.core.parts import Part
+from tenant.core.prepared import Preparation
 
 log = logging.getLogger(__name__)
 

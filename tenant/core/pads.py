@@ -21,9 +21,9 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Keystream, mask_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
-from tenant.core.facts import GroupFacts
 from tenant.core.secret import SessionSecret
 from tenant.worker import Promise, Worker
 

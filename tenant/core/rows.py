@@ -20,7 +20,7 @@ from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, segments
-from tenant.core.facts import GroupFacts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from tenant.core.pads import some_rows
 
 Products = Column | Sequence[Column]

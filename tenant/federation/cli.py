@@ -21,7 +21,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
-    from tenant.core.facts import Preparation
+    from tenant.core.prepared import Preparation
     from tenant.federation.probe import Finding
     from tenant.routing.discovery import Found
 

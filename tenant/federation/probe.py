@@ -30,8 +30,8 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
-from tenant.core.facts import Preparation
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
+from tenant.core.prepared import Preparation
 from tenant.federation.coverage import Serving, layer_text
 
 GLANCE_ROUND_TRIPS = 5

@@ -21,7 +21,7 @@ from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.federation.coverage import lacking
 from tenant.federation.probe import GLANCE_ROUND_TRIPS, Finding, ProviderProbe
 from tenant.routing.discovery import DEADLINE_S, Discovery

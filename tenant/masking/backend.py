@@ -16,9 +16,9 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import RingMatrix
-from tenant.core.facts import GroupFacts
 from tenant.core.rows import FloatRows, Rows
 
 

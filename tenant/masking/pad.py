@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
-from tenant.core.facts import GroupFacts
 from tenant.core.pads import EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme

@@ -22,8 +22,8 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
-from tenant.core.facts import Preparation
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
+from tenant.core.prepared import Preparation
 from tenant.core.secret import SessionSecret
 from tenant.masking.backend import Backend
 from tenant.masking.scheme import BackendScheme

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.wire import Role
 from tenant.connections.helper import HelperClient
-from tenant.core.facts import GroupFacts
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource
 from tenant.core.secret import SessionSecret

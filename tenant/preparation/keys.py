@@ -34,13 +34,14 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
-from tenant.core.facts import GroupFacts, Preparation
+from tenant.core.prepared import Preparation
 from tenant.core.verifier import BlameKeys, VerificationKeys
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
 

@@ -5,12 +5,13 @@ from functools import cached_property
 from pathlib import Path
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from tenant.core.facts import GroupFacts, Preparation
+from tenant.core.prepared import Preparation
 from tenant.options import Options
 from tenant.preparation.keys import prepare
 from tenant.preparation.own_tensors import own_digest

@@ -12,9 +12,9 @@ from torch import Tensor
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
 from tenant.core.attribution import attribute
-from tenant.core.facts import Preparation
 from tenant.core.gate import Gate
 from tenant.core.parts import Part
+from tenant.core.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.retry import RetryState

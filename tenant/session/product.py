@@ -22,11 +22,12 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import clip
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from tenant.connections.executor import ExecutorClient
-from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.masked import cut
 from tenant.core.pads import some_rows
 from tenant.core.parts import Part
+from tenant.core.prepared import Preparation
 from tenant.core.rows import Rows
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes

@@ -18,6 +18,7 @@ from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
@@ -26,10 +27,10 @@ from tenant.connections.channel import Channel
 from tenant.connections.executor import ExecutorClient, row_limit
 from tenant.connections.helper import HelperClient
 from tenant.connections.notices import Notices
-from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.gate import Gate
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad
+from tenant.core.prepared import Preparation
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.routing.discovery import Discovery

@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
 from tenant.routing.probing import check_expected

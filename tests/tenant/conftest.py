@@ -28,7 +28,7 @@ from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import server_context
 from tenant.connections.channel import Wiretap
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session

@@ -22,7 +22,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.core.rows import RingRows
 from tenant.core.verifier import BlameKeys
 from tenant.demo.tamper import Tamper

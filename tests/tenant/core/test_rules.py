@@ -58,9 +58,9 @@ from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
-from tenant.core.facts import Preparation
 from tenant.core.masked import UNMASKED_BY_CHOICE
 from tenant.core.pads import Pad
+from tenant.core.prepared import Preparation
 from tenant.core.rows import Rows
 from tenant.core.secret import SessionSecret
 from tenant.core.verifier import VerificationKeys

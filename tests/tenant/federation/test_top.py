@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.federation import Federation
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import ProviderProbe
 from tenant.federation.top import Observation, Watcher, render

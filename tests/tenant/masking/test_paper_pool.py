@@ -20,7 +20,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.masking.paper_pool import PaperPoolBackend, gaussian
 from tenant.preparation.keys import prepare
 

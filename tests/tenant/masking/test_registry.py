@@ -18,8 +18,8 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig
 from tenant.cli.finetune import finetune
-from tenant.core.facts import Preparation
 from tenant.core.pads import EffectSource
+from tenant.core.prepared import Preparation
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme

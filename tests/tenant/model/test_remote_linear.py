@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig, rounded_model
-from tenant.core.facts import GroupFacts
 from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.model.offloaded import OffloadedWeight, seal
 from tenant.model.remote_linear import LayerGroup, RemoteLinear

@@ -18,10 +18,11 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import dot
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
-from tenant.core.facts import GroupFacts, Preparation
+from tenant.core.prepared import Preparation
 from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
 from tenant.preparation.own_tensors import own_digest

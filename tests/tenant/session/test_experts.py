@@ -15,10 +15,11 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.network import wire
-from tenant.core.facts import GroupFacts, Preparation
+from tenant.core.prepared import Preparation
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.preparation.keys import prepare
 from tenant.session.session import Session

@@ -31,7 +31,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Company
 from symbiosis_priv.network import wire
 from tenant.connections.executor import MOST_LANES
-from tenant.core.facts import Preparation
+from tenant.core.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
 

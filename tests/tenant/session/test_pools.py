@@ -18,8 +18,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
 from symbiosis_priv.federation import Peer
 from tenant.connections.executor import joined
-from tenant.core.facts import Preparation
 from tenant.core.pads import EffectSource, Pad, Share
+from tenant.core.prepared import Preparation
 from tenant.core.secret import SessionSecret
 from tenant.masking.local import LocalSource
 from tenant.session.pools import PadPool, PoolMemory

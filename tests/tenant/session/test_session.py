@@ -34,8 +34,8 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from tenant.core.facts import Preparation
 from tenant.core.pads import EffectSource
+from tenant.core.prepared import Preparation
 from tenant.core.verifier import BlameKeys
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare

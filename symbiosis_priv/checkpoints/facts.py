@@ -1,11 +1,10 @@
-"""Data about a frozen layer group that the tenant keeps instead of weights: public facts, and secret verification keys.
+"""Public facts of a layer group, which a tenant keeps instead of the weights.
 
-Both come from one pass over the checkpoint, layer by layer (`tenant.preparation`), and are cached under the manifest's
-digest. After that pass the tenant needs no weight of an offloaded layer.
+They come from one pass over the checkpoint, layer by layer, and are cached under the manifest's digest. Nothing here is
+secret, and a wrong fact can make a product wrong but cannot reveal a row.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -15,9 +14,8 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import RangeError
-from tenant.core.verifier import BlameKeys, VerificationKeys
 
 
 @dataclass(frozen=True)
@@ -93,28 +91,3 @@ class GroupFacts:
     def outputs(self, direction: Direction) -> int:
         """Width of an answer row."""
         return self.columns[direction][1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
-
-    Args:
-        manifest: the manifest of the providers' weights.
-        facts: facts of all layer groups.
-        keys: keys that verify products.
-        blame: keys that attribute faults after a product was refused.
-        own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
-        tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
-        checkpoint: the checkpoint that was prepared; for messages.
-        forget_keys: deletes the cached verification keys, so that the next session draws new ones.
-    """
-
-    manifest: Manifest
-    facts: tuple[GroupFacts, ...]
-    keys: VerificationKeys
-    blame: BlameKeys
-    own_digest: str
-    tokenizer: Mapping[str, str]
-    checkpoint: str
-    forget_keys: Callable[[], None] = field(repr=False)

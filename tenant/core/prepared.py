@@ -1,0 +1,33 @@
+"""What the tenant keeps of a base model instead of its weights: public facts, and secret verification keys."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import Manifest
+from tenant.core.verifier import BlameKeys, VerificationKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
+
+    Args:
+        manifest: the manifest of the providers' weights.
+        facts: facts of all layer groups.
+        keys: keys that verify products.
+        blame: keys that attribute faults after a product was refused.
+        own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
+        tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
+        checkpoint: the checkpoint that was prepared; for messages.
+        forget_keys: deletes the cached verification keys, so that the next session draws new ones.
+    """
+
+    manifest: Manifest
+    facts: tuple[GroupFacts, ...]
+    keys: VerificationKeys
+    blame: BlameKeys
+    own_digest: str
+    tokenizer: Mapping[str, str]
+    checkpoint: str
+    forget_keys: Callable[[], None] = field(repr=False)

@@ -14,18 +14,18 @@ from symbiosis_priv.errors import UnsupportedMethodError
 
 
 def refuse_decoding(model: PreTrainedModel) -> None:
-    """Make `generate` and single decoding steps of a model an error."""
-    vars(model)["generate"] = _refuse
+    """Make `generate`, continuous batching and single decoding steps of a model an error."""
+    vars(model)["generate"] = vars(model)["init_continuous_batching"] = _refuse  # `generate_batch` calls the second
     for part in {model, model.base_model}:  # PEFT calls the forward pass of the model without its hooks
         part.register_forward_pre_hook(_refuse_step, with_kwargs=True)
 
 
 def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a pass over one token per sequence, and, without gradients, a pass with a cache (prefix tuning trains with
-    one)."""
+    """Refuse a pass over one token per sequence, a pass of continuous batching, which has a `cache`, and, without
+    gradients, a pass with filled `past_key_values` (prefix tuning trains with them)."""
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
     continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
-    if continues or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
+    if continues or kwargs.get("cache") is not None or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
         _refuse()
 
 

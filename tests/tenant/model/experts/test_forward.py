@@ -105,6 +105,10 @@ def test_decoding_with_visible_routes_needs_a_second_option(family: str, checkpo
             with pytest.raises(UnsupportedMethodError, match="show_routes_while_decoding"):
                 model.generate(input_ids=IDS, max_new_tokens=1)
             with pytest.raises(UnsupportedMethodError, match="counts"):
+                model.generate_batch([[3, 4], [5, 6]], max_new_tokens=1)
+            with pytest.raises(UnsupportedMethodError, match="counts"):
+                model(input_ids=IDS, cache=object())  # as in a step of continuous batching
+            with pytest.raises(UnsupportedMethodError, match="counts"):
                 model(input_ids=IDS[:, :1])
             cache = DynamicCache(config=split.config)
             model(input_ids=IDS[:, :4], past_key_values=cache)

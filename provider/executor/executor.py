@@ -227,6 +227,7 @@ class Executor:
             row_cost=envelope.row_cost(request, entry),
             arrival=work.arrival,
             deadline=work.deadline,
+            matrices=_matrices(request.counts),
             weight=work.weight,
             ready=0 if isinstance(request, wire.Effect) else request.rows,
             sender=sender,
@@ -314,7 +315,7 @@ class Executor:
             return
         del rows, flat  # the executor must not hold a request's memory when it answers
         now = time.monotonic()
-        self._scheduler.done(pieces, now=now, seconds=now - begun)
+        self._scheduler.done(pieces, now=now, seconds=now - begun, matrices=_matrices(counts))
         self._note(pieces, begun, now)
         self._hand_out(pieces, product, wire.encoding_of(arithmetic))
 
@@ -392,6 +393,11 @@ def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:
     """The counts of the pieces' rows sorted by expert, and their order; None if they are sorted already."""
     parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
     return (parts[0], None) if len(parts) == 1 else merge(parts)
+
+
+def _matrices(counts: Counts | None) -> int:
+    """The number of matrices that a product reads: of the experts that get rows, or of the whole layer group."""
+    return 1 if counts is None else sum(count > 0 for count in counts)
 
 
 def _is_brief(message: envelope.Envelope) -> bool:

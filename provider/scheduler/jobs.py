@@ -38,6 +38,7 @@ class Job:
         row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
         arrival: time at which the request arrived.
         deadline: time at which the job is dropped.
+        matrices: number of matrices that the rows need: of the experts with rows if `key.by_expert`, else 1.
         weight: weight of the tenant in fair sharing.
         ready: number of rows that can be multiplied now. An effect's rows become ready as their keystream is made.
         taken: number of rows that `Scheduler.take` has handed out.
@@ -51,6 +52,7 @@ class Job:
     row_cost: int
     arrival: float
     deadline: float
+    matrices: int = 1
     weight: float = 1.0
     ready: int = 0
     taken: int = 0

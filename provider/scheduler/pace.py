@@ -13,7 +13,8 @@ class Pace:
 
     A product takes as long as reading its weights or as the arithmetic of its rows, whichever is longer, because
     reading and arithmetic overlap. Products of few rows show the time of reading, products of many rows the time of the
-    arithmetic.
+    arithmetic. Rows for experts need the weights of every expert among them: a product with one row for each expert
+    reads all experts.
 
     Args:
         slice_s: the longest time that a product should take.
@@ -26,7 +27,10 @@ class Pace:
 
     def rows(self, job: Job) -> int:
         """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""
-        return max(_TELLING_ROWS, self.rows_in(job, self._slice_s))
+        rows = self.rows_in(job, self._slice_s)
+        if reading := _matrices_of_row(job) * self._read(job.key) * job.row_work:
+            rows = min(rows, int(self._slice_s / reading))
+        return max(_TELLING_ROWS, rows)
 
     def rows_in(self, job: Job, seconds: float) -> int:
         """Number of rows with the job's key whose arithmetic takes `seconds`."""
@@ -34,17 +38,18 @@ class Pace:
 
     def seconds(self, job: Job, rows: int) -> float:
         """Expected duration of a product of `rows` rows with the job's key."""
-        return max(self._read(job.key), rows / self._rate(job.key)) * job.row_work
+        matrices = max(1.0, rows * _matrices_of_row(job))
+        return max(matrices * self._read(job.key), rows / self._rate(job.key)) * job.row_work
 
-    def record(self, key: Key, *, rows: int, work: int, seconds: float) -> None:
-        """Learn that a product of `work` multiply-adds took `seconds`. One outlier changes an estimate by at most
-        2x."""
+    def record(self, key: Key, *, rows: int, work: int, seconds: float, matrices: int = 1) -> None:
+        """Learn that a product of `work` multiply-adds with `matrices` matrices took `seconds`. One outlier changes an
+        estimate by at most 2x."""
         if not work:
             return
-        kind, per_weight, rate = key[1:], seconds * rows / work, work / max(seconds, 1e-9)
-        if rows < _TELLING_ROWS:
+        kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
+        if rows < _TELLING_ROWS * matrices:
             self._reads[kind] = _nearer(self._read(key) or per_weight, per_weight)
-        if rows < _TELLING_ROWS or per_weight < self._read(key):  # reading hid the arithmetic
+        if rows < _TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
             self._rates[kind] = max(self._rate(key), rate)
         else:
             self._rates[kind] = _nearer(self._rate(key), rate)
@@ -54,6 +59,11 @@ class Pace:
 
     def _rate(self, key: Key) -> float:
         return self._rates.get(key[1:], _FIRST_GUESS)
+
+
+def _matrices_of_row(job: Job) -> float:
+    """Matrices that each further row adds to a product of the job's rows."""
+    return job.matrices / job.rows if job.key.by_expert else 0.0
 
 
 def _nearer(old: float, measured: float) -> float:

@@ -87,7 +87,8 @@ class Scheduler(Generic[J]):
         total = sum(piece.rows for piece in pieces)
         seconds = self.pace.seconds(leader, total)
         for piece in pieces:
-            self._hand_out(piece, seconds * piece.rows / total)
+            alone = piece.job.key.by_expert  # rows for other experts share no reading of weights
+            self._hand_out(piece, self.pace.seconds(piece.job, piece.rows) if alone else seconds * piece.rows / total)
         return pieces
 
     def next_deadline(self, now: float) -> float | None:
@@ -101,12 +102,12 @@ class Scheduler(Generic[J]):
         times += [] if again is None else [again]
         return min(times, default=None)
 
-    def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float) -> None:
-        """Record that the pieces of a batch have been multiplied in `seconds`."""
+    def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
+        """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
         pieces = list(pieces)
         rows = sum(piece.rows for piece in pieces)
         work = sum(piece.rows * piece.job.row_work for piece in pieces)
-        self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds)
+        self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
         self._discipline.multiplied(now)
         for piece in pieces:
             if not self._jobs[piece.job.tenant]:

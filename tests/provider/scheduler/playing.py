@@ -29,16 +29,18 @@ def job(
     deadline: float = 1e9,
     weight: float = 1.0,
     ready: int | None = None,
+    matrices: int | None = None,
 ) -> Job:
     return Job(
         tenant=tenant,
         stage=stage,
-        key=Key(group, direction, "ring"),
+        key=Key(group, direction, "ring", by_expert=matrices is not None),
         rows=rows,
         row_work=ROW_WORK,
         row_cost=ROW_WORK,
         arrival=arrival,
         deadline=deadline,
+        matrices=matrices or 1,
         weight=weight,
         ready=rows if ready is None else ready,
     )

@@ -1,8 +1,12 @@
 """The prediction of product times, which determines the size of slices."""
 
+from collections import Counter
+
 import pytest
 
-from provider.scheduler.jobs import Key
+from provider.scheduler.jobs import Job, Key
+from provider.scheduler.policy import PolicyName
+from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler
 
 
@@ -52,3 +56,35 @@ def test_products_limited_by_reading_do_not_measure_arithmetic() -> None:
     for _ in range(20):
         subject.pace.record(key, rows=16, work=16 * ROW_WORK, seconds=0.99e-3)
     assert subject.pace.seconds(job(), 1000) == before
+
+
+def with_experts(policy: PolicyName = "opportunistic") -> Scheduler[Job]:
+    """A scheduler that has learned that reading one expert takes as long as the arithmetic of 16 rows."""
+    subject = scheduler(policy, slice_s=800 * ROW_WORK / RATE)
+    key = Key(0, "forward", "ring", by_expert=True)
+    for _ in range(60):
+        subject.pace.record(key, rows=4, work=4 * ROW_WORK, seconds=4 * 16 * ROW_WORK / RATE, matrices=4)
+        subject.pace.record(key, rows=800, work=800 * ROW_WORK, seconds=800 * ROW_WORK / RATE, matrices=1)
+    return subject
+
+
+def test_a_product_for_many_experts_reads_the_weights_of_all() -> None:
+    pace = with_experts().pace
+    spread, together = job(rows=128, matrices=128), job(rows=128, matrices=1)
+    assert pace.seconds(together, 128) == pytest.approx(128 * ROW_WORK / RATE, rel=0.01)
+    assert pace.seconds(spread, 128) == pytest.approx(128 * 16 * ROW_WORK / RATE, rel=0.01)
+    assert pace.rows(together) == pytest.approx(800, abs=8)
+    assert pace.rows(spread) == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize("policy", ["none", "opportunistic"])
+def test_one_row_for_each_expert_costs_more_than_as_many_rows_for_one(policy: PolicyName) -> None:
+    """A tenant whose rows go to all experts takes the executor's time for all their weights."""
+    subject = with_experts(policy)
+    served: Counter[object] = Counter()
+    subject.put(job("spread", rows=10**6, matrices=10**6, stage="fine_tuning"))
+    subject.put(job("together", rows=10**6, matrices=1, stage="fine_tuning", group=1))
+    for _ in range(320):
+        for piece in subject.take(1.0):
+            served[piece.job.tenant] += piece.rows
+    assert served["together"] / served["spread"] == pytest.approx(16, rel=0.2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,8 +212,8 @@ class Tasks:
     def batch(self, names: Sequence[str]) -> Iterator[None]:
         """Context manager: row i of every input of the model belongs to the task `names[i]`.
 
-        Loads the adapters that are not loaded. With gradient checkpointing, call `backward()` inside the context,
-        because it computes the forward pass again.
+        Loads the adapters that are not loaded. Gradient checkpointing computes layers again for the batch of their
+        forward pass, also if `backward()` is called outside the context.
 
         Args:
             names: the task of each row; "__base__" for a row without an adapter. One name serves any number of rows.
@@ -231,6 +232,8 @@ class Tasks:
                 loaded = {name: self._load(name) for name in distinct}
             for one in loaded.values():
                 one.train(self.model.training)
+            if self.model.training:
+                _recompute_in_batch(self.model)
             token = _active.set((*_active.get(), (self, Batch(names, loaded, self._rows_first))))
             try:
                 yield
@@ -337,6 +340,31 @@ class Tasks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tasks:
         return self  # hooks of a copied model still refer to this object: the copy computes the base model
+
+
+def _recompute_in_batch(model: nn.Module) -> None:
+    """Let gradient checkpointing compute layers again for the batches of their forward pass: `backward()` may run in
+    another context (another batch, or a thread of torch for a GPU)."""
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, _CheckpointInBatch):
+            vars(module)["_gradient_checkpointing_func"] = _CheckpointInBatch(checkpoint)
+
+
+@dataclass(frozen=True)
+class _CheckpointInBatch:
+    checkpoint: Callable[..., Any]
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.checkpoint(partial(_run_in, _active.get(), run), *args, **kwargs)
+
+
+def _run_in(active: tuple[tuple[Tasks, Batch], ...], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = _active.set(active)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _active.reset(token)
 
 
 def _method(source: Stored | PeftConfig) -> str:

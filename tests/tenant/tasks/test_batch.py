@@ -107,6 +107,35 @@ def test_gradients_of_a_mixed_batch_are_those_of_each_task_alone(
     tasks.close()
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_layers_again_for_their_own_batch(llama: Path, folders: Path, reentrant: bool) -> None:
+    """Also if `backward` runs in the batch of other tasks."""
+    tasks = Tasks(load_model(llama, dtype=torch.float64))
+    tasks.register_all(folders)
+    tasks.model.train()
+
+    def gradients() -> list[Tensor | None]:
+        for name in ("lora", "oft"):
+            tasks.load(name, trainable=True)
+        parameters = [*tasks.parameters("lora"), *tasks.parameters("oft")]
+        with tasks.batch(["lora", "oft", "lora"]):
+            loss = (tasks.model(input_ids=ids(3)).logits ** 2).sum()
+        with tasks.batch(["oft", "lora", "oft"]):
+            loss.backward()
+        found = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    plain = gradients()
+    tasks.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tasks.model.enable_input_require_grads()
+    for one, other in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    tasks.close()
+
+
 @settings(max_examples=6, deadline=None)
 @given(names=st.lists(NAMES, min_size=2, max_size=8), seed=st.integers(0, 99), data=st.data())
 def test_no_row_depends_on_another_tasks_rows_or_adapter(

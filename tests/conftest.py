@@ -65,19 +65,24 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, one worker runs all tests of a file, because they share its fixtures."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         return next((i for i, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
 
     items.sort(key=rank)
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("report" if file in ONE_REPORT else file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist, one worker runs all tests of a file, because they share its fixtures."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "report" if file in ONE_REPORT else file
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

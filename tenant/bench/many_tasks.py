@@ -120,7 +120,9 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
         (folder / CONFIG).write_bytes((template / CONFIG).read_bytes())
         tensors = load_file(template / TENSORS)
         for name, tensor in tensors.items():
-            tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = tensor + 0.02 * torch.randn(
+                tensor.shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
         save_file(tensors, folder / TENSORS)
     return repository
 
@@ -194,7 +196,7 @@ def _coordinated(
     tasks: Tasks, names: Sequence[str], traffic: Traffic, repeat: int, on_turn: Callable[[str], None]
 ) -> Iterator[Row]:
     def run(rows: int, tokens: int) -> None:
-        _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long))
+        _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))
 
     examples = {tasks[name].id.method: name for name in reversed(names)}
     longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(traffic.mean + 4 * traffic.sigma) + 1)
@@ -252,7 +254,8 @@ def _cost(seconds: float | None, round_trips: int | None = None) -> Row:
 
 
 def _ids(rows: int, tokens: int) -> Tensor:
-    return torch.randint(1, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows * 1000 + tokens))
+    generator = torch.Generator().manual_seed(rows * 1000 + tokens)
+    return torch.randint(1, 500, (rows, tokens), generator=generator, dtype=torch.long, device="cpu")
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         for name, own in options.items():
             kind, default = parameters[name].annotation, parameters[name].default
-            chosen = {option.name: given.pop(option.name) for option in own}
+            chosen = {option.name: given.pop(option.name) for option in own if option.name in given}
             given[name] = kind(**chosen) if default is inspect.Parameter.empty else replace(default, **chosen)
         command(**given)
 

@@ -154,7 +154,7 @@ def check_runs_on_text(model: Any, ids: list[int]) -> None:
     try:
         with torch.no_grad():
             sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
-            model(**{f"{side}input_ids": torch.tensor([ids], device=model.device) for side in sides})
+            model(**{f"{side}input_ids": torch.tensor([ids], dtype=torch.long, device=model.device) for side in sides})
     except Exception as error:  # an architecture's own code, without an input that it needs
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on text alone ({one_line(str(error))[:_SHOWN]}). {_COMPARE_YOURSELF}"

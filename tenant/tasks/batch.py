@@ -96,12 +96,12 @@ class Batch:
         pieces, count = [x], len(x)
         orders: dict[str, Tensor] = {}
         for name in siblings:
-            order = orders[name] = torch.arange(len(x), device=x.device)
+            order = orders[name] = torch.arange(len(x), dtype=torch.long, device=x.device)
             for part in self._plan(name, x.device).parts:
                 changed = part.operator.before(_select(x, part.rows))
                 if changed is not None:
                     order[slice(None) if part.rows is None else part.rows] = torch.arange(
-                        count, count + len(changed), device=x.device
+                        count, count + len(changed), dtype=torch.long, device=x.device
                     )
                     count += len(changed)
                     pieces.append(changed.to(x.dtype))
@@ -131,7 +131,7 @@ class Batch:
         order: list[int] = []
         for (key, _), members in groups.items():
             rows = [row for _, of_task in members for row in of_task]
-            index = None if rows == in_order else torch.tensor(rows, device=device)
+            index = None if rows == in_order else torch.tensor(rows, dtype=torch.long, device=device)
             parts.append(_Part(operator([layer for layer, _ in members], key), index))
             order += rows
         if len(parts) == 1 and order == in_order:
@@ -139,8 +139,8 @@ class Batch:
         order += rest
         return _Plan(
             parts,
-            torch.tensor(rest, device=device) if rest else None,
-            torch.argsort(torch.tensor(order, device=device)),
+            torch.tensor(rest, dtype=torch.long, device=device) if rest else None,
+            torch.argsort(torch.tensor(order, dtype=torch.long, device=device)),
         )
 
     def _check(self, name: str, x: Tensor) -> None:

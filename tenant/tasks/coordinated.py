@@ -102,8 +102,8 @@ def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
 def padded(batch: Sequence[Request], *, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Return `input_ids` and `attention_mask`, both `[rows, tokens]`, padded on the right."""
     ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True, padding_value=pad)
-    lengths = torch.tensor([r.tokens for r in batch])
-    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    lengths = torch.tensor([r.tokens for r in batch], dtype=torch.long, device="cpu")
+    return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
 
 
 def _joined(minis: Batches, costs: Costs) -> Batches:

@@ -74,7 +74,7 @@ class _Sizes:
 
     def ids(self) -> Tensor:
         """Make token ids that end as a sequence does: classifiers of the BART type look for the end."""
-        ids = torch.zeros((1, _TOKENS), dtype=torch.long)
+        ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="cpu")
         ids[0, -1] = self.one("eos_token_id", default=0)
         return ids
 
@@ -109,13 +109,13 @@ def _images(sizes: _Sizes) -> list[Inputs]:
             "pixel_values": _unknown(*lead, channels, height, width),
             "pixel_attention_mask": _ones(*lead, height, width),
             "pixel_mask": _ones(1, height, width),
-            "image_sizes": torch.tensor([[height, width]]),
+            "image_sizes": torch.tensor([[height, width]], dtype=torch.long, device="cpu"),
             "aspect_ratio_ids": _ones(1, 1),
             "aspect_ratio_mask": _ones(1, 1, tiles),
         }
         for lead in dict.fromkeys(leading)
     ]
-    grid = torch.tensor([[1, _SIDE, _SIDE]])
+    grid = torch.tensor([[1, _SIDE, _SIDE]], dtype=torch.long, device="cpu")
     one = {"pixel_attention_mask": _ones(1, _SIDE * _SIDE), "spatial_shapes": grid[:, 1:]}
     many = {"image_grid_thw": grid, "grid_thw": grid, "image_merge_sizes": _ones(1), "merge_sizes": _ones(1)}
     return [
@@ -130,7 +130,8 @@ def _videos(sizes: _Sizes) -> list[Inputs]:
     channels = sizes.one("num_channels", "in_channels", "in_chans", default=3)
     frames = sizes.one("num_frames", "frames_per_clip", default=2)
     height, width = sizes.two("image_size", "crop_size", default=224)
-    many = {"video_grid_thw": torch.tensor([[1, _SIDE, _SIDE]]), "video_merge_sizes": _ones(1)}
+    grid = torch.tensor([[1, _SIDE, _SIDE]], dtype=torch.long, device="cpu")
+    many = {"video_grid_thw": grid, "video_merge_sizes": _ones(1)}
     return [
         {"pixel_values_videos": _unknown(1, frames, channels, height, width)},
         *({"pixel_values_videos": patches} | many for patches in _patches(sizes)),
@@ -162,9 +163,9 @@ def _sounds(sizes: _Sizes) -> list[Inputs]:
 
 
 def _unknown(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _ones(*shape: int) -> Tensor:
     """Return a mask of ones that takes no memory."""
-    return torch.ones((), dtype=torch.long).expand(shape)
+    return torch.ones((), dtype=torch.long, device="cpu").expand(shape)

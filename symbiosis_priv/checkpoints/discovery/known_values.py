@@ -81,9 +81,9 @@ class KnownValues(TorchDispatchMode):
         elif unknown and kind is _aten._to_copy and _asks_for(kwargs, "cpu") and args[0].numel() <= _MOST_VALUES:
             return _zeros(args[0]).to(kwargs.get("dtype") or args[0].dtype)  # Python code is about to read the values
         elif unknown and kind in _BY_SHAPE:
-            args, unknown = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]), False
+            args, unknown = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:]), False
         elif func in _EQUALITY and unknown and args[0].is_floating_point():
-            return torch.tensor(kind is _aten.ne).expand(args[0].shape)
+            return torch.tensor(kind is _aten.ne, dtype=torch.bool, device="cpu").expand(args[0].shape)
         names, values = tuple(kwargs), tuple(kwargs.values())
         result = _on("meta", func, _each(_shape, args), dict(zip(names, _each(_shape, values), strict=True)))
         if unknown:
@@ -177,7 +177,7 @@ def _zeros(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.numel() > _MOST_VALUES:
         raise UnsupportedModelError(f"the model looks at the values of a tensor of shape {list(tensor.shape)}")
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _most_results(kind: Any, args: Any) -> int:

@@ -65,7 +65,7 @@ class AsRouted(Route):
         order = chosen.argsort(stable=True)
         sizes = self.sizes(counts)
         first, start = counts.cumsum(0) - counts, sizes.cumsum(0) - sizes  # of each expert: sorted, and as sent
-        places = torch.arange(len(chosen), device=index.device) + (start - first)[chosen[order]]
+        places = torch.arange(len(chosen), dtype=torch.long, device=index.device) + (start - first)[chosen[order]]
         self.places = torch.empty_like(order).index_copy_(0, order, places)
         self.counts: Counts = tuple(sizes.tolist())
 

@@ -37,7 +37,7 @@ class BitFitLayer(MethodLayer):
 
     def make(self, adapter: str, config: BitFitConfig) -> None:
         base: Any = self.get_base_layer()
-        self.bitfit_bias[adapter] = nn.Parameter(torch.zeros(base.bias.shape, dtype=base.bias.dtype))
+        self.bitfit_bias[adapter] = nn.Parameter(torch.zeros_like(base.bias))
 
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
         bias: Tensor | None = self.bitfit_bias.get(adapter)

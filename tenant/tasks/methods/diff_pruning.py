@@ -82,11 +82,12 @@ class DiffPruningLayer(MethodLayer):
         self._l0_weight[adapter] = config.l0_weight
         self._count[adapter] = count = config.entries((inputs, outputs))
         if config.learn_support:
-            self.diff_pruning_delta[adapter] = nn.Parameter(torch.zeros(outputs, inputs))
-            self.diff_pruning_gate[adapter] = nn.Parameter(torch.full((outputs, inputs), _START))
+            delta = torch.zeros(outputs, inputs, dtype=torch.float32, device="cpu")
+            self.diff_pruning_delta[adapter] = nn.Parameter(delta)
+            self.diff_pruning_gate[adapter] = nn.Parameter(torch.full_like(delta, _START))
         else:
-            self.diff_pruning_values[adapter] = nn.Parameter(torch.zeros(count))
-            self.diff_pruning_places[adapter] = torch.arange(count, dtype=self.integer)
+            self.diff_pruning_values[adapter] = nn.Parameter(torch.zeros(count, dtype=torch.float32, device="cpu"))
+            self.diff_pruning_places[adapter] = torch.arange(count, dtype=self.integer, device="cpu")
 
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
         if adapter in self.diff_pruning_values:

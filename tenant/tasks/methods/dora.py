@@ -81,9 +81,9 @@ class _RowsOfA:
 
     def __init__(self, module: Any, adapter: str, member: int) -> None:
         self.member = member
-        self.image = torch.empty(0)
+        self.image = torch.empty(0, dtype=torch.float32, device="cpu")
         self._module, self._adapter = module, adapter
-        self._sent = torch.empty(0)
+        self._sent = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def rows(self) -> Tensor | None:
         module = self._module

@@ -70,10 +70,12 @@ class MaskBertLayer(MethodLayer):
         if layer is not None and layer.group.weights is not None:
             layer.group.weights.check()
         if config.learn_masks:
-            scores = torch.empty(outputs, inputs).uniform_(-config.masked_share, 1 - config.masked_share)
+            scores = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu").uniform_(
+                -config.masked_share, 1 - config.masked_share
+            )
             self.maskbert_scores[adapter] = nn.Parameter(scores)
         elif config.inference_mode:
-            self.maskbert_places[adapter] = torch.zeros(0, dtype=self.integer)
+            self.maskbert_places[adapter] = torch.zeros(0, dtype=self.integer, device="cpu")
         else:
             raise UnsupportedMethodError(
                 "a saved mask has no scores, so it cannot be trained further; train a new MaskBertConfig()"

@@ -16,7 +16,7 @@ from symbiosis_priv.errors import CheckpointError
 
 with warnings.catch_warnings():  # torch says once per process that this format is in beta
     warnings.simplefilter("ignore")
-    torch.eye(1).to_sparse_csr()
+    torch.eye(1, dtype=torch.float32, device="cpu").to_sparse_csr()
 
 _BLOCK = 1 << 22  # products of one step in `entries_of`, to bound the memory of a gradient
 

@@ -8,13 +8,15 @@ yourself.
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,6 +32,7 @@ from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
+from tenant.model.remote_linear import RemoteLayer
 
 _LISTED = 3  # number of tensor names that an error message quotes
 _SHOWN = 200  # characters of another library's message that an error message quotes
@@ -186,7 +189,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """Load the adapter of a PEFT folder into `model`, for inference.
+    """Load the adapter of a PEFT folder into `model`, for inference. A refused adapter leaves the model as it was.
 
     Raises:
         ConfigError: `folder` is not a PEFT folder.
@@ -194,14 +197,16 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """
     said = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
-    with on_this_machine(), warnings.catch_warnings():
+    with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():
         # PEFT initialises missing adapter tensors at random and only warns
         warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
             config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
-            _refuse_base_tensors(model, folder, config)
             names = [name for name, _ in model.named_modules()]
-            with MemoryLimit(model, folder / "adapter_model.safetensors"):
+            with (
+                MemoryLimit(model, folder / "adapter_model.safetensors"),
+                _unchanged(model, folder, biases=getattr(config, "bias", "none") not in ("none", False)),
+            ):
                 adapted = PeftModel.from_pretrained(
                     model,
                     str(folder),
@@ -214,31 +219,58 @@ def load_adapter(model: Any, folder: Path) -> Any:
             raise
         except Exception as error:  # PEFT raises many types for malformed files
             raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(said)}") from error
-    homeless = _homeless(adapted, folder)
-    if homeless:
-        raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
+        homeless = _homeless(adapted, folder)
+        if homeless:
+            raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
     return adapted
 
 
-def _refuse_base_tensors(model: Any, folder: Path, config: PeftConfig) -> None:
-    """Refuse tensors that PEFT would load into the base model, because they outlive the adapter.
+@contextmanager
+def _undone_on_error(model: nn.Module) -> Iterator[None]:
+    """Context manager: if the block fails, the model's modules get back the attributes and children they had."""
+    before = {module: (dict(vars(module)), dict(module._modules)) for module in model.modules()}
+    try:
+        yield
+    except BaseException:
+        for module, (attributes, children) in before.items():
+            vars(module).clear()
+            vars(module).update(attributes | {"_modules": children})
+        raise
 
-    Allowed are copies of the base model's own tensors (PEFT saves embeddings beside an adapter on them), the modules
-    that the configuration says are trained, and biases if it says that these are trained.
+
+@contextmanager
+def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None]:
+    """Context manager: refuses tensors that PEFT would load into the base model, because they outlive the adapter.
+
+    The check sees the names that PEFT has made of the file's names, when nothing is loaded yet. Copies of the base
+    model's own tensors are allowed (PEFT saves embeddings beside an adapter on them).
+
+    Args:
+        model: the base model.
+        folder: the adapter's folder, for error messages.
+        biases: True if the adapter's configuration says that it trains the base model's biases.
 
     Raises:
         CheckpointError: there is such a tensor.
     """
-    own = model.state_dict()
-    trained = getattr(config, "modules_to_save", None) or ()
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no dict
-            name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            allowed = (name.endswith("bias") and getattr(config, "bias", "none") != "none") or any(
-                re.match(rf"(^|.*\.){module}\.", name) for module in trained
-            )
-            if name in own and not allowed and not torch.equal(file.get_tensor(key).to(own[name]), own[name]):
+    # an offloaded layer loads no weight
+    absent = {id(module.weight) for module in model.modules() if isinstance(module, RemoteLayer)}
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - absent
+
+    def check(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        for name, tensor in held:
+            stored = state.get(prefix + name)
+            if stored is None or id(tensor) not in own or (biases and name.endswith("bias")):
+                continue
+            if not torch.equal(stored.to(tensor), tensor):
                 raise CheckpointError(f"the adapter in {folder} would replace the base model's {name}; use another one")
+
+    hook = model.register_load_state_dict_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _starts_from_weight(said: dict[str, Any]) -> bool:

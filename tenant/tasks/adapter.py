@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
-from symbiosis_priv.checkpoints.vetting import on_this_machine
+from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.model.loading import load_adapter
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
@@ -68,11 +68,6 @@ class Adapter:
             raise UnsupportedMethodError(
                 f"{method} adds no layer to the model (it changes the model's input, for instance), and rows of "
                 f"several tasks share the model; use an adapter of layers, such as LoRA or IA3"
-            )
-        if getattr(config, "bias", "none") not in ("none", False, True):
-            raise UnsupportedMethodError(
-                f"bias = {getattr(config, 'bias', None)!r} trains biases of the base model, which all tasks share; "
-                f"use bias='none'"
             )
         if trainable and getattr(config, "learn_support", False):
             raise UnsupportedMethodError(
@@ -135,6 +130,7 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
         CheckpointError: `load_adapter` refuses the folder.
         UnsupportedMethodError: the method cannot be used for a task.
     """
+    _refuse_biases(vet_adapter(source.folder).get("bias"))  # loading them would change the model
     skeleton: Any = _skeleton(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Specified to not load vera_A and vera_B", category=UserWarning)
@@ -152,6 +148,7 @@ def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
     Raises:
         UnsupportedMethodError: the method needs base weights, or cannot be used for a task.
     """
+    _refuse_biases(getattr(config, "bias", None))
     skeleton: Any = _skeleton(model)
     peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)
     return Adapter(peft, skeleton, trainable=True, on_disk=False)
@@ -170,6 +167,13 @@ def base_layer(run: Callable[..., Any]) -> Iterator[None]:
 def shared_bytes() -> int:
     """Memory of the buffers that several tasks share, such as VeRA's projections."""
     return _bytes(_buffers.values())
+
+
+def _refuse_biases(bias: Any) -> None:
+    if bias not in ("none", None, False, True):
+        raise UnsupportedMethodError(
+            f"bias = {str(bias)[:40]!r} trains biases of the base model, which all tasks share; use bias='none'"
+        )
 
 
 def _call_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

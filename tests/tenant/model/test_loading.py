@@ -46,6 +46,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -53,7 +55,7 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
-from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
@@ -64,6 +66,7 @@ from tenant.model import adapter_limits
 from tenant.model.adapter_limits import MemoryLimit
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
+from tenant.tasks import Tasks
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, ScriptedProvider
@@ -425,20 +428,70 @@ def adapter(llama: Path, tmp_path: Path) -> Hostile:
     return write
 
 
-@pytest.mark.parametrize("key", ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
-def test_an_adapter_replaces_no_tensor_of_the_base_model(key: str, adapter: Hostile, llama: Path) -> None:
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose q_proj has a bias."""
+    folder = tmp_path_factory.mktemp("biased")
+    widths: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(**widths, num_key_value_heads=2, num_hidden_layers=1)).save_pretrained(folder)
+    return folder
+
+
+_WRAPPED: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("model.embed_tokens.weight", {"target_modules": ["q_proj"]}),
+        ("model.layers.0.input_layernorm.weight", {"target_modules": ["q_proj"]}),
+        ("model.layers.0.self_attn.q_proj.base_layer.bias", {"target_modules": ["q_proj"]}),
+        ("model.layers.0.self_attn.k_proj.bias", {"target_modules": ["q_proj"]}),
+        ("model.embed_tokens.original_module.weight", _WRAPPED),
+        ("model.embed_tokens.original_module.weight", _WRAPPED | {"init_lora_weights": "pissa_niter_4"}),
+        (
+            "model.embed_tokens.token_adapter.base_layer.weight",
+            {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+        ),
+    ],
+)
+def test_an_adapter_replaces_no_tensor_of_the_base_model(
+    key: str, config: dict[str, Any], biased: Path, tmp_path: Path
+) -> None:
     """PEFT would load it into the base model, where it outlives the adapter. A copy of the tensor is harmless."""
-    path = adapter()
-    model = load_model(llama)
-    file = path / "adapter_model.safetensors"
-    tensors, own = load_file(file), model.state_dict()[key]
-    save_file(tensors | {f"base_model.model.{key}": own + 1}, file, metadata={"format": "pt"})
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = LoraConfig(r=2, **config)
+    adapted: Any = get_peft_model(load_model(biased), own)
+    adapted.save_pretrained(str(tmp_path))
+    stored = dict(adapted.named_parameters(remove_duplicate=False))[f"base_model.model.{key}"].detach()
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    model = load_model(biased, remote=RemoteConfig(masking="simulate"))
+    before = model(IDS).logits
+    save_file(tensors | {f"base_model.model.{key}": stored + 1}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="replace"):
-        load_adapter(model, path)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    save_file(tensors | {f"base_model.model.{key}": own.clone()}, file, metadata={"format": "pt"})
-    load_adapter(model, path)
+        load_adapter(model, tmp_path)
+    tasks = Tasks(model)
+    tasks.register("hostile", tmp_path)
+    with pytest.raises(CheckpointError, match="replace"):
+        tasks.load("hostile")
+    assert torch.equal(model(IDS).logits, before)
+    save_file(tensors | {f"base_model.model.{key}": stored.clone()}, file, metadata={"format": "pt"})
+    load_adapter(model, tmp_path)
+
+
+def test_a_task_does_not_load_the_biases_of_the_model_that_all_tasks_share(biased: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], bias="all", init_lora_weights="pissa")
+    adapted: Any = get_peft_model(load_model(biased), config)
+    adapted.save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    model = load_model(biased, remote=RemoteConfig(masking="simulate"))
+    before = {name: p.clone() for name, p in model.named_parameters() if name.endswith("bias")}
+    tasks = Tasks(model)
+    tasks.register("biases", tmp_path)
+    with pytest.raises(UnsupportedMethodError, match="bias"):
+        tasks.load("biases")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
 
 
 def test_an_adapter_whose_start_takes_too_many_iterations_is_refused(adapter: Hostile, llama: Path) -> None:

@@ -85,8 +85,8 @@ class Adapter:
 
     @property
     def changed(self) -> bool:
-        """True if the parameters differ from those on disk, or were never saved."""
-        return self._version() != self._saved
+        """True if training has changed the parameters, or they were never saved. (COFT writes to them in each pass.)"""
+        return self.trainable and self._version() != self._saved
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that training changes."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, VeraConfig
+from peft import LoraConfig, OFTConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError, UnsupportedMethodError
@@ -245,6 +245,19 @@ def test_a_task_that_was_loaded_in_inference_mode_can_be_trained(tasks: Tasks, f
     with tasks.batch(["lora"]):
         tasks.model(input_ids=IDS).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in tasks.parameters("lora"))
+
+
+def test_a_task_for_inference_can_be_unloaded_though_a_pass_writes_to_its_parameters(
+    tasks: Tasks, write_task: WriteTask, tmp_path: Path
+) -> None:
+    """COFT does; a folder must not keep its memory for good in this way."""
+    config = OFTConfig(oft_block_size=8, target_modules=["q_proj"], coft=True, eps=1e-4)
+    tasks.register("coft", write_task(tmp_path / "coft", config))
+    with tasks.batch(["coft"]), torch.no_grad():
+        tasks.model(input_ids=IDS)
+    tasks.unload("coft")
+    assert tasks["coft"].bytes == 0
+    tasks.unregister("coft")
 
 
 def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:

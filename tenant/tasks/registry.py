@@ -219,7 +219,8 @@ class Tasks:
             names: the task of each row; "__base__" for a row without an adapter. One name serves any number of rows.
 
         Raises:
-            TaskError: a task is unknown, or the tasks do not fit the memory limit together.
+            TaskError: a task is unknown, or the tasks do not fit the memory limit together; or, at the end, a later
+                batch of the model is still open.
             CheckpointError, UnsupportedMethodError: an adapter cannot be loaded (`load`).
         """
         if not names:
@@ -234,11 +235,18 @@ class Tasks:
                 one.train(self.model.training)
             if self.model.training:
                 _recompute_in_batch(self.model)
-            token = _active.set((*_active.get(), (self, Batch(names, loaded, self._rows_first))))
+            entry = self, Batch(names, loaded, self._rows_first)
+            _active.set((*_active.get(), entry))
             try:
                 yield
             finally:
-                _active.reset(token)
+                last = self._batch() is entry[1]
+                _active.set(tuple(other for other in _active.get() if other is not entry))
+            if not last:
+                raise TaskError(
+                    "another batch of this model was opened after this one and is still open, so rows of this batch "
+                    "may have got its tasks; do not yield inside `batch`, or use one thread per batch"
+                )
         finally:
             with self._lock:
                 self._used.subtract(distinct)

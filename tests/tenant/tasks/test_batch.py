@@ -181,6 +181,25 @@ def test_outside_a_batch_the_model_is_the_base_model(split: Tasks, llama: Path) 
         assert torch.equal(split.model(input_ids=ids(2)).logits, plain(input_ids=ids(2)).logits)
 
 
+def test_batches_that_end_in_another_order_are_an_error_and_leave_no_task_active(split: Tasks) -> None:
+    """Two generators that yield inside `batch`."""
+
+    def answers(name: str) -> Iterator[Tensor]:
+        with split.batch([name]):
+            yield split.model(input_ids=ids(1)).logits
+
+    with torch.no_grad():
+        base = split.model(input_ids=ids(1)).logits
+    first, second = answers("lora"), answers("oft")
+    next(first)
+    next(second)
+    with pytest.raises(TaskError, match="still open"):
+        list(first)
+    list(second)
+    with torch.no_grad():
+        assert torch.equal(split.model(input_ids=ids(1)).logits, base)
+
+
 def test_a_task_trains_in_a_mixed_batch(llama: Path, folders: Path, tmp_path: Path) -> None:
     """A new task learns beside a task that is served; its folder works in the plain model with PEFT."""
     tasks = Tasks(load_model(llama, remote=RemoteConfig(masking="simulate"), dtype=torch.float32))

@@ -27,7 +27,7 @@ QUANT_METHOD = "symbiosis-priv"
 _MAX_JSON_BYTES = 16 << 20
 _QUANTISED = ("quantization_config", "compression_config")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
-_LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?)$")
+_LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_replace)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
 _MAX_COUNT = 1 << 14  # limit of experts and the like, because Python builds a module for each
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
@@ -78,7 +78,7 @@ def vet(folder: Path) -> dict[str, Any]:
                 f"verified; if you trust the rest of it, delete that entry"
             )
         most = _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
-        if any(n > most for n in _integers(value)):
+        if any(n > most for n in _numbers(value)):
             raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
@@ -186,10 +186,15 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
     return found
 
 
-def _integers(value: Any) -> Iterator[float]:
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float):
-            yield number
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers of an entry: the entry itself, or those in its lists, at any depth."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting.extend(value)
+        elif isinstance(value, int | float):
+            yield value
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

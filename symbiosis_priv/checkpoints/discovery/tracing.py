@@ -160,7 +160,14 @@ def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
     failures: list[str] = []
 
     def attempt(function: Callable[..., Any], config: PreTrainedConfig, main: str | None = None) -> bool:
-        for inputs in inputs_of(function, config, main):
+        try:
+            layouts = list(inputs_of(function, config, main))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"config.json states sizes of which no input can be made ({one_line(str(error))[:_SHOWN]}); "
+                f"fetch it again"
+            ) from error
+        for inputs in layouts:
             failure = trace.run(function, inputs)
             if not failure:
                 runs.append((function, inputs))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -394,9 +395,19 @@ def test_a_model_that_pools_its_tokens_is_traced(tmp_path: Path) -> None:
     assert {"funnel.encoder.blocks.2.0.attention.q_head"} <= {group.members[0] for group in groups}
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}, {"eos_token_id": 1 << 70}],
+)
 def test_an_invalid_config_is_refused(change: dict[str, object], tmp_path: Path) -> None:
     path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UnsupportedModelError):
         discover(tmp_path)
+
+
+def test_parameters_are_not_initialised(tmp_path: Path) -> None:
+    """Marian computes its table of positions number by number, so a hostile number of positions would take hours."""
+    folder = save(LlamaConfig(**SIZES, max_position_embeddings=4321), "LlamaForCausalLM", tmp_path)
+    with mock.patch.object(PreTrainedModel, "initialize_weights", side_effect=AssertionError):
+        assert discover(folder).groups

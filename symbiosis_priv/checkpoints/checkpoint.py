@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # commands look at a folder before they load torch
     from torch import Tensor
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
+_LONGEST_NAME = 1024  # of a tensor; transformers matches names with patterns and reads numbers from them
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -81,6 +82,9 @@ class Checkpoint:
         self._files = contextlib.ExitStack()
         self._open: dict[str, safe_open] = {}
         self._location = self._index()
+        if any(len(name) > _LONGEST_NAME for name in self._location):
+            self._files.close()
+            raise CheckpointError(f"{path} has a tensor with a name of over {_LONGEST_NAME} characters; fetch it again")
 
     def _index(self) -> dict[str, str]:
         if (self.path / _SINGLE).is_file():  # before an index: transformers uses the same order

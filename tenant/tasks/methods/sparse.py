@@ -35,7 +35,9 @@ class Pattern:
     def __init__(self, places: Tensor, shape: tuple[int, int]) -> None:
         outputs, inputs = shape
         places = places.to(torch.int64)
-        if len(places) and not (places[0] >= 0 and places[-1] < outputs * inputs and (places.diff() > 0).all()):
+        if places.dim() != 1 or (
+            len(places) and not (places[0] >= 0 and places[-1] < outputs * inputs and (places.diff() > 0).all())
+        ):
             raise CheckpointError(
                 f"the adapter's places in a weight of {outputs} x {inputs} are out of range or not ascending; fetch "
                 f"the adapter again"

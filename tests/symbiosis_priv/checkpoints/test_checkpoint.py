@@ -160,3 +160,11 @@ def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
 def test_resolve_names_what_it_cannot_find(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} (is not a checkpoint|does not exist)"):
         resolve(name)
+
+
+def test_the_name_of_a_tensor_is_limited(copied: Path) -> None:
+    """transformers makes an integer of the digits in a name, and Python refuses more than 4,300 of them."""
+    file = copied / "model.safetensors"
+    save_file(load_file(file) | {"model.layers." + "9" * 5000: torch.ones(1)}, file)
+    with pytest.raises(CheckpointError, match="name"):
+        Checkpoint(copied)

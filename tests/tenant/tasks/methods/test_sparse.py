@@ -1,5 +1,7 @@
 """The sparse product and its gradients are those of the dense matrix."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,8 +55,8 @@ def test_half_precision_is_widened() -> None:
     assert torch.equal(y, torch.tensor([[0.5, 2.0]] * 3))
 
 
-@pytest.mark.parametrize("places", [[0, 0], [1, 0], [-1, 2], [0, 12]])
-def test_invalid_places_are_refused(places: list[int]) -> None:
+@pytest.mark.parametrize("places", [[0, 0], [1, 0], [-1, 2], [0, 12], [[0], [99], [5]], 3])
+def test_invalid_places_are_refused(places: Any) -> None:
     with pytest.raises(CheckpointError, match="fetch the adapter again"):
         Pattern(torch.tensor(places), (3, 4))
 

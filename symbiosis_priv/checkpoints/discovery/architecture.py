@@ -1,9 +1,11 @@
 """The model class of a checkpoint, from its configuration, and its modules without weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from symbiosis_priv.checkpoints.discovery.known_values import forget_parameters
@@ -43,10 +45,19 @@ def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+class _OnMeta(TorchFunctionMode):
+    """Answers transformers, which makes an empty tensor to ask for the device: parameters on meta get no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.tensor and args == ([],) and not kwargs:
+            return torch.empty(0, device="meta")
+        return func(*args, **kwargs or {})
+
+
 def build(config: PreTrainedConfig) -> PreTrainedModel:
     kind = architecture(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _OnMeta():
             model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
             forget_parameters(model)
     except Exception as error:  # an architecture's code may raise any error on a foreign configuration

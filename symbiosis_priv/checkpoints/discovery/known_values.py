@@ -118,9 +118,7 @@ class _Literals(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        # transformers makes an empty tensor to ask for the device, and initialises no parameters on the meta device
-        empty = isinstance(args[0] if args else None, list) and not args[0]
-        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and not empty:
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             kwargs = kwargs | {"device": "cpu"}
         return func(*args, **kwargs)
 

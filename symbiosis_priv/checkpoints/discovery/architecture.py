@@ -50,7 +50,7 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.tensor and args == ([],) and not kwargs:
-            return torch.empty(0, device="meta")
+            return torch.empty(0, dtype=torch.float32, device="meta")
         return func(*args, **kwargs or {})
 
 

@@ -1,6 +1,7 @@
 """Small models for images, video and sound: their configurations, and random inputs."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class Family:
 
 
 def configured(name: str, **entries: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: getattr(transformers, f"{name}Config")(**entries)
+    """Make configurations that share nothing: a test may change the one that it got."""
+    return lambda: getattr(transformers, f"{name}Config")(**deepcopy(entries))
 
 
 def random(*shape: int) -> Tensor:

@@ -62,6 +62,10 @@ class TaskError(SymbiosisError, ValueError):
     """A task is unknown or in use, its adapter does not fit the memory limit, or a batch does not fit its tasks."""
 
 
+class OverloadedError(SymbiosisError):
+    """The endpoint has too many requests waiting; the message says how many. Try again later."""
+
+
 class NonFiniteError(SymbiosisError, ValueError):
     """An activation or gradient holds inf or nan. Raised before a byte is sent."""
 

@@ -1,0 +1,223 @@
+"""What an engine takes and gives: requests, events, and the `Engine` that connects them. Does not import torch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from symbiosis_priv.errors import SymbiosisError
+
+Finish = Literal["stop", "length", "cancelled"]
+Pooling = Literal["last", "mean"]
+
+
+class Grammar(Protocol):
+    """The state of a constraint on the tokens of one answer, such as a JSON schema."""
+
+    def allowed(self) -> bytes:
+        """Return a bit per token of the vocabulary: bit `t % 8` of byte `t // 8` is 1 if token `t` may come next."""
+
+    def accept(self, token: int) -> None:
+        """Advance the state by a token that was allowed."""
+
+    def finished(self) -> bool:
+        """True if no other token than the end may come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose the tokens of one answer.
+
+    Args:
+        temperature: 0 for greedy decoding.
+        top_p: sample from the smallest set of tokens with this probability.
+        top_k: sample from this many tokens; 0 for all of them.
+        seed: seed of this request's own generator; None for a random one.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer has, once and per use.
+        logit_bias: added to the logits of these tokens.
+        logprobs: number of most probable tokens to report beside each token; None to report no log probabilities.
+        prompt_logprobs: the same for the tokens of the prompt.
+        grammar: makes the state of a constraint; None without one.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Callable[[], Grammar] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One answer to generate, or one embedding to compute.
+
+    Args:
+        id: names the request in logs; has no part of the prompt.
+        prompt: token ids, at least one.
+        adapter: name of the task; None for the base model.
+        client: requests of different clients get equal shares. The API uses a digest of the API key.
+        max_tokens: largest number of new tokens.
+        stop_tokens: token ids that end the answer and are no part of it.
+        stop: texts that end the answer and are no part of it.
+        sampling: how to choose tokens.
+        pooling: compute an embedding of the prompt instead of an answer.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    adapter: str | None = None
+    client: str = ""
+    max_tokens: int = 16
+    stop_tokens: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    pooling: Pooling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """A token's log probability before temperature and penalties, and the most probable tokens at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLedger:
+    """What one request cost and what was checked for it. None of it is secret.
+
+    Args:
+        rows: masked rows that were sent for this request.
+        round_trips: requests to executors that carried rows of this request; they may carry rows of others too.
+        answers_verified, answers_rejected: rows of answers.
+        bytes_up, bytes_down: this request's share, by rows, of the bytes to and from all providers.
+        cached_tokens: tokens of the prompt whose keys and values were there already.
+    """
+
+    rows: int = 0
+    round_trips: int = 0
+    answers_verified: int = 0
+    answers_rejected: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The prompt has been read.
+
+    Args:
+        prompt_logprobs: one entry per token of the prompt, the first one None; empty if they were not asked for.
+    """
+
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One new token.
+
+    Args:
+        id: the token.
+        text: text that is certain now and was not before; may be empty, because a character may need several tokens and
+            a stop text may have begun.
+        logprob: if it was asked for.
+    """
+
+    id: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """The embedding that was asked for: float32 values."""
+
+    vector: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The last event of a request that ended well or was cancelled.
+
+    Args:
+        finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
+        text: the rest of the text.
+        prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
+        ledger: the costs.
+    """
+
+    finish: Finish
+    text: str = ""
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ledger: RequestLedger = field(default_factory=RequestLedger)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The last event of a request that failed. Other requests go on."""
+
+    error: SymbiosisError
+
+
+Event = Started | Token | Embedded | Done | Failed
+Sink = Callable[[Event], None]
+"""Receives the events of a request, in the engine's thread. It must not block and must not raise."""
+
+
+class Handle(Protocol):
+    """A request that an engine has taken."""
+
+    def cancel(self) -> None:
+        """End the request at the next step; `Done` with "cancelled" follows. No effect on a request that has ended."""
+
+    def ledger(self) -> RequestLedger:
+        """Return the costs so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The load of an engine: what `/metrics` and `/health` say.
+
+    Args:
+        running, waiting: requests.
+        memory, memory_limit: bytes of keys and values, those of cached prompts included.
+        steps, tokens, rows: totals since the start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    memory: int = 0
+    memory_limit: int = 0
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+
+
+class Engine(ABC):
+    """Generates answers. All methods may be called from any thread."""
+
+    @abstractmethod
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """Take a request. Its events go to `sink`; the last one is `Done` or `Failed`.
+
+        Raises:
+            TaskError: there is no such adapter.
+            ConfigError: the request cannot be served: it is longer than the model's context or than the memory limit.
+            OverloadedError: too many requests are waiting; try again later.
+        """
+
+    @abstractmethod
+    def load(self) -> Load:
+        """Return the present load."""
+
+    @abstractmethod
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Take no more requests, give those that run this many seconds to end, cancel the others, and stop."""

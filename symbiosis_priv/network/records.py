@@ -25,6 +25,7 @@ import numpy as np
 _AT_ONCE: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
 _AT_ONCE_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
 _BEGUN: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
+_GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes have arrived
 _TIMEVAL: Final = struct.Struct("@ll")
 _LATE: Final = "timed out"
 
@@ -161,21 +162,27 @@ class RecordStream:
         """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream.
 
         Args:
-            promised: bytes that are expected. If many are expected, the call waits until a full read has arrived:
-                waking the thread for a few bytes costs more than the wait.
+            promised: bytes that are expected. If many are expected, the call waits up to `_GATHER_S` until a full read
+                has arrived: waking the thread for a few bytes costs more than the wait.
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
         much = to_arrive >= self._at_once
         if (size := self._at_once if much else 1) != self._awaited:
             self._await(size)
-        # If a read has taken a part and waits for the rest, the kernel wakes it after as many bytes again, which may
-        # never come.
-        if much and not self._arrival.poll(1e3 * self._timeout):
-            raise TimeoutError(_LATE)
+        # A read that has taken a part waits for as many bytes again, which may never come. So first wait for all of
+        # them, and not for long: a peer that found the window full sends no more before a read makes room.
+        until = time.monotonic() + self._timeout
+        while much and not self._arrival.poll(1e3 * min(_GATHER_S, self._timeout)):
+            with contextlib.suppress(BlockingIOError):
+                return self._feed(socket.MSG_DONTWAIT)
+            _check_time(until)
         try:
-            count = self.raw.recv_into(_arrived.buffer, self._at_once, self._flags)
+            return self._feed(self._flags)
         except BlockingIOError as error:
             raise TimeoutError(_LATE) from error
+
+    def _feed(self, flags: int) -> int:
+        count = self.raw.recv_into(_arrived.buffer, self._at_once, flags)
         self._incoming.write(_arrived.buffer[:count])
         return count
 

@@ -136,6 +136,26 @@ def test_a_large_payload_in_two_parts_is_read_when_it_has_arrived(contexts: Cont
         assert served.result(TIMEOUT_S)
 
 
+def test_a_part_of_a_large_payload_is_read_when_the_peer_pauses(contexts: Contexts) -> None:
+    """The peer may wait for this read: while the receive window was full, the peer has stopped to send, and the kernel
+    asks for room only after seconds."""
+    read = threading.Event()
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        connection.sendall(LARGE[: 50 << 10])
+        return read.wait(TIMEOUT_S / 2)
+
+    with connected(contexts, serve, pair=tcp_pair) as (stream, served):
+        stream.handshake(TIMEOUT_S)
+        data = memoryview(bytearray(1 << 20))
+        count = 0
+        while count < 50 << 10:
+            count += stream.recv_into(data[count:], TIMEOUT_S / 4)
+        assert data[:count] == LARGE[: 50 << 10]
+        read.set()
+        assert served.result(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
 def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
     """One byte at a time, each within the timeout: the total time is still limited."""

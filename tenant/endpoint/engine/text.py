@@ -1,0 +1,70 @@
+"""The text of one answer, as its tokens come."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
+_PENDING = 16  # tokens without a whole character; a character has at most 4 bytes, so these are no text
+_UNKNOWN = "\ufffd"  # stands for bytes that are no character, or not yet
+
+
+class TextStream:
+    """Decodes one token after another, and looks for the stop texts.
+
+    All pieces together are the text of all tokens up to a stop text; special tokens have none. This works with every
+    tokenizer of transformers. The `DecodeStream` of tokenizers raises an exception on bytes that are no text, and a
+    model may generate such bytes.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the tokens before the answer.
+        stop: texts that end the answer and are no part of it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._before = list(prompt[-_CONTEXT:])
+        self._said = self._decoded(self._before).rstrip(_UNKNOWN)  # the answer may complete a character of the prompt
+        self._pending: list[int] = []
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Return the text that is certain now and was not before: whole characters that begin no stop text."""
+        self._pending.append(token)
+        return self._passed(self._new())
+
+    def end(self) -> str:
+        """Return the rest of the text: incomplete characters, and the beginning of a stop text. Empty after a stop."""
+        return "" if self.stopped else self._passed(self._new(last=True), last=True)
+
+    def _new(self, *, last: bool = False) -> str:
+        text = self._decoded(self._before + self._pending)
+        new = text[len(self._said) :]
+        if not last and len(self._pending) < _PENDING and (not new or text.endswith(_UNKNOWN)):
+            return ""
+        self._before, self._pending = self._pending, []
+        self._said = self._decoded(self._before)
+        return new
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _passed(self, text: str, *, last: bool = False) -> str:
+        text = self._held + text
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        certain = len(text) - (0 if last else max((_begun(text, stop) for stop in self._stop), default=0))
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))

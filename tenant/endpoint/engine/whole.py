@@ -1,0 +1,242 @@
+"""The engine for models that the packed engine cannot drive: one request at a time, through `model.generate()`."""
+
+import copy
+import logging
+import threading
+from collections import OrderedDict, deque
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from symbiosis_priv.errors import ConfigError, OverloadedError, SymbiosisError, TaskError
+from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
+from tenant.endpoint.engine.sampling import token_logprob
+from tenant.model.ledger import ledger_of, since
+from tenant.session.tally import Ledger
+from tenant.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_LOGITS = 1 << 30  # bytes of logits of a prompt
+_STOP_S = 60.0  # seconds for the token in progress when the engine closes
+
+
+class WholeEngine(Engine):
+    """Answers one request at a time; clients take turns.
+
+    Args:
+        model: a split or whole model that generates.
+        tokenizer: its tokenizer.
+        tasks: the adapters; None for none.
+        max_waiting: number of requests that may wait.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None = None, max_waiting: int = 64
+    ) -> None:
+        self._model = copy.copy(model)  # its own settings of generation; the layers are shared
+        self._model.generation_config = GenerationConfig()
+        self._tokenizer = tokenizer
+        self._tasks = tasks
+        self._max_waiting = max_waiting
+        self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client; the next client first
+        self._running: _Job | None = None
+        self._tokens = self._steps = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> "_Job":
+        if request.adapter is not None and (self._tasks is None or request.adapter not in self._tasks):
+            raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
+        length = len(request.prompt) + request.max_tokens * (request.pooling is None)
+        if self._context is not None and length > self._context:
+            raise ConfigError(
+                f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens are more than the "
+                f"model's context of {self._context:,}; shorten the prompt or ask for fewer"
+            )
+        logits = len(request.prompt) * self._model.config.get_text_config().vocab_size * 4
+        if request.sampling.prompt_logprobs is not None and logits > _LOGITS:
+            raise ConfigError(
+                f"log probabilities of {len(request.prompt):,} tokens of prompt take {logits:,} bytes here, more than "
+                f"{_LOGITS:,}; ask for those of a shorter prompt"
+            )
+        job = _Job(Answer(request, sink, self._tokenizer), self)
+        with self._changed:
+            waiting = sum(map(len, self._waiting.values()))
+            if self._closed or waiting >= self._max_waiting:
+                raise OverloadedError("the endpoint is stopping" if self._closed else f"{waiting} requests are waiting")
+            self._waiting.setdefault(request.client, deque()).append(job)
+            self._changed.notify_all()
+        return job
+
+    def load(self) -> Load:
+        with self._changed:
+            return Load(
+                running=int(self._running is not None),
+                waiting=sum(map(len, self._waiting.values())),
+                steps=self._steps,
+                tokens=self._tokens,
+                rows=self.session_ledger().rows,
+            )
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting and self._running is None, timeout=drain_s)
+            left = [job for jobs in self._waiting.values() for job in jobs] + [self._running] * bool(self._running)
+        for job in left:
+            if job is not None:
+                job.cancel()
+        self._thread.join(_STOP_S)
+
+    def withdraw(self, job: "_Job") -> None:
+        """Take a cancelled request out of the queue, and report its end in the caller's thread."""
+        client = job.answer.request.client
+        with self._changed:
+            jobs = self._waiting.get(client, ())
+            if job not in jobs:
+                return  # it runs and ends at its next token, or it has ended
+            self._waiting[client].remove(job)
+            if not self._waiting[client]:
+                del self._waiting[client]
+        job.answer.done(RequestLedger())
+
+    def session_ledger(self) -> Ledger:
+        """Return the counters of the model's session; zeros without one."""
+        try:
+            return ledger_of(self._model) or Ledger()
+        except SymbiosisError:  # a whole model
+            return Ledger()
+
+    def _next(self) -> "_Job | None":
+        with self._changed:
+            self._running = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            client, jobs = self._waiting.popitem(last=False)
+            self._running = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # at the end: the other clients come first
+            self._running.before = self.session_ledger()
+            return self._running
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._answer(job)
+            except SymbiosisError as error:
+                job.answer.fail(error)
+            except Exception as error:
+                log.error("request %s failed: %s", job.answer.request.id, type(error).__name__)
+                job.answer.fail(SymbiosisError(f"the model failed on this request ({type(error).__name__})"))
+            else:
+                job.answer.done(job.ledger())
+            job.final = job.ledger()
+
+    def _answer(self, job: "_Job") -> None:
+        request = job.answer.request
+        if job.cancelled:
+            return
+        batch = (
+            nullcontext() if self._tasks is None or request.adapter is None else self._tasks.batch([request.adapter])
+        )
+        ids = torch.tensor([request.prompt], dtype=torch.long, device=self._model.device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with batch, torch.no_grad():
+            if request.pooling is not None:
+                hidden = self._model.base_model(**given).last_hidden_state[0]
+                job.answer.embedded(hidden[-1] if request.pooling == "last" else hidden.float().mean(dim=0))
+                return
+            job.answer.start(self._prompt_logprobs(request, given))
+            if job.answer.finish is None:
+                steps = _Steps(job, self)
+                self._model.generate(
+                    **given,
+                    generation_config=GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False),
+                    logits_processor=LogitsProcessorList([steps]),
+                    stopping_criteria=StoppingCriteriaList([_Ended(job)]),
+                )
+
+    def _prompt_logprobs(self, request: Request, given: dict[str, Tensor]) -> list[Any]:
+        top = request.sampling.prompt_logprobs
+        if top is None:
+            return []
+        logits = self._model(**given).logits[0]
+        pairs = zip(logits, request.prompt[1:], strict=False)
+        return [None, *(token_logprob(row, token, top=top) for row, token in pairs)]
+
+    def count(self) -> None:
+        """Count a token."""
+        self._steps += 1
+        self._tokens += 1
+
+
+class _Job:
+    """A request that the engine has taken."""
+
+    def __init__(self, answer: Answer, engine: WholeEngine) -> None:
+        self.answer = answer
+        self.cancelled = False
+        self.before: Ledger | None = None  # the session's counters at the start of this request
+        self.final: RequestLedger | None = None
+        self._engine = engine
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._engine.withdraw(self)
+
+    def ledger(self) -> RequestLedger:
+        if self.final is not None or self.before is None:
+            return self.final or RequestLedger()
+        spent = since(self.before, self._engine.session_ledger())
+        return RequestLedger(
+            rows=spent.rows,
+            round_trips=spent.executor_round_trips,
+            answers_verified=spent.answers_verified,
+            answers_rejected=spent.answers_rejected,
+            bytes_up=spent.bytes_to_executors + spent.bytes_to_helpers,
+            bytes_down=spent.bytes_from_executors + spent.bytes_from_helpers,
+        )
+
+
+class _Steps(LogitsProcessor):
+    """Lets the request's own sampler choose each token, and leaves `generate()` no other."""
+
+    def __init__(self, job: _Job, engine: WholeEngine) -> None:
+        self._job = job
+        self._engine = engine
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = self._job.answer
+        if answer.finish is not None or self._job.cancelled:
+            return scores  # on a GPU, `generate()` asks `_Ended` one token late
+        self._engine.count()
+        only = torch.full_like(scores, -torch.inf)
+        only[0, answer.add(scores[0])] = 0.0
+        return only
+
+
+class _Ended(StoppingCriteria):
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ended = self._job.answer.finish is not None or self._job.cancelled
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)

@@ -1,0 +1,108 @@
+"""How tokens are chosen."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.errors import NonFiniteError
+from tenant.endpoint.engine.requests import Sampling
+from tenant.endpoint.engine.sampling import Sampler, token_logprob
+
+numbers = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40)
+
+
+def vector(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@given(numbers)
+def test_greedy_is_the_argmax(values: list[float]) -> None:
+    assert Sampler(Sampling())(vector(values)) == (int(vector(values).argmax()), None)
+
+
+@given(numbers, st.integers(1, 5), st.floats(0.1, 1), st.integers(0, 2**63 - 1))
+def test_a_sampled_token_is_among_the_likely_ones_and_the_seed_repeats_it(
+    values: list[float], top_k: int, top_p: float, seed: int
+) -> None:
+    logits, said = vector(values), Sampling(temperature=0.7, top_k=top_k, top_p=top_p, seed=seed)
+    first, second = Sampler(said), Sampler(said)
+    drawn = [first(logits)[0] for _ in range(5)]
+    assert drawn == [second(logits)[0] for _ in range(5)]
+    least = sorted(values, reverse=True)[:top_k][-1]
+    assert min(values[token] for token in drawn) >= least - 1e-9  # closer ones have one probability
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    logits = vector([0.0, math.log(2), math.log(5), -50.0])
+    sampler = Sampler(Sampling(temperature=1.0, seed=0))
+    counts = torch.bincount(torch.tensor([sampler(logits)[0] for _ in range(4000)]), minlength=4).tolist()
+    assert counts[3] == 0
+    for count, chance in zip(counts, (1 / 8, 2 / 8, 5 / 8), strict=False):
+        assert abs(count / 4000 - chance) < 0.035  # 4.5 standard deviations at most
+
+
+def test_top_p_keeps_the_smallest_set() -> None:
+    logits = vector([math.log(x) for x in (0.5, 0.3, 0.15, 0.05)])
+    for top_p, expected in ((0.0, {0}), (0.5, {0}), (0.6, {0, 1}), (0.81, {0, 1, 2})):
+        sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1))
+        assert {sampler(logits)[0] for _ in range(100)} == expected
+    flat = torch.zeros(5000)  # more than the first guess of `_most_likely`
+    sampler = Sampler(Sampling(temperature=1.0, top_p=0.9, seed=1))
+    assert len({sampler(flat)[0] for _ in range(2000)}) > 1100
+
+
+def test_penalties_biases_and_raw_log_probabilities() -> None:
+    logits = vector([3.0, 2.0, 1.5, 0.0])
+    sampler = Sampler(Sampling(presence_penalty=0.75, frequency_penalty=0.5, logprobs=1))
+    tokens = [sampler(logits) for _ in range(4)]
+    assert [token for token, _ in tokens] == [0, 1, 0, 2]  # 3 1.75 1.25 | 0.75 | ...
+    assert tokens[1][1] == token_logprob(logits, 1, top=1)
+    assert tokens[1][1].top[0][0] == 0
+    assert Sampler(Sampling(logit_bias={3: 100.0, 0: -100.0}))(logits)[0] == 3
+
+
+class OnlyThese:
+    """A grammar that allows some tokens, and ends after two."""
+
+    def __init__(self, *allowed: int) -> None:
+        self._allowed, self.accepted = allowed, list[int]()
+
+    def allowed(self) -> bytes:
+        bits = bytearray(1)
+        for token in self._allowed:
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def finished(self) -> bool:
+        return len(self.accepted) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_a_grammar_masks_tokens_and_ends_the_answer(temperature: float) -> None:
+    sampler = Sampler(Sampling(temperature=temperature, grammar=lambda: OnlyThese(1, 3)))
+    logits = torch.arange(20.0)  # tokens from 8 on have no bit
+    for _ in range(2):
+        assert sampler.finished is False
+        assert sampler(logits)[0] in (1, 3)
+    assert sampler.finished
+
+
+def test_no_token_with_a_probability_is_an_error() -> None:
+    with pytest.raises(NonFiniteError):
+        Sampler(Sampling(temperature=1.0))(torch.full((4,), torch.nan))
+
+
+@given(numbers, st.integers(0, 3))
+def test_log_probabilities_are_those_of_softmax(values: list[float], top: int) -> None:
+    logits: Any = vector(values)
+    found = token_logprob(logits, 1, top=top)
+    expected = (logits.double() - logits.double().logsumexp(0)).tolist()
+    assert found.logprob == pytest.approx(expected[1])
+    assert [value for _, value in found.top] == pytest.approx(sorted(expected, reverse=True)[:top])

@@ -1,8 +1,12 @@
 """`tenant generate`: generates text after a prompt."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,8 +15,11 @@ from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_text
-from tenant.cli.options import Model, Remote, loading, takes
+from tenant.cli.options import Adapter, Model, Remote, loading, takes
 from tenant.training.options import Decoding
+
+if TYPE_CHECKING:  # importing transformers would delay --help
+    from transformers import PreTrainedTokenizerBase
 
 
 @takes
@@ -28,11 +35,28 @@ def generate(
         Path | None,
         typer.Option(help="UTF-8 file with the prompt, or - for stdin. Other users cannot read it.", allow_dash=True),
     ] = None,
-    adapter: Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message of a chat: use the adapter's or model's template.")
+    ] = False,
+    adapter: Adapter = None,
     decoding: Decoding,
 ) -> None:
     """Generate text after a prompt and print it word by word. Greedy by default; see the options of decoding."""
     words = _prompt(prompt, prompt_file)
+    with opened(model, remote, adapter) as (loaded, tokenizer):
+        from tenant.training import generate as generation
+
+        if chat:
+            text = generation.Chat(loaded, tokenizer, decoding=decoding).answer(words, stream=True)
+        else:
+            text = generation.generate(loaded, tokenizer, words, decoding=decoding, stream=True)
+        if not text:
+            typer.echo("the model ended its text at once", err=True)
+
+
+@contextmanager
+def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
+    """Context manager: a split model and its tokenizer. At the end, it shows what the session has sent and verified."""
     resolve(model)
     if adapter is not None:
         vet_adapter(adapter)
@@ -44,7 +68,7 @@ def generate(
 
     loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=adapter)
     try:
-        generation.generate(loaded, tokenizer, words, decoding=decoding, stream=True)
+        yield loaded, tokenizer
         ledger = ledgers.ledger_of(loaded)
     finally:
         backend_of(loaded).close()

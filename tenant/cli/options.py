@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.model.hf import RemoteConfig
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a name on the Hugging Face hub.")]
+Adapter = Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")]
 Federation = Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")]
 Text = Annotated[
     Path,

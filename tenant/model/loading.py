@@ -28,13 +28,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
-from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
+from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
+from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
 from tenant.model.remote_linear import RemoteLayer
 
 _LISTED = 3  # number of tensor names that an error message quotes
+_MAX_TEMPLATE_BYTES = 1 << 20
 _SHOWN = 200  # characters of another library's message that an error message quotes
 _GENERATION_SETTINGS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
@@ -186,6 +188,23 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
         raise missing
     return tokenizer
+
+
+def adapter_chat_template(folder: Path) -> str | None:
+    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if it has none.
+
+    Raises:
+        CheckpointError: the file is unreadable, too large, or not UTF-8.
+    """
+    path = folder / "chat_template.jinja"
+    if not path.exists():
+        settings = folder / "tokenizer_config.json"
+        template = read_json(settings).get("chat_template") if settings.exists() else None
+        return template if isinstance(template, str) else None
+    try:
+        return read_limited(path, _MAX_TEMPLATE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no chat template ({error}); fetch it again, or delete it") from error
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

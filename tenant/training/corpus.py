@@ -65,6 +65,23 @@ class JsonLine(msgspec.Struct):
         return "+".join(sorted(given)) if given in forms else None
 
 
+def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Return the text of a chat in the tokenizer's chat template.
+
+    Args:
+        options: of `apply_chat_template`.
+
+    Raises:
+        ConfigError: there is no template, or it refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError("this model's tokenizer has no chat template; write plain prompts (and completions) instead")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(f"the chat template refuses these messages: {one_line(str(error))}") from error
+
+
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
     """Read a file and encode it as training examples.
 
@@ -193,7 +210,11 @@ def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
 
 def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     messages = [{"role": message.role, "content": message.content} for message in line.messages or ()]
-    text = _render(messages, tokenizer)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
+        )
+    text = render_chat(messages, tokenizer)
     replies = list(_replies(messages, text, tokenizer))
     if not replies:
         raise ConfigError("the rendered chat has no message of role assistant, so there is nothing to learn; add one")
@@ -215,23 +236,10 @@ def _replies(
     """
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _render(messages[:i], tokenizer, add_generation_prompt=True)
-            after = _render(messages[: i + 1], tokenizer)
+            before = render_chat(messages[:i], tokenizer, add_generation_prompt=True)
+            after = render_chat(messages[: i + 1], tokenizer)
             if after.startswith(before) and text.startswith(after):
                 yield len(before), len(after)
-
-
-def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
-        )
-    if not tokenizer.chat_template:
-        raise ConfigError("this model's tokenizer has no chat template; write prompt and completion instead")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except (TemplateError, ValueError, TypeError) as error:
-        raise ConfigError(f"the chat template refuses these messages: {one_line(str(error))}") from error
 
 
 def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,21 +1,25 @@
-"""Generation with a split model. `symbiosis-priv tenant generate` runs it."""
+"""Generation and chats with a split model. `symbiosis-priv tenant generate` and `tenant chat` run it."""
 
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    DynamicCache,
     PreTrainedTokenizerBase,
     TextStreamer,
     set_seed,
 )
+from transformers.cache_utils import DynamicLayer
 
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import ConfigError
 from tenant.model.hf import RemoteConfig
-from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
+from tenant.model.loading import adapter_chat_template, load_adapter, load_language_model, load_tokenizer
+from tenant.training.corpus import render_chat
 from tenant.training.options import Decoding
 
 _GREEDY = Decoding()
@@ -24,7 +28,7 @@ _GREEDY = Decoding()
 def open_model(
     model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a split model, its tokenizer and, if given, a PEFT adapter.
+    """Load a split model, its tokenizer and, if given, a PEFT adapter. An adapter's own chat template is used.
 
     Raises:
         ConfigError: `adapter` is not a PEFT folder.
@@ -34,7 +38,10 @@ def open_model(
         vet_adapter(adapter)  # a quick check before the model is loaded
     tokenizer = load_tokenizer(model_path)
     model = load_language_model(model_path, remote=remote, dtype=dtype)
-    return model if adapter is None else load_adapter(model, adapter), tokenizer
+    if adapter is None:
+        return model, tokenizer
+    tokenizer.chat_template = adapter_chat_template(adapter) or tokenizer.chat_template
+    return load_adapter(model, adapter), tokenizer
 
 
 def generate(
@@ -56,41 +63,107 @@ def generate(
     Raises:
         ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's table of positions.
     """
-    encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if not encoded["input_ids"].numel():
-        raise ConfigError("the prompt has no tokens; there is nothing to continue")
-    _check_length(model, encoded["input_ids"].shape[1], decoding.max_new_tokens)
-    streamer = None
-    if stream and decoding.beams == 1 and not decoding.fixed_length:
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    endless = {"eos_token_id": None} if decoding.fixed_length else {}
-    set_seed(decoding.seed)
-    try:
-        output = model.generate(
-            input_ids=encoded["input_ids"],
-            attention_mask=encoded["attention_mask"],
-            max_new_tokens=decoding.max_new_tokens,
-            do_sample=decoding.samples,
-            temperature=decoding.temperature or None,
-            top_p=decoding.top_p,
-            num_beams=decoding.beams,
-            trust_remote_code=False,  # generation_config.json may name code on the hub
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            **endless,
-            streamer=streamer,
-        )
-    except BaseException:
-        if streamer is not None and streamer.token_cache:  # end the line before the error message
-            streamer.end()
-        raise
-    new = output[0, encoded["input_ids"].shape[1] :].tolist()
-    if decoding.fixed_length:
-        ends = _end_tokens(model, tokenizer)
-        new = list(takewhile(lambda token: token not in ends, new))
-    text = str(tokenizer.decode(new, skip_special_tokens=True))
-    if stream and streamer is None:
-        print(text)
-    return text
+    return _Generation(model, tokenizer, decoding).text_after(tokenizer(prompt)["input_ids"], stream=stream)
+
+
+class Chat:
+    """A conversation. The model reads each message once: keys and values of earlier messages are kept.
+
+    Args:
+        model: a split model, for instance from `open_model`.
+        tokenizer: its tokenizer, with a chat template.
+        decoding: how to choose tokens.
+    """
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, decoding: Decoding = _GREEDY) -> None:
+        self._generation = _Generation(model, tokenizer, decoding)
+        self._tokenizer = tokenizer
+        self._messages: list[dict[str, str]] = []
+
+    def answer(self, message: str, *, stream: bool = False, stop: Callable[[], bool] = lambda: False) -> str:
+        """Return the model's answer to a message of the user. After an error, the conversation is as it was before.
+
+        Args:
+            stream: as in `generate`.
+            stop: called before each token; returns True to end the answer.
+
+        Raises:
+            ConfigError: there is no chat template, it refuses the message, or the conversation exceeds the model's
+                table of positions.
+        """
+        asked = [*self._messages, {"role": "user", "content": message}]
+        text = render_chat(asked, self._tokenizer, add_generation_prompt=True)
+        prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds them
+        answer = self._generation.text_after(prompt, stream=stream, stop=stop)
+        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer
+
+
+class _Generation:
+    """Generates texts one after the other. Keys and values of a text are used again if the next prompt begins with it.
+
+    A tokenizer may cut the text of an answer into other tokens than the model has chosen. Then they are not used.
+    """
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> None:
+        self._model, self._tokenizer, self._decoding = model, tokenizer, decoding
+        self._read: list[int] = []  # the tokens whose keys and values are in the cache
+        self._cache: DynamicCache | None = None
+
+    def text_after(self, prompt: list[int], *, stream: bool, stop: Callable[[], bool] = lambda: False) -> str:
+        """Return the text after a prompt."""
+        model, tokenizer, decoding = self._model, self._tokenizer, self._decoding
+        if not prompt:
+            raise ConfigError("the prompt has no tokens; there is nothing to continue")
+        _check_length(model, len(prompt), decoding.max_new_tokens)
+        streamer = None
+        if stream and decoding.beams == 1 and not decoding.fixed_length:
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        input_ids = torch.tensor([prompt], dtype=torch.long, device=model.device)
+        endless = {"eos_token_id": None} if decoding.fixed_length else {}
+        cached, self._cache = self._cache, None  # generation changes it, and may fail
+        known = {} if cached is None or prompt[: len(self._read)] != self._read else {"past_key_values": cached}
+        set_seed(decoding.seed)
+        try:
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=decoding.max_new_tokens,
+                do_sample=decoding.samples,
+                temperature=decoding.temperature or None,
+                top_p=decoding.top_p,
+                num_beams=decoding.beams,
+                trust_remote_code=False,  # generation_config.json may name code on the hub
+                pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+                return_dict_in_generate=True,
+                stopping_criteria=[lambda ids, _: torch.full((len(ids),), stop(), dtype=torch.bool, device=ids.device)],
+                **endless,
+                **known,
+                streamer=streamer,
+            )
+        except BaseException:
+            if streamer is not None and streamer.token_cache:  # end the line before the error message
+                streamer.end()
+            raise
+        tokens = output.sequences[0].tolist()
+        self._keep(tokens, output.get("past_key_values"))
+        new = tokens[len(prompt) :]
+        if decoding.fixed_length:
+            ends = _end_tokens(model, tokenizer)
+            new = list(takewhile(lambda token: token not in ends, new))
+        text = str(tokenizer.decode(new, skip_special_tokens=True))
+        if stream and streamer is None:
+            print(text)
+        return text
+
+    def _keep(self, tokens: list[int], cache: Any) -> None:
+        """Keep the cache if it has every token but the last one, and plain attention only.
+
+        Layers with a state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens.
+        """
+        plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+        if plain and self._decoding.beams == 1 and cache.get_seq_length() == len(tokens) - 1:
+            self._cache, self._read = cache, tokens[:-1]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:

@@ -218,6 +218,68 @@ def test_a_prompt_can_be_read_from_stdin(
     assert "process list" in shown
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(model: Path, local: LocalFederation, adapter: Path) -> tuple[str, ...]:
+    """Options of a chat with an adapter that has a template of its own."""
+    folder = Path(shutil.copytree(adapter, model.parent / "chatting", ignore=shutil.ignore_patterns("checkpoint-*")))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    where = ("--model", str(model), "--federation", str(local.federation), "--adapter", str(folder))
+    return (*where, "--masking", "simulate", "--max-new-tokens", "4")
+
+
+def test_a_chat_uses_the_adapters_template_and_remembers(chatting: tuple[str, ...]) -> None:
+    def printed(command: str, *options: str, stdin: str | None = None) -> str:
+        return str(checked(CliRunner().invoke(cli.app, [command, *chatting, *options], input=stdin)).stdout)
+
+    once = printed("generate", "--prompt", "user: Hello\nassistant: ")
+    assert printed("generate", "--chat", "--prompt", "Hello") == once
+    context = f"user: Hello\nassistant: {once}user: And you?\nassistant: "
+    assert printed("chat", stdin="Hello\n\nAnd you?\n") == once + printed("generate", "--prompt", context)
+    with pytest.raises(ConfigError, match="no chat template"):
+        tenant("generate", *chatting[:4], "--masking", "simulate", "--chat", "--prompt", "Hello")
+
+
+def test_ctrl_c_stops_an_answer_and_twice_ends_the_chat(
+    chatting: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = 0
+
+    def interrupt(module: Any, inputs: Any, output: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            signal.raise_signal(signal.SIGINT)
+        if passes > 2:  # the second answer ends at once
+            output.logits[..., load_tokenizer(chatting[1]).eos_token_id] = 1e9
+
+    def opened(*args: Any, **options: Any) -> Any:
+        split, tokenizer = open_model(*args, **options)
+        split.get_base_model().register_forward_hook(interrupt)
+        return split, tokenizer
+
+    def typed(terminal: bool) -> str:
+        if (message := messages.pop(0)) is None:
+            signal.raise_signal(signal.SIGINT)
+        return str(message)
+
+    messages = ["Hello", "Hello", None, None, "never read"]
+    monkeypatch.setattr("tenant.training.generate.open_model", opened)
+    monkeypatch.setattr("tenant.cli.chat._message", typed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        shown = CliRunner().invoke(cli.app, ["chat", *chatting])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (shown.exit_code, passes, messages) == (130, 3, ["never read"])
+    assert "at once" in shown.stderr
+
+
 def test_options_out_of_range_are_early_errors(model: Path, text: Path, local: LocalFederation) -> None:
     """torch, numpy and transformers would raise late errors, each in its own way."""
     where = ["--model", str(model), "--federation", str(local.federation), "--masking", "simulate"]

@@ -121,7 +121,7 @@ def test_chats_need_a_template(
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     lines = write(tmp_path / "c.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
-    with pytest.raises(ConfigError, match="prompt and completion instead"):
+    with pytest.raises(ConfigError, match="no chat template"):
         load_examples(lines, tokenizer, length=10)
 
 

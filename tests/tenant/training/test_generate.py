@@ -1,0 +1,86 @@
+"""Chats: what is sent again, what an error leaves behind, and whose template is used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from tenant.model.hf import RemoteConfig
+from tenant.model.loading import adapter_chat_template
+from tenant.training.generate import Chat, generate, open_model
+from tenant.training.options import Decoding
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+FEW = Decoding(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    recipe = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
+    path = make_base_model(tmp_path_factory.mktemp("generate") / "model", recipe=recipe)
+    model, tokenizer = open_model(path, remote=RemoteConfig(masking="simulate"))
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+
+def test_a_message_is_read_once_and_changes_nothing(opened: Any) -> None:
+    model, tokenizer = opened
+    rows: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
+    chat = Chat(model, tokenizer, decoding=FEW)
+    first = chat.answer("The weather")
+    assert rows[1:] == [1, 1, 1]
+    rows.clear()
+    second = chat.answer("was cold")
+    hook.remove()
+    whole = f"The weather {first} was cold "
+    assert rows[0] < len(tokenizer(whole)["input_ids"])
+    assert second == generate(model, tokenizer, whole, decoding=FEW)
+
+
+def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:
+    model, tokenizer = opened
+    chat, fresh = Chat(model, tokenizer, decoding=FEW), Chat(model, tokenizer, decoding=FEW)
+    assert chat.answer("The weather") == fresh.answer("The weather")
+
+    def fail(*args: Any) -> None:
+        raise DeadlineExceededError("lost")
+
+    hook = model.model.layers[-1].register_forward_pre_hook(fail)
+    with pytest.raises(DeadlineExceededError):
+        chat.answer("is lost")
+    hook.remove()
+    assert chat.answer("was cold") == fresh.answer("was cold")
+
+
+def test_an_answer_can_be_stopped(opened: Any) -> None:
+    model, tokenizer = opened
+    whole = Chat(model, tokenizer, decoding=FEW).answer("The weather")
+    chat = Chat(model, tokenizer, decoding=FEW)
+    part = chat.answer("The weather", stop=lambda: True)
+    assert part != whole
+    assert whole.startswith(part)
+
+
+def test_a_template_of_an_adapter_is_read_with_a_limit(tmp_path: Path) -> None:
+    assert adapter_chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    assert adapter_chat_template(tmp_path) == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert adapter_chat_template(tmp_path) == "new"
+    for damaged in (b"\xff", bytes(1 << 21)):
+        (tmp_path / "chat_template.jinja").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="chat template"):
+            adapter_chat_template(tmp_path)
+
+
+def test_a_template_that_refuses_a_message_is_an_error(opened: Any) -> None:
+    model, tokenizer = opened
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    try:
+        with pytest.raises(ConfigError, match="template refuses"):
+            Chat(model, tokenizer).answer("Hello")
+    finally:
+        tokenizer.chat_template = TEMPLATE

@@ -46,8 +46,6 @@ class Options:
         verify_columns: columns m of the keys for fault attribution. The check of products does not depend on them.
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
         masking_options: options of the masking scheme, by name; the scheme's module in `tenant/masking/` declares them.
-        status: a file to which the session writes names, states and counters of the providers, for `symbiosis-priv
-            federation top --status`. Only the user can read the file.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
         surface: how error messages name options: as Python arguments ("python") or as flags ("command line").
     """
@@ -64,7 +62,6 @@ class Options:
     verify_columns: int = DEFAULT_COLUMNS
     cache: str | Path | None = None
     masking_options: Mapping[str, object] = field(default_factory=dict)
-    status: str | Path | None = None
     wiretap: Wiretap | None = None
     surface: Literal["python", "command line"] = "python"
 

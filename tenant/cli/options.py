@@ -16,7 +16,6 @@ from rich.table import Table
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.system.files import output_file
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.model.hf import RemoteConfig
@@ -50,12 +49,6 @@ class Remote:
     )
     experts: Annotated[
         str | None, typer.Option(help="all, flat, counts, local: where the experts of a mixture run (docs/experts.md).")
-    ] = None
-    status: Annotated[
-        Path | None,
-        typer.Option(
-            callback=output_file, help="Write the state of each provider to this file, for `federation top --status`."
-        ),
     ] = None
 
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""`symbiosis-priv federation`: commands with which a tenant writes, checks and watches its federation."""
+"""`symbiosis-priv federation`: commands with which a tenant writes and checks its federation."""

@@ -135,28 +135,6 @@ def _found(federation: Federation, timeout: float) -> Found:
     return Found(executors, discovery.refused)
 
 
-@app.command()
-def top(
-    *,
-    federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
-    status: Annotated[
-        Path | None, typer.Option(help="Status file of a running session: `tenant finetune --status FILE`.")
-    ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 2.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one update and end.")] = False,
-) -> None:
-    """Show a federation, live: layers, round trips and load of each provider, and a session's counters.
-
-    Ctrl-C ends the command.
-    """
-    loaded = load_federation(federation)
-    with terminal.working("loading torch"):
-        from tenant.federation.top import watch
-
-    watch(loaded, _preparation(loaded, None), status=status, interval=interval, timeout=timeout, once=once)
-
-
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
     """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible.
 

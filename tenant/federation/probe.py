@@ -34,7 +34,6 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tenant.core.prepared import Preparation
 from tenant.federation.coverage import Serving, layer_text
 
-GLANCE_ROUND_TRIPS = 5
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
@@ -60,7 +59,6 @@ class Finding:
         clock_ahead_s: seconds that the provider's clock is ahead of this machine's clock.
         round_trip_s: median time of a request without rows.
         rows_per_s, bytes_per_s: throughput of the largest layer group; bytes sent and received.
-        report: the provider's health report.
     """
 
     peer: Peer
@@ -73,7 +71,6 @@ class Finding:
     round_trip_s: float | None = None
     rows_per_s: float | None = None
     bytes_per_s: float | None = None
-    report: wire.HealthReport | None = None
 
     @property
     def serving(self) -> Serving | None:
@@ -127,15 +124,6 @@ class ProviderProbe:
         """Measure throughput."""
         self._guarded(timeout, self._measure)
 
-    def glance(self, timeout: float) -> Finding:
-        """Probe health and round trip again, on the earlier connection if it still works. Sends no row."""
-        before = self.finding
-        self.finding = Finding(before.peer, days_left=before.days_left, groups=before.groups)
-        self._guarded(timeout, self._glance)
-        if self.finding.failure is not None:
-            self.close()
-        return self.finding
-
     def give_up(self, failure: str) -> None:
         """Replace the finding by a failure and break the connection, while the probing thread still waits."""
         self.finding = Finding(self.finding.peer, failure)
@@ -166,7 +154,7 @@ class ProviderProbe:
     def _look(self, finding: Finding) -> None:
         line = self._open()
         finding.days_left = _days_left(line)
-        finding.report, finding.clock_ahead_s = self._health()
+        finding.clock_ahead_s = self._clock_ahead()
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
                 f"the clock of {finding.peer.name} is {abs(finding.clock_ahead_s):,.0f} s "
@@ -176,17 +164,9 @@ class ProviderProbe:
         welcome = self._greet()
         groups = self._check_groups(welcome.groups)
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
-        self._round_trips(finding, groups.start, count=_ROUND_TRIPS)
+        self._round_trips(finding, groups.start)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
-
-    def _glance(self, finding: Finding) -> None:
-        if self._line is None:
-            finding.days_left = _days_left(self._open())
-            finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
-        finding.report, finding.clock_ahead_s = self._health()
-        assert self._welcome is not None  # set when the connection was opened
-        self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
 
     def _open(self) -> ClientConnection:
         federation, peer = self._federation, self.finding.peer
@@ -204,13 +184,13 @@ class ProviderProbe:
         self._line.open(self._deadline)
         return self._line
 
-    def _health(self) -> tuple[wire.HealthReport, float]:
-        """Return the health report, and the seconds that the provider's clock is ahead."""
+    def _clock_ahead(self) -> float:
+        """Return the seconds that the provider's clock is ahead."""
         began = time.time()
         reply, _ = self._ask(wire.Health())
         if not isinstance(reply, wire.HealthReport):
             raise ProtocolError(f"{self.name} gives no health report; run the same release on both sides")
-        return reply, reply.time - (began + time.time()) / 2
+        return reply.time - (began + time.time()) / 2
 
     def _greet(self) -> wire.Welcome:
         digest = self._federation.model_digest
@@ -240,13 +220,13 @@ class ProviderProbe:
                 )
         return groups
 
-    def _round_trips(self, finding: Finding, group: int, *, count: int) -> None:
+    def _round_trips(self, finding: Finding, group: int) -> None:
         def seconds() -> float:
             start = time.perf_counter()
             self._product(group, FORWARD, 0)
             return time.perf_counter() - start
 
-        finding.round_trip_s = statistics.median(seconds() for _ in range(count))
+        finding.round_trip_s = statistics.median(seconds() for _ in range(_ROUND_TRIPS))
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
         """Verify a product of one row at the first and the last group of linears, in both directions.

@@ -9,7 +9,6 @@ from tenant.masking.scheme import SessionScheme
 from tenant.options import Options
 from tenant.preparation.opening import Opening
 from tenant.session.options import SessionOptions
-from tenant.session.published import publish
 from tenant.session.session import Session
 
 
@@ -51,6 +50,4 @@ def _in_session(scheme: SessionScheme, opening: Opening) -> Backend:
         ),
         store=store,
     )
-    if options.status is not None:
-        publish(session, Path(options.status))
     return RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)

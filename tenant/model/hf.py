@@ -31,7 +31,6 @@ from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
-from tenant.masking.scheme import SessionScheme
 from tenant.model.base_weights import BaseWeights
 from tenant.model.connect import open_backend
 from tenant.model.division import division
@@ -67,8 +66,6 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             )
         if remote and self.weight_bits is not None:
             raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")
-        if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
-            raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
         if self.experts not in (None, *get_args(Experts)):
             raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
         if self.show_routes_while_decoding and self.experts != "counts":

@@ -9,6 +9,6 @@
     pools       draws pads ahead
     runtime     what belongs to one process: secret, pads, threads, connections
 
-`tally` and `spans` count and measure; `traffic` predicts; `published` writes figures to a file. The code that
-guarantees privacy and integrity is in `tenant.core`.
+`tally` and `spans` count and measure; `traffic` predicts. The code that guarantees privacy and integrity is in
+`tenant.core`.
 """

@@ -49,7 +49,6 @@ WRONG = (
     ("tenant check -m model -t absent.txt", "absent.txt"),
     ("tenant prepare -m model -f none.toml", "none.toml"),
     ("federation check -f none.toml", "none.toml"),
-    ("federation top -f none.toml", "none.toml"),
     ("verify --federation none.toml", "none.toml"),
     ("demo --text pairs.txt", "JSON"),
     ("provider serve -c none.toml", "none.toml"),

@@ -1,0 +1,47 @@
+"""A session's ledger: its figures of each provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.network import wire
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+
+
+def rows(count: int = 4) -> Tensor:
+    return torch.arange(count * 64, dtype=torch.int32).reshape(count, 64) % 7
+
+
+def test_the_ledger_shows_a_liar_and_the_others_work(
+    new_session: NewSession,
+    new_provider: NewProvider,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+) -> None:
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(reply, answer + 1)
+
+    liar = new_provider()
+    liar.behaviour = lie
+    session = new_session("pad", [liar, executor], [helper], pool_memory=0)
+    session.product(0, FORWARD, rows())
+    session.product(0, FORWARD, rows())
+    found = {(figures.name, figures.role): figures for figures in session.ledger().providers}
+    first, second, sharing = (
+        found[peer.name, peer.role]
+        for peer in (liar.peer("executor"), executor.peer("executor"), helper.peer("helper"))
+    )
+    assert (first.state, first.rejected, first.verified) == ("quarantined", 1, 0)
+    assert (second.state, second.rejected) == ("up", 0)
+    assert second.verified == 2
+    assert second.requests >= 2
+    assert second.latency_s is not None
+    assert sharing.verified >= 2

@@ -1,0 +1,98 @@
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tenant.endpoint.engine.attention import attend
+from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
+
+LENGTHS = st.one_of(st.integers(1, 40), st.integers(BLOCK - 1, BLOCK + 2), st.integers(2 * BLOCK, 2 * BLOCK + 20))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, KeyValues, dict[str, Any]]:
+    """Queries of a whole sequence, its keys and values, and options of `attend`."""
+    heads_kv, group, width = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3, 8, 17])), draw(st.integers(1, 40))
+    length, size = draw(LENGTHS), draw(st.sampled_from([0.01, 1.0, 8.0]))
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    shape = Shape(layers=1, heads=heads_kv, key_width=width, value_width=width + 3, dtype=torch.float32)
+    kv = KeyValues(shape)
+    kv.append(0, size * torch.randn(length, heads_kv, width), torch.randn(length, heads_kv, width + 3))
+    heads = heads_kv * group
+    options = {
+        "scaling": draw(st.sampled_from([1.0, width**-0.5])),
+        "window": draw(st.one_of(st.none(), st.integers(1, length + 1))),
+        "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
+        "sinks": draw(st.sampled_from([None, 4 * torch.randn(heads)])),
+    }
+    return torch.randn(length, heads, width), kv, options
+
+
+def oracle(
+    queries: Tensor, kv: KeyValues, *, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The attention of transformers' eager functions, of a whole sequence, in float64."""
+    tokens, heads, _ = queries.shape
+    keys, values = (
+        torch.cat([keys for keys, _ in kv.blocks(0)], 2),
+        torch.cat([values for _, values in kv.blocks(0)], 1),
+    )
+    keys, values = (
+        part.double().repeat_interleave(heads // len(part), 0) for part in (keys[..., :tokens], values[:, :tokens])
+    )
+    scores = queries.double().transpose(0, 1) @ keys * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    place = torch.arange(tokens)
+    seen = place <= place[:, None]
+    if window is not None:
+        seen &= place > place[:, None] - window
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, tokens, 1)], -1)
+    return (scores.softmax(-1)[..., :tokens] @ values).transpose(0, 1)
+
+
+@given(cases())
+@settings(max_examples=25)
+def test_attention_is_that_of_transformers(case: tuple[Tensor, KeyValues, dict[str, Any]]) -> None:
+    """Bound, with u = 2^-24. A score of size S has an error of (width + 8) u S, and twice that as a factor of a weight.
+    Numerator and denominator are sums of `length` terms, rescaled once per block: 2 (length + 4 blocks + 16) u."""
+    queries, kv, options = case
+    (length, _, width), blocks = queries.shape, kv.blocks(0)
+    found = attend(queries, blocks, length, **options)
+    sizes = (
+        torch.cat([keys for keys, _ in blocks], 2).norm(dim=1).amax() * queries.norm(dim=-1).amax() * options["scaling"]
+    )
+    factors = 2 * (width + 8) * sizes + 2 * (length + 4 * len(blocks) + 16)
+    bound = 1.1 * 2**-24 * factors * torch.cat([values for _, values in blocks], 1).abs().amax()
+    assert (found - oracle(queries, kv, **options)).abs().amax() <= bound
+
+
+@given(cases(), st.data())
+@settings(max_examples=25)
+def test_a_row_has_the_same_bits_in_every_chunk(
+    case: tuple[Tensor, KeyValues, dict[str, Any]], data: st.DataObject
+) -> None:
+    queries, kv, options = case
+    length = len(queries)
+    together = attend(queries, kv.blocks(0), length, **options)
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=6))})
+    for start, end in itertools.pairwise(cuts):
+        chunk = attend(queries[start:end], kv.prefix(end).blocks(0), end, **options)
+        assert torch.equal(chunk, together[start:end])
+    assert torch.equal(attend(queries[-1:], kv.blocks(0), length, **options), together[-1:])
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    torch.manual_seed(0)
+    shape = Shape(layers=1, heads=2, key_width=16, value_width=16, dtype=torch.bfloat16)
+    half, full = KeyValues(shape), KeyValues(Shape(**{**vars(shape), "dtype": torch.float32}))
+    keys, values, queries = (torch.randn(20, heads, 16).bfloat16() for heads in (2, 2, 4))
+    half.append(0, keys, values)
+    full.append(0, keys.float(), values.float())
+    found = attend(queries, half.blocks(0), 20, scaling=0.25)
+    assert torch.equal(found, attend(queries.float(), full.blocks(0), 20, scaling=0.25).bfloat16())

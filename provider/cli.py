@@ -26,6 +26,8 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
 WeightBits = Annotated[
     int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
 ]
+TiedHead = Annotated[bool, typer.Option("--tied-head", help="With MODEL: also serve the product of a tied LM head.")]
+NoExperts = Annotated[bool, typer.Option("--no-experts", help="With MODEL: do not serve the experts of a mixture.")]
 OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")]
 
 
@@ -69,12 +71,15 @@ def manifest(
     *,
     config: OptionalConfig = None,
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
+    tied_head: TiedHead = False,
+    no_experts: NoExperts = False,
 ) -> None:
     """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
     from provider.announce.placement import unplaced
     from provider.config.provider_toml import load
     from provider.products.model import open_store
     from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.layers import Scope
     from symbiosis_priv.checkpoints.weights import WeightStore
 
     if (model is None) == (config is None):
@@ -82,7 +87,8 @@ def manifest(
     if config is not None:
         store = open_store(unplaced(load(config)))
     else:
-        store = WeightStore(resolve(str(model)), weight_bits=weight_bits)
+        scope = Scope(tied_head=tied_head, experts=not no_experts)
+        store = WeightStore(resolve(str(model)), weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         found = store.manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")

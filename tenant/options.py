@@ -37,6 +37,9 @@ class Options:
             refused;
             "local" keeps the experts on the tenant, which needs the full checkpoint and the memory for them.
             By default "all" if it costs x4 or less, else "local"; loading logs the choice and its price.
+        tied_head: offload the product of an LM head whose weight is the embedding table. The table stays with the
+            tenant for look-ups. The providers must serve this product (`tied_head = true` under [model] of
+            federation.toml). An LM head with a weight of its own is always offloaded.
         show_routes_while_decoding: allow decoding with experts = "counts", although a provider learns most tokens.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.
@@ -55,6 +58,7 @@ class Options:
     weight_bits: int | None = None
     checkpoint: str | Path | None = None
     experts: Experts | None = None
+    tied_head: bool = False
     show_routes_while_decoding: bool = False
     deadline_s: float = 120.0
     pool_memory_mib: int = 256

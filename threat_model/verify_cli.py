@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -42,6 +43,12 @@ def verify(
         int,
         typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight."),
     ] = DEFAULT_WEIGHT_BITS,
+    tied_head: Annotated[
+        bool, typer.Option("--tied-head", help="With --address: the provider serves a tied LM head.")
+    ] = False,
+    no_experts: Annotated[
+        bool, typer.Option("--no-experts", help="With --address: the provider serves no experts.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +86,7 @@ def verify(
             role=role,
             model=model,
             weight_bits=weight_bits,
+            scope=Scope(tied_head=tied_head, experts=not no_experts),
             floats=floats,
             seed=chosen,
             deadline=deadline,
@@ -108,7 +116,8 @@ def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadl
     with terminal.working("loading torch"):
         from threat_model.conformance import Dialler, Subject
 
-    oracle = _oracle(model, weight_bits=federation.weight_bits, digest=federation.model_digest, seed=seed)
+    scope, digest = federation.scope, federation.model_digest
+    oracle = _oracle(model, weight_bits=federation.weight_bits, scope=scope, digest=digest, seed=seed)
 
     def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
         dialler = Dialler(
@@ -129,6 +138,7 @@ def _single(
     role: Role,
     model: str | None,
     weight_bits: int,
+    scope: Scope,
     floats: bool,
     seed: int,
     deadline: float,
@@ -151,12 +161,12 @@ def _single(
         from threat_model.conformance import Dialler, Subject
 
     peer = Peer(name=address, operator="unknown", role=role, host=host, port=port, certificate=certificate)
-    oracle = _oracle(model, weight_bits=weight_bits, digest=None, seed=seed)
+    oracle = _oracle(model, weight_bits=weight_bits, scope=scope, digest=None, seed=seed)
     dialler = Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline)
     return [Subject(dialler, oracle, require_floats=floats)]
 
 
-def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
+def _oracle(model: str | None, *, weight_bits: int, scope: Scope, digest: str | None, seed: int) -> Oracle:
     from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.core.verifier import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
@@ -171,7 +181,7 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
                 f"no session has prepared model {digest} on this machine: add --model CHECKPOINT, your own copy "
                 f"of what the providers should serve"
             ) from error
-    store = WeightStore(resolve(model), weight_bits=weight_bits)
+    store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         own = store.manifest(progress=progress).digest
     if digest not in (None, own):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from provider.scheduler.policy import Policy, PolicyName
-from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.network.addresses import parse_address
@@ -37,6 +37,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
         weight_bits: bits of a quantised weight. Every tenant of this provider uses the same value.
+        tied_head: also serve the product of an LM head whose weight is the embedding table. Changes the digest.
+        experts: serve the experts of a mixture. With false, tenants compute them. Changes the digest.
         cache: folder for quantised weights; the user's cache folder if left out.
         layers: first and last layer that is served; all if left out. "auto" chooses the layers that are served least by
             the executors in the registries of `announce`. The digest always covers the whole model.
@@ -44,6 +46,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     checkpoint: str
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    tied_head: bool = False
+    experts: bool = True
     cache: Path | None = None
     layers: str | None = None
 
@@ -56,6 +60,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The layers that are served; None for all. With "auto", call `placement.placed` first."""
         assert self.layers != AUTO, "not chosen yet"
         return None if self.layers is None else LayerRange.parse(self.layers)
+
+    @property
+    def scope(self) -> Scope:
+        """The optional layer groups that are served."""
+        return Scope(tied_head=self.tied_head, experts=self.experts)
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

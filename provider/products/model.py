@@ -30,6 +30,7 @@ def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStor
         kernel=executor.kernel,
         shardable=shardable,
         layers=model.layer_range,
+        scope=model.scope,
     )
 
 

@@ -22,6 +22,22 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Which optional layer groups providers serve. All parties of a federation agree on it: it changes the digest.
+
+    Args:
+        tied_head: the product of an LM head whose weight is the embedding table. The table stays with the tenant.
+        experts: the stacks of experts.
+    """
+
+    tied_head: bool = False
+    experts: bool = True
+
+
+DEFAULT_SCOPE = Scope()
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """A group of linears that share one input, or the stack of one product of all experts of a layer.
 

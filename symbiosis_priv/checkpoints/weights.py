@@ -24,7 +24,7 @@ from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.layers import LayerRange, layers_of
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope, layers_of
 from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.checkpoints.stacks import join
 from symbiosis_priv.errors import CheckpointError, ConfigError
@@ -60,6 +60,7 @@ class WeightStore:
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
         shardable: with "auto", choose only kernels whose packed weights can be split by output channel.
         layers: the layers to pack for products; all if None. The manifest always describes the whole model.
+        scope: the optional layer groups that the manifest has.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class WeightStore:
         kernel: str = "auto",
         shardable: bool = False,
         layers: LayerRange | None = None,
+        scope: Scope = DEFAULT_SCOPE,
     ) -> None:
         self.path = path
+        self.scope = scope
         self.weight_bits = weight_bits
         self.device = device
         self._kernel = kernel
@@ -98,7 +101,7 @@ class WeightStore:
         if self._skeleton is None:
             from symbiosis_priv.checkpoints.discovery.skeleton import discover
 
-            self._skeleton = discover(self.path)
+            self._skeleton = discover(self.path, self.scope)
         return self._skeleton
 
     def manifest(self, *, progress: Progress | None = None) -> Manifest:
@@ -126,7 +129,8 @@ class WeightStore:
         """Returns True if the checkpoint holds every offloaded tensor, and not only the tenant's own tensors."""
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
-            return all(self._weight_of(name) in stored for spec in self.skeleton.groups for name in spec.members)
+            weights = (self._weight_of(name) for spec in self.skeleton.groups for name in spec.members)
+            return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
         """One quantised group, from the cache or from the checkpoint.
@@ -260,6 +264,9 @@ class WeightStore:
             stored = skeleton.names.by_parameter(checkpoint.names())
 
         def read(parameter: str) -> Tensor:
+            source_of_tie = skeleton.tied.get(parameter, parameter)
+            if parameter not in stored or source_of_tie not in stored:  # the tenant looks up embeddings in the source
+                parameter = source_of_tie
             source = stored.get(parameter)
             if source is None:
                 return checkpoint.tensor(parameter)  # raises an error that names what is missing
@@ -297,7 +304,8 @@ class WeightStore:
         """The manifest's file. Its name covers the checkpoint's files and the version of transformers."""
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
-        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}-transformers-{version('transformers')}"
+        optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
+        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
@@ -27,6 +27,7 @@ class Federation:
         companies: providers and operators that count as one party although their operators' names differ.
         pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
         registries: registries that list more executors; None: the tenant uses the executors of the file only.
+        scope: the optional layer groups that the providers serve.
     """
 
     model_digest: str
@@ -37,6 +38,7 @@ class Federation:
     companies: tuple[Company, ...] = ()
     pad_helpers: int | None = None
     registries: Registries | None = None
+    scope: Scope = DEFAULT_SCOPE
 
     @property
     def executors(self) -> tuple[Peer, ...]:

@@ -3,6 +3,8 @@
 [model]
 digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
 weight_bits = 10
+# tied_head = true               # the providers serve the product of a tied LM head
+# experts = false                # the providers do not serve the experts of a mixture
 
 [tenant]
 certificate = "keys/alice.pem"   # paths are relative to this file
@@ -39,7 +41,7 @@ from typing import Annotated
 
 import msgspec
 
-from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation.federation import Federation, check_choice
 from symbiosis_priv.federation.parties import check_parties
@@ -60,6 +62,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class _Model(_Section, frozen=True):
     digest: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    tied_head: bool = False
+    experts: bool = True
 
 
 class _Tenant(_Section, frozen=True):
@@ -123,6 +127,7 @@ def load_federation(path: str | Path) -> Federation:
         companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
         pad_helpers=file.pads.helpers if file.pads else None,
         registries=_registries(file.registry, path) if file.registry else None,
+        scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts),
     )
     if not federation.executors and file.registry is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")

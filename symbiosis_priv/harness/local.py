@@ -14,13 +14,14 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 from symbiosis_priv.certificates.issuing import DEFAULT_HOSTS, create_authority, issue
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.harness.service import ManagedProcess
@@ -67,6 +68,7 @@ class LocalFederation:
         model: base checkpoint that the providers serve.
         directory: new or empty folder; it is not deleted.
         helpers: number of helpers; 0 for masking without one.
+        scope: the optional layer groups that all providers serve.
         layers: range of layers that a provider serves, by its name; the other providers serve all layers.
         companies: names of providers that count as one party, by the name of their company.
         pad_helpers: number of helpers that share each pad; all helpers if None.
@@ -87,6 +89,7 @@ class LocalFederation:
         helpers: int = 1,
         executors: int = 1,
         weight_bits: int = DEFAULT_WEIGHT_BITS,
+        scope: Scope = DEFAULT_SCOPE,
         layers: Mapping[str, str] | None = None,
         companies: Mapping[str, Sequence[str]] | None = None,
         pad_helpers: int | None = None,
@@ -101,7 +104,7 @@ class LocalFederation:
         self.directory = directory.resolve()
         self.cache = self.directory / "cache" if cache is None else cache.resolve()
         self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
-        self._weight_bits = weight_bits
+        self._weight_bits, self._scope = weight_bits, scope
         self._layers = layers or {}
         self._companies = companies or {}
         self._pad_helpers = pad_helpers
@@ -182,7 +185,7 @@ class LocalFederation:
             DeadlineExceededError: a provider was not ready in time.
             CertificateError, CheckpointError, UnsupportedModelError: keys or the checkpoint cannot be used.
         """
-        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.cache)
+        store = WeightStore(self.model, weight_bits=self._weight_bits, scope=self._scope, cache=self.cache)
         self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
         self._tenant = self.issue_tenant("tenant")
@@ -288,7 +291,7 @@ class LocalFederation:
 
     def _write_federation(self) -> None:
         sections = [
-            _table("[model]", digest=self._digest, weight_bits=self._weight_bits),
+            _table("[model]", digest=self._digest, weight_bits=self._weight_bits, **asdict(self._scope)),
             _table("[tenant]", certificate=self._tenant.certificate, key=self._tenant.key),
         ]
         if self._pad_helpers is not None:
@@ -331,6 +334,7 @@ class LocalFederation:
             "model": {
                 "checkpoint": self.model,
                 "weight_bits": self._weight_bits,
+                **asdict(self._scope),
                 "cache": self.cache,
             },
             "executor": {

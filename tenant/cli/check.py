@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,9 @@ def check(
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
+    tied_head: Annotated[
+        bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
+    ] = False,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
@@ -54,7 +57,7 @@ def check(
         )
         from tenant.training import quality
 
-    terminal.console().print(_division_table(folder))
+    terminal.console().print(_division_table(folder, tied_head=tied_head))
     if text is None:
         return
     kind = architecture(load_config(folder))
@@ -62,7 +65,8 @@ def check(
     check_reads_text(kind)
     load = partial(load_model, model, kind=kind)
     tokenizer = load_tokenizer(model)
-    split = load(remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
+    remote = RemoteConfig(masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
+    split = load(remote=remote, dtype=torch.float32)
     reference = load(dtype=torch.float32)
     limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
     examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
@@ -78,16 +82,20 @@ def check(
     terminal.console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 
 
-def _division_table(folder: Path) -> Table:
+def _division_table(folder: Path, *, tied_head: bool) -> Table:
     from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
     from symbiosis_priv.checkpoints.discovery.skeleton import discover
+    from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
     from symbiosis_priv.checkpoints.manifest import GroupEntry
     from tenant.model.division import division
-    from tenant.session.traffic import of_token
+    from tenant.session.traffic import PredictedTraffic, of_token
 
-    groups = discover(folder).groups
+    def traffic(groups: Iterable[GroupSpec]) -> PredictedTraffic:
+        return of_token([GroupEntry(digest="", **vars(group)) for group in groups])
+
+    groups = discover(folder, Scope(tied_head=tied_head)).groups
     divided = division(build(load_config(folder)), {member for group in groups for member in group.members})
-    token = of_token([GroupEntry(digest="", **vars(group)) for group in groups])
+    token = traffic(groups)
     table = table_of("if all layers are offloaded", "parameters", "share")
     table.add_row("at providers", f"{divided.offloaded:,}", f"{divided.share:.1%}")
     for kind, count in divided.kept.items():
@@ -96,6 +104,14 @@ def _division_table(folder: Path) -> Table:
     table.add_row("round trips of a token", f"{token.turns:,}", "")
     table.add_row("sent and received for a token", f"{(token.up + token.down) / 1e6:,.3f} MB", "")
     table.add_row("effects from each helper (pad)", f"{token.effects / 1e6:,.3f} MB", "")
+    with_head = discover(folder, Scope(tied_head=True))
+    for head in (group for group in with_head.groups if f"{group.members[0]}.weight" in with_head.tied):
+        row = traffic([head])
+        table.add_section()
+        table.add_row("the tied LM head, at providers" if tied_head else "the LM head, with --tied-head", "", "")
+        table.add_row("sent and received for a row of logits", f"{(row.up + row.down) / 1e6:,.3f} MB", "")
+        table.add_row("effects from each helper (pad)", f"{row.effects / 1e6:,.3f} MB", "")
+        table.add_row("multiply-adds for a row of logits", f"{head.inputs * sum(head.outputs):,}", "")
     return table
 
 

@@ -50,6 +50,9 @@ class Remote:
     experts: Annotated[
         str | None, typer.Option(help="all, flat, counts, local: where the experts of a mixture run (docs/experts.md).")
     ] = None
+    tied_head: Annotated[
+        bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
+    ] = False
 
     def check(self) -> None:
         """Check the files before torch is imported.

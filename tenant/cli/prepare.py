@@ -34,7 +34,7 @@ def prepare(
         from tenant.preparation.keys import prepare as prepare_model
         from tenant.preparation.slim import write_slim
 
-    store = WeightStore(folder, weight_bits=pinned.weight_bits)
+    store = WeightStore(folder, weight_bits=pinned.weight_bits, scope=pinned.scope)
     with terminal.progress_bar("verification keys") as progress:
         preparation = prepare_model(
             store,

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from symbiosis_priv.certificates.reading import describe, fingerprint
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
@@ -56,6 +57,12 @@ def init(
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
+    tied_head: Annotated[
+        bool, typer.Option("--tied-head", help="The providers serve the product of a tied LM head.")
+    ] = False,
+    no_experts: Annotated[
+        bool, typer.Option("--no-experts", help="The providers do not serve the experts of a mixture.")
+    ] = False,
 ) -> None:
     """Write federation.toml from the addresses and certificates that operators gave you; print each fingerprint."""
     from tenant.federation.init import ProviderArgument, parse_company, write_federation
@@ -67,11 +74,13 @@ def init(
         raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
     providers = [ProviderArgument.parse(text, role="executor") for text in executor]
     providers += [ProviderArgument.parse(text, role="helper") for text in helper or ()]
+    scope = Scope(tied_head=tied_head, experts=not no_experts)
     federation = write_federation(
         path,
         providers,
-        digest=digest or _digest(str(model), weight_bits),
+        digest=digest or _digest(str(model), weight_bits, scope),
         weight_bits=weight_bits,
+        scope=scope,
         tenant_certificate=certificate,
         tenant_key=key,
         pad_helpers=pad_helpers,
@@ -85,12 +94,12 @@ def init(
     typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
 
 
-def _digest(model: str, weight_bits: int) -> str:
+def _digest(model: str, weight_bits: int, scope: Scope) -> str:
     import torch  # importing torch would delay --help
 
     from symbiosis_priv.checkpoints.weights import WeightStore
 
-    store = WeightStore(resolve(model), weight_bits=weight_bits)
+    store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
         return store.assemble(entries).digest
@@ -146,7 +155,9 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
     from tenant.core.verifier import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
 
-    store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)
+    store = None
+    if model is not None:
+        store = WeightStore(resolve(model), weight_bits=federation.weight_bits, scope=federation.scope)
     try:
         with terminal.progress_bar("verification keys") as progress:
             return prepare(

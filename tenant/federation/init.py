@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Company, Federation, load_federation
 from symbiosis_priv.limits import Role
@@ -60,6 +61,7 @@ def write_federation(
     *,
     digest: str,
     weight_bits: int,
+    scope: Scope = DEFAULT_SCOPE,
     tenant_certificate: Path,
     tenant_key: Path,
     pad_helpers: int | None = None,
@@ -71,6 +73,7 @@ def write_federation(
         path: the file, which must not exist.
         providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
             file gets paths relative to its own folder.
+        scope: the optional layer groups that the providers serve.
         tenant_certificate, tenant_key: the tenant's certificate and private key, with paths as above.
         pad_helpers: number of helpers that share each pad; all helpers if None.
         companies: groups of providers that count as one party.
@@ -89,7 +92,7 @@ def write_federation(
         return file if file.is_absolute() else Path(os.path.relpath(file, path.parent))
 
     tables = [
-        table("[model]", digest=digest, weight_bits=weight_bits),
+        table("[model]", digest=digest, weight_bits=weight_bits, **asdict(scope)),
         table("[tenant]", certificate=beside(tenant_certificate), key=beside(tenant_key)),
     ]
     if pad_helpers is not None:

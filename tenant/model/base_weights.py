@@ -12,6 +12,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import quantise
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
@@ -69,10 +70,12 @@ class BaseWeights:
     def _store(self) -> WeightStore:
         options = self._options
         if options.federation is not None:
-            bits = load_federation(options.federation).weight_bits
+            federation = load_federation(options.federation)
+            bits, scope = federation.weight_bits, federation.scope
         else:
             bits = DEFAULT_WEIGHT_BITS if options.weight_bits is None else options.weight_bits
-        store = WeightStore(resolve(options.checkpoint or self._model), weight_bits=bits)
+            scope = Scope(tied_head=options.tied_head)
+        store = WeightStore(resolve(options.checkpoint or self._model), weight_bits=bits, scope=scope)
         if not store.is_complete():
             raise UnsupportedMethodError(
                 f"this method reads base weights, and {store.path} has only the tenant's own tensors; pass "

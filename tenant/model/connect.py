@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.errors import CheckpointError, ConfigError
 from tenant.masking.backend import Backend, RingBackend
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
@@ -21,12 +21,18 @@ def open_backend(options: Options, model: str | Path) -> Backend:
             another checkpoint.
 
     Raises:
-        RoleConflictError, ConfigError: the scheme does not fit the federation (`Scheme.check`).
+        RoleConflictError, ConfigError: the scheme or an option does not fit the federation.
         CheckpointError: the scheme multiplies on the tenant, and the tenant lacks the weights.
     """
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
         scheme.check(opening.federation)  # before the checkpoint is read and before any provider is contacted
+        if options.tied_head and not opening.federation.scope.tied_head:
+            raise ConfigError(
+                f"{options.option('tied_head')} asks for the product of a tied LM head, which the providers of "
+                f"{options.federation} do not serve; leave it out, or use a federation with tied_head = true under "
+                f"[model]"
+            )
     return _in_session(scheme, opening) if isinstance(scheme, SessionScheme) else scheme.open(opening)
 
 

@@ -1,7 +1,7 @@
 """Which share of a model's parameters is offloaded, what stays with the tenant, and why."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,6 +14,7 @@ from symbiosis_priv.checkpoints.layers import is_offloaded
 
 EMBEDDINGS = "embeddings"
 TIED_HEAD = "embeddings that are also the LM head"
+TABLE = "embeddings, for look-ups (as the LM head they are offloaded)"
 EXPERTS = "experts"
 ROUTERS = "routers of experts"
 HEADS = "heads of the task"
@@ -60,7 +61,7 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
     prefix = f"{model.base_model_prefix}."
     names = {name.removeprefix(prefix) for name in members}
     modules = dict(model.named_modules())
-    kinds = _kinds(model)
+    kinds = _kinds(model, names)
     ties = model.all_tied_weights_keys  # on the meta device, tied modules have parameters of their own
     every = dict(model.named_parameters(remove_duplicate=False))
     kept: Counter[str] = Counter()
@@ -77,14 +78,17 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
     return Division(offloaded=offloaded, kept=dict(kept.most_common()))
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, str]:
+def _kinds(model: PreTrainedModel, offloaded: Set[str]) -> dict[str, str]:
     """The kind of each module that is kept for its place in the model."""
     kinds = dict.fromkeys(task_heads(model), HEADS)
     experts = tuple(experts_of(model))
     for name in routed_modules(model):
         kinds[name] = EXPERTS if name.startswith(experts) else ROUTERS
-    tied = {key for tie in model.all_tied_weights_keys.items() for key in tie}
-    return kinds | {key.rpartition(".")[0]: TIED_HEAD for key in tied}
+    ties = [[name.rpartition(".")[0] for name in tie] for tie in model.all_tied_weights_keys.items()]
+    tables = {source for target, source in ties if target in offloaded}
+    for target, source in ties:
+        kinds |= dict.fromkeys((target, source), TABLE if source in tables else TIED_HEAD)
+    return kinds
 
 
 def _kind(module: nn.Module) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, get_args
@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
+from symbiosis_priv.checkpoints.discovery.skeleton import tied_head
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from tenant.masking.backend import Backend
@@ -39,6 +40,7 @@ from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
 from tenant.model.offloaded import NO_DISK, OffloadedParameter, seal
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
+from tenant.model.tied_head import untie_head
 from tenant.options import Experts, Options
 
 log = logging.getLogger(__name__)
@@ -133,10 +135,14 @@ class RemoteQuantizer(HfQuantizer):
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
             weights = BaseWeights(self.quantization_config, folder)
-        mode = choose_mode(model, [facts.entry for facts in backend.facts], self.quantization_config.experts)
-        entries = [facts.entry for facts in backend.facts if mode != "local" or facts.entry.experts == 1]
-        log.info("%s: %s", type(model).__name__, division(model, {m for entry in entries for m in entry.members}))
-        split(model, backend, experts=mode, weights=weights)
+        entries = [facts.entry for facts in backend.facts]
+        mode = choose_mode(model, entries, self.quantization_config.experts)
+        tied = tied_head(model)
+        heads = set() if self.quantization_config.tied_head else {name.rpartition(".")[0] for name in tied}
+        members = {m for e in entries for m in e.members if mode != "local" or e.experts == 1} - heads
+        log.info("%s: %s", type(model).__name__, division(model, members))
+        split(model, backend, members, experts=mode, weights=weights)
+        self._tables = untie_head(model, tied)
         if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
             refuse_decoding(model)
         check_stored(model, folder)
@@ -161,6 +167,8 @@ class RemoteQuantizer(HfQuantizer):
             for parameter in module.parameters(recurse=False)
             if not isinstance(parameter, OffloadedParameter)
         )
+        for table in self._tables:
+            table.requires_grad_(False)
         for module in model.modules():
             seal(module, dtype=own.dtype, device=own.device)
             if isinstance(module, RemoteLayer):
@@ -258,11 +266,17 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
                 check_index(index)
 
 
-def split(model: PreTrainedModel, backend: Backend, *, experts: Experts, weights: BaseWeights | None = None) -> None:
-    """Replace each `nn.Linear` that the manifest names by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
+def split(
+    model: PreTrainedModel,
+    backend: Backend,
+    members: Set[str],
+    *,
+    experts: Experts,
+    weights: BaseWeights | None = None,
+) -> None:
+    """Replace each `nn.Linear` among `members` by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
 
-    Stacks of experts are replaced by `OffloadedStack`s, unless the experts stay with the tenant. `weights` reads base
-    weights for methods that need them.
+    Stacks of experts are replaced by `OffloadedStack`s. `weights` reads base weights for methods that need them.
 
     Raises:
         CheckpointError: the model has no such layer, or has one with other widths.
@@ -277,9 +291,9 @@ def split(model: PreTrainedModel, backend: Backend, *, experts: Experts, weights
     replaced: dict[nn.Module, RemoteLayer] = {}
     for index, facts in enumerate(backend.facts):
         group = LayerGroup(backend, index, weights)
+        if members.isdisjoint(facts.entry.members):
+            continue
         if facts.entry.experts > 1:
-            if experts == "local":
-                continue
             name = facts.entry.members[0]
             ignored.add(rf"(^|\.){re.escape(name.removeprefix(prefix))}$")
             if (found := found_as(name.rpartition(".")[0])) is not None:

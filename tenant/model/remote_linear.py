@@ -190,6 +190,14 @@ class RemoteLayer(nn.Module):
         if self.bias is not None:
             self.bias._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers must not initialise it
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and not isinstance(value, OffloadedWeight):
+            raise UnsupportedMethodError(
+                "the weight of an offloaded layer cannot be replaced: it stays at the providers. To tie or resize the "
+                "embeddings of a model whose tied LM head is offloaded, load it with RemoteConfig(tied_head=False)"
+            )
+        super().__setattr__(name, value)
+
     def stored_bias(self) -> Tensor:
         """Return the checkpoint's bias, float32 `[o]`, which the product includes."""
         facts = self.group.backend.facts[self.group.index]

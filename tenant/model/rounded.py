@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.stacks import separate
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
@@ -24,6 +26,7 @@ def rounded_model(
     dtype: torch.dtype = torch.float32,
     kind: Any = AutoModelForCausalLM,
     experts: Experts | None = None,
+    tied_head: bool = False,
     cache: Path | None = None,
 ) -> Any:
     """Load an ordinary model, in evaluation mode, whose offloaded linears hold rounded weights `Wq * s`.
@@ -37,6 +40,7 @@ def rounded_model(
         dtype: dtype of all parameters.
         kind: a class with `from_pretrained`.
         experts: as in `RemoteConfig`. Experts that stay with the tenant keep their weights.
+        tied_head: as in `RemoteConfig`. With True, the LM head is a rounded copy of the embedding table.
         cache: folder for quantised weights; the user's cache folder if None.
 
     Raises:
@@ -50,7 +54,7 @@ def rounded_model(
     def module(name: str) -> Any:
         return next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
 
-    store = WeightStore(folder, weight_bits=weight_bits, cache=cache)
+    store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head), cache=cache)
     entries = store.manifest().groups
     mode = choose_mode(plain, entries, experts)
     for index, entry in enumerate(entries):
@@ -67,6 +71,9 @@ def rounded_model(
             continue
         for name, weight in zip(entry.members, rounded.split(entry.outputs), strict=True):
             linear = module(name)
-            if linear is not None:  # None: this model has no such head
-                linear.weight.copy_(weight.t() if isinstance(linear, Conv1D) else weight)
+            if linear is None:  # a head that this model does not have
+                continue
+            if f"{name}.weight" in store.skeleton.tied:
+                linear.weight = nn.Parameter(linear.weight.detach().clone())
+            linear.weight.copy_(weight.t() if isinstance(linear, Conv1D) else weight)
     return plain

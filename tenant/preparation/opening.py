@@ -6,6 +6,7 @@ from pathlib import Path
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError
@@ -44,7 +45,7 @@ class Opening:
                 self.full_store,
                 digest=self.federation.model_digest,
                 columns=self.options.verify_columns,
-                model=self._own_store(self.federation.weight_bits),
+                model=self._own_store(self.federation.weight_bits, self.federation.scope),
                 weight_bits=self.federation.weight_bits,
                 cache=self._cache,
                 progress=progress,
@@ -57,10 +58,11 @@ class Opening:
             CheckpointError: the tenant's tensors in the loaded checkpoint and in the full checkpoint differ.
         """
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
-        store = self._store(bits)
+        scope = Scope(tied_head=self.options.tied_head)
+        store = self._store(bits, scope)
         with terminal.progress_bar("quantising") as progress:
             manifest = store.manifest(progress=progress)
-        own = self._own_store(bits)
+        own = self._own_store(bits, scope)
         if own.path != store.path and own_digest(own, manifest) != own_digest(store, manifest):
             raise CheckpointError(
                 f"config.json or the tensors that stay with you (embeddings, norms) of {own.path} are not those of "
@@ -71,12 +73,13 @@ class Opening:
     @cached_property
     def full_store(self) -> WeightStore | None:
         """The full checkpoint; None if the tenant has only a slim one."""
-        store = self._store(self.federation.weight_bits)
+        store = self._store(self.federation.weight_bits, self.federation.scope)
         return store if self.options.checkpoint or store.is_complete() else None
 
-    def _own_store(self, weight_bits: int) -> WeightStore:
+    def _own_store(self, weight_bits: int, scope: Scope) -> WeightStore:
         """The checkpoint that is being loaded, full or slim."""
-        return WeightStore(resolve(self._model), weight_bits=weight_bits, cache=self._cache)
+        return WeightStore(resolve(self._model), weight_bits=weight_bits, scope=scope, cache=self._cache)
 
-    def _store(self, weight_bits: int) -> WeightStore:
-        return WeightStore(resolve(self.options.checkpoint or self._model), weight_bits=weight_bits, cache=self._cache)
+    def _store(self, weight_bits: int, scope: Scope) -> WeightStore:
+        path = resolve(self.options.checkpoint or self._model)
+        return WeightStore(path, weight_bits=weight_bits, scope=scope, cache=self._cache)

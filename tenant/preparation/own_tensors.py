@@ -37,7 +37,7 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    served = {member for group in manifest.groups for member in group.members}
+    served = {member for group in manifest.groups for member in group.members} - tied_members(store)
     config = {
         key: value for key, value in read_json(store.path / "config.json").items() if key not in _WRITTEN_BY_SAVING
     }
@@ -49,6 +49,11 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
                 sha.update(msgspec.json.encode([parameter, str(tensor.dtype), list(tensor.shape)]))
                 sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def tied_members(store: WeightStore) -> set[str]:
+    """The offloaded LM head, if it is tied: its tensors stay with the tenant, who looks up embeddings in them."""
+    return {parameter.rpartition(".")[0] for parameter in store.skeleton.tied}
 
 
 def check_experts(store: WeightStore, manifest: Manifest) -> None:

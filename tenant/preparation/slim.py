@@ -10,7 +10,7 @@ from symbiosis_priv.checkpoints.layers import is_offloaded
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.system.files import check_unused, replace_atomically
-from tenant.preparation.own_tensors import tokenizer_files
+from tenant.preparation.own_tensors import tied_members, tokenizer_files
 
 _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; no code and no pickles
 
@@ -33,6 +33,7 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_exp
     """
     check_unused(folder)
     served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}
+    served -= tied_members(store)
     kept, left_out = {}, 0
     with Checkpoint(store.path) as checkpoint:
         for name in checkpoint.names():

@@ -2,10 +2,12 @@
 
 import json
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -22,7 +24,7 @@ from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, isola
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
 from symbiosis_priv.checkpoints.discovery.tracing import trace_calls
-from symbiosis_priv.checkpoints.layers import GroupSpec
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, GroupSpec, Scope
 from symbiosis_priv.checkpoints.vetting import on_this_machine
 from symbiosis_priv.errors import UnsupportedModelError
 
@@ -37,6 +39,9 @@ class Skeleton:
     biased: frozenset[str]
     """Members with a bias."""
     names: StoredNames = field(compare=False, repr=False)
+    tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The parameters of a tied LM head that is offloaded, and the tenant's parameters that are stored in their
+    place."""
 
     @cached_property
     def group_of(self) -> dict[str, GroupSpec]:
@@ -54,12 +59,12 @@ class Skeleton:
 
 
 _KEPT = 8
-_kept: OrderedDict[str, Skeleton] = OrderedDict()
+_kept: OrderedDict[tuple[str, Scope], Skeleton] = OrderedDict()
 """The skeletons that this process used last, by all settings of their configuration. A trace takes half a second."""
 
 
-def discover(path: Path) -> Skeleton:
-    """Find the layer groups of the checkpoint in `path`, from its config.json.
+def discover(path: Path, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
+    """Find the layer groups of the checkpoint in `path` that are in `scope`, from its config.json.
 
     Raises:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
@@ -67,21 +72,22 @@ def discover(path: Path) -> Skeleton:
     """
     config = load_config(path)
     settings = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
-    skeleton = _kept.pop(settings, None) or traced(config)
-    _kept[settings] = skeleton
+    skeleton = _kept.pop((settings, scope), None) or traced(config, scope)
+    _kept[settings, scope] = skeleton
     while len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return skeleton
 
 
-def traced(config: PreTrainedConfig) -> Skeleton:
+def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     """Find the layer groups of a configuration. Raises what `discover` raises."""
     values = KnownValues()
     with on_this_machine(), isolated():
         with values:
             model = build(config)
-        kept = _tied_modules(model) | task_heads(model)
-        stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept}
+        head = _untied_head(model) if scope.tied_head else {}
+        kept = _tied_modules(model, without=head) | task_heads(model)
+        stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept and scope.experts}
         kept |= routed_modules(model)
         linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
         if not linears and not stacked:
@@ -111,6 +117,7 @@ def traced(config: PreTrainedConfig) -> Skeleton:
         transposed=frozenset(transposed),
         biased=frozenset(n for n, m in offloaded.items() if m.bias is not None),
         names=StoredNames(model, specs),
+        tied={parameter: source for parameter, source in head.items() if parameter.rpartition(".")[0] in offloaded},
     )
 
 
@@ -122,15 +129,36 @@ def _nothing_to_offload(model: PreTrainedModel) -> UnsupportedModelError:
     )
 
 
-def _tied_modules(model: PreTrainedModel) -> set[str]:
-    """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay."""
+def tied_head(model: PreTrainedModel) -> dict[str, str]:
+    """The tied parameters of the LM head, and the parameters that they are tied to; empty if there are none."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head and is_linear(module)]
+    ties = model.all_tied_weights_keys
+    return {parameter: source for parameter, source in ties.items() if parameter.rpartition(".")[0] in names}
+
+
+def _untied_head(model: PreTrainedModel) -> dict[str, str]:
+    """Give a tied LM head parameters of its own. Returns `tied_head`."""
+    tied = tied_head(model)
+    for parameter in tied:
+        owner, _, leaf = parameter.rpartition(".")
+        own = torch.empty_like(model.get_parameter(parameter), device="meta")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(own, requires_grad=False))
+    return tied
+
+
+def _tied_modules(model: PreTrainedModel, *, without: Collection[str]) -> set[str]:
+    """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay.
+
+    The ties of the parameters `without` do not count.
+    """
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     shared = {name for names in owners.values() if len(names) > 1 for name in names}
     ties = model.all_tied_weights_keys  # the meta device does not make every tie
-    return shared | {parameter.rpartition(".")[0] for tie in ties.items() for parameter in tie}
+    return shared | {name.rpartition(".")[0] for tie in ties.items() if tie[0] not in without for name in tie}
 
 
 def task_heads(model: PreTrainedModel) -> set[str]:

@@ -40,12 +40,12 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     if staying and wanted not in (None, "local"):
         kind = type(experts[staying[0]]).__name__
         raise UnsupportedModelError(
-            f"experts = {wanted!r} is not possible: {staying[0]} ({kind}) has a forward pass of its own, and providers "
-            f"do not serve such experts. Choose RemoteConfig(experts='local'), which keeps experts here"
+            f"experts = {wanted!r} is not possible: the providers do not serve {staying[0]} ({kind}). Choose "
+            f"RemoteConfig(experts='local'), which keeps experts here"
         )
     mode: Experts
     if staying:
-        mode, reason = "local", "providers do not serve experts with a forward pass of their own"
+        mode, reason = "local", "providers do not serve these experts"
     else:
         price = max(_price(module) for module in experts.values())
         mode = wanted or ("all" if price <= SMALL_FACTOR else "local")

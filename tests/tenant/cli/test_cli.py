@@ -334,6 +334,11 @@ def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Pa
     assert "at providers" in shown
     assert "here: norms, biases and others" in shown
     assert "round trips of a token" in shown
+    assert "the LM head, with --tied-head" in shown
+    config = json.loads((model / "config.json").read_text())
+    products = config["vocab_size"] * config["hidden_size"]
+    assert re.search(rf"multiply-adds for a row of logits.* {products:,} ", shown)
+    assert "the tied LM head, at providers" in tenant("check", "--model", str(tmp_path), "--tied-head")
 
 
 def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:

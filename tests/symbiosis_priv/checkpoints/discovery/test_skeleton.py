@@ -43,6 +43,7 @@ from transformers import (
 from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover, traced
+from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
 from symbiosis_priv.errors import UnsupportedModelError
 
 SIZES: dict[str, Any] = {
@@ -208,9 +209,14 @@ def test_the_groups_of_one_block(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
-    groups = discover(save(config, "LlamaForCausalLM", tmp_path)).groups
+    path = save(config, "LlamaForCausalLM", tmp_path)
+    groups = discover(path).groups
     assert (("lm_head",) in [group.members for group in groups]) is not tied
     assert len(groups) == 8 + (not tied)
+    with_head = discover(path, Scope(tied_head=True))
+    head = GroupSpec(("lm_head",), config.hidden_size, (config.vocab_size,))
+    assert with_head.groups == (*groups[:8], head)
+    assert with_head.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
 def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:

@@ -127,7 +127,8 @@ def test_folders_are_small_and_documented() -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    lines = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["gpu"]]
+    extras = PROJECT["project"]["optional-dependencies"]
+    lines = [*PROJECT["project"]["dependencies"], *extras["gpu"], *extras["serve"]]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
     assert {"pyzmq" if name == "zmq" else name for name in foreign} <= declared

@@ -1,6 +1,6 @@
 """A provider in one role, with the session's knowledge of it."""
 
-import msgspec
+from dataclasses import dataclass
 
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import Role
@@ -8,22 +8,29 @@ from symbiosis_priv.network import wire
 from tenant.routing.health import USUAL, ProviderHealth, State, Tolerance
 
 
-class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class ProviderFigures:
     """Figures of one provider in a session, for progress displays.
 
     Args:
+        address: `host:port`.
         state: the provider's state, in a word or two.
         latency_s: smoothed latency of a small request; None before the first answer.
         verified, rejected: number of rows in its answers that passed the check, and that failed it.
+        bytes_sent, bytes_received: bytes of frames to and from it.
     """
 
     name: str
     role: Role
+    operator: str
+    address: str
     state: str
     requests: int
     latency_s: float | None
     verified: int
     rejected: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 class Route:
@@ -69,6 +76,8 @@ class Route:
         return ProviderFigures(
             name=self.peer.name,
             role=self.peer.role,
+            operator=self.peer.operator,
+            address=f"{self.peer.host}:{self.peer.port}",
             state="quarantined" if quarantined else state,
             requests=self.requests,
             latency_s=self.health.latency_s,

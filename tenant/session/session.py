@@ -12,6 +12,8 @@ with fresh ones (rules 2 and 12).
 
 import threading
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -21,10 +23,12 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
+from tenant.connections.channel import Channel
 from tenant.core.prepared import Preparation
 from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
 from tenant.routing.probing import check_expected
+from tenant.routing.route import ProviderFigures
 from tenant.routing.routes import Routes
 from tenant.session.failover import Failover
 from tenant.session.faults import Faults
@@ -106,6 +110,9 @@ class Session:
         runtime = products.runtime
         to_executors = [c.traffic for e in runtime.executors for c in e.channels]
         to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
+        channels = {("executor", e.route.peer.name): e.channels for e in runtime.executors}
+        channels |= {("helper", h.peer.name): h.channels for h in runtime.helpers}
+        ledger.providers = tuple(_with_bytes(one, channels.get((one.role, one.name), ())) for one in ledger.providers)
         ledger.pads_taken = sum(p.taken for p in runtime.pools)
         ledger.pads_dry = sum(p.dry for p in runtime.pools)
         ledger.pads_ready = sum(p.ready() for p in runtime.pools)
@@ -159,6 +166,11 @@ class Session:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._products = self._finalizer = None
+
+
+def _with_bytes(figures: ProviderFigures, channels: Sequence[Channel]) -> ProviderFigures:
+    sent, received = (sum(getattr(c.traffic, name) for c in channels) for name in ("bytes_sent", "bytes_received"))
+    return replace(figures, bytes_sent=sent, bytes_received=received)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -109,6 +109,7 @@ def test_a_wheel_installs_with_and_without_a_compiler(
     assert wheel.name.endswith("-py3-none-any.whl") is not compiled
     with zipfile.ZipFile(wheel) as archive:
         assert ("symbiosis_priv/native/libring.so" in archive.namelist()) is compiled
+        assert "tenant/endpoint/page/static/page.js" in archive.namelist()
         archive.extractall(tmp_path / "installed")
     done = subprocess.run(
         [sys.executable, "-c", SAY_WHAT_WAS_LOADED],

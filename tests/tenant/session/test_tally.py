@@ -45,3 +45,9 @@ def test_the_ledger_shows_a_liar_and_the_others_work(
     assert second.requests >= 2
     assert second.latency_s is not None
     assert sharing.verified >= 2
+    ledger = session.ledger()
+    executors = [figures for figures in ledger.providers if figures.role == "executor"]
+    assert sum(figures.bytes_sent for figures in executors) == ledger.bytes_to_executors
+    assert sum(figures.bytes_received for figures in ledger.providers) == (
+        ledger.bytes_from_executors + ledger.bytes_from_helpers
+    )

@@ -1,0 +1,109 @@
+"""The page's files, and `/ledger`: the counters of the session, and what each provider can see."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import resources
+
+from fastapi import APIRouter, Response
+from fastapi.params import Depends
+from pydantic import BaseModel
+
+from symbiosis_priv.limits import Role
+from tenant.masking.scheme import Scheme
+from tenant.session.tally import Ledger
+
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/events.js": ("events.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+        "require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""The browser loads nothing from elsewhere, runs no inline script, and shows the page in no frame."""
+
+_HIDDEN: dict[Role, str] = {
+    "executor": "integers that it cannot tell from random ones, in place of your rows",
+    "helper": "a random seed, and none of your rows",
+}
+_VISIBLE = "how many rows there are, for which layer, when, and when the answer ends"
+
+
+class Provider(BaseModel):
+    """One provider in one role, with its counters since the session began. `sees`: what it learns about an answer."""
+
+    name: str
+    role: Role
+    operator: str
+    address: str
+    state: str
+    requests: int
+    latency_s: float | None
+    verified: int
+    rejected: int
+    bytes_sent: int
+    bytes_received: int
+    sees: str
+
+
+class SessionLedger(BaseModel):
+    """The providers of the session.
+
+    `summary` names the parties that can read rows, and `assumption` is what hiding rows from the others rests on.
+    """
+
+    masking: str
+    summary: str
+    assumption: str
+    visible: str
+    providers: list[Provider]
+
+
+def page_router(
+    scheme: Scheme, ledger: Callable[[], Ledger | None], *, dependencies: Sequence[Depends] = ()
+) -> APIRouter:
+    """Return the routes of the page.
+
+    Args:
+        scheme: the masking scheme of the model.
+        ledger: returns the counters of the session; None if the scheme has no session.
+        dependencies: of `/ledger`, for instance the check of the API key. The files are for everybody.
+    """
+    router = APIRouter()
+    for path, (name, media_type) in _FILES.items():
+        router.get(path, include_in_schema=False)(_file(name, media_type))
+
+    @router.get("/ledger", dependencies=dependencies)
+    def session_ledger(response: Response) -> SessionLedger:
+        """Return the providers' counters. None of them is secret from a holder of the API key."""
+        response.headers["Cache-Control"] = "no-store"
+        counted = ledger()
+        providers = [] if counted is None else counted.providers
+        return SessionLedger(
+            masking=scheme.name,
+            summary=scheme.summary,
+            assumption=scheme.assumption,
+            visible=_VISIBLE,
+            providers=[Provider(**asdict(one), sees=sees(scheme, one.role)) for one in providers],
+        )
+
+    return router
+
+
+def sees(scheme: Scheme, role: Role) -> str:
+    """Return what a provider learns about rows, from what the scheme declares."""
+    return _HIDDEN[role] if role in scheme.hides_from else "your rows, from which it can read your text"
+
+
+def _file(name: str, media_type: str) -> Callable[[], Response]:
+    content = resources.files(__package__).joinpath("static", name).read_bytes()
+    return lambda: Response(content, media_type=media_type, headers=HEADERS)

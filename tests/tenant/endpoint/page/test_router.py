@@ -1,0 +1,115 @@
+"""The page's files: what a browser may do with them. The ledger: what it says of each provider, and to whom."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fastapi import Depends, FastAPI, HTTPException, Request
+from starlette.testclient import TestClient
+
+from tenant.endpoint.page.router import page_router, sees
+from tenant.masking.registry import registered, scheme_named
+from tenant.routing.route import ProviderFigures
+from tenant.session.tally import Ledger
+
+FILES = Path(__file__).parents[4] / "tenant/endpoint/page/static"
+EXECUTOR = ProviderFigures(
+    name="alpha",
+    role="executor",
+    operator="Alpha GmbH",
+    address="127.0.0.1:7401",
+    state="up",
+    requests=3,
+    latency_s=None,
+    verified=2,
+    rejected=1,
+    bytes_sent=40,
+    bytes_received=50,
+)
+
+READ = r"""
+import { events } from "./events.js";
+
+async function values(...parts) {
+  const found = [];
+  const body = new ReadableStream({ start(c) { parts.forEach((part) => c.enqueue(part)); c.close(); } });
+  for await (const one of events(body)) found.push(one.a);
+  return found.join();
+}
+
+const text = ': ping\r\n\r\ndata: {"a": "é"}\r\n\r\ndata: {"a": 2}\n\ndata: [DONE]\n\n';
+const bytes = new TextEncoder().encode(text);
+for (let cut = 0; cut <= bytes.length; cut++) {
+  const found = await values(bytes.slice(0, cut), bytes.slice(cut));
+  if (found !== "é,2") throw new Error(`cut at ${cut}: ${found}`);
+}
+const end = await values(bytes.slice(0, 40)).catch((error) => error.message);
+if (!end.includes("cut off")) throw new Error(`no error at an early end: ${end}`);
+"""
+
+
+def check_key(request: Request) -> None:
+    if request.headers.get("authorization") != "Bearer key":
+        raise HTTPException(401)
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI()
+    ledger = Ledger(providers=(EXECUTOR,))
+    app.include_router(page_router(scheme_named("pad"), lambda: ledger, dependencies=[Depends(check_key)]))
+    return TestClient(app)
+
+
+def test_every_file_has_a_policy_that_allows_this_server_only(client: TestClient) -> None:
+    for path in ("/", *(f"/{file.name}" for file in FILES.iterdir() if file.suffix != ".html")):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"].split("; ")
+        assert {"default-src 'self'", "frame-ancestors 'none'", "form-action 'none'"} <= set(policy)
+        assert "unsafe" not in str(policy)
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_files_name_no_other_server_and_make_no_html() -> None:
+    text = "".join(re.sub(r"// .*", "", file.read_text(encoding="utf-8")) for file in FILES.iterdir())
+    assert set(re.findall(r"(?:https?:)?//[\w.]+", text)) == {"http://www.w3.org"}  # the name of SVG
+    for sink in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "localStorage", "style="):
+        assert sink not in text
+    assert re.findall(r"<script[^>]*>", text) == ['<script type="module" src="page.js">']
+
+
+def test_every_control_has_a_label() -> None:
+    html = (FILES / "index.html").read_text(encoding="utf-8")
+    labelled = set(re.findall(r'<label for="(\w+)"', html))
+    labelled |= {name for label in re.findall(r"<label>.*?</label>", html) for name in re.findall(r'id="(\w+)"', label)}
+    assert set(re.findall(r'<(?:input|select|textarea) id="(\w+)"', html)) == labelled
+
+
+def test_the_ledger_is_for_holders_of_the_key(client: TestClient) -> None:
+    assert client.get("/ledger").status_code == 401
+    answer = client.get("/ledger", headers={"Authorization": "Bearer key"})
+    assert answer.headers["cache-control"] == "no-store"
+    said = answer.json()
+    assert said["masking"] == "pad"
+    [alpha] = said["providers"]
+    assert (alpha["operator"], alpha["rejected"], alpha["bytes_received"]) == ("Alpha GmbH", 1, 50)
+    assert "random" in alpha["sees"]
+
+
+def test_a_scheme_that_hides_no_rows_says_so() -> None:
+    for scheme in registered():
+        for role in scheme.roles:
+            assert ("read your text" in sees(scheme, role)) is (role not in scheme.hides_from)
+
+
+def test_events_are_read_across_chunks() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("install Node.js to test the page's parser of event streams")
+    done = subprocess.run(
+        [node, "--input-type=module", "--eval", READ], cwd=FILES, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

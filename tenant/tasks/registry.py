@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,8 @@ class Tasks:
         self._sources: dict[str, Stored | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
         self._used: Counter[str] = Counter()
+        self._loads = itertools.count()
+        self._load_of: dict[str, int] = {}
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
         self._hooks: dict[str, list[Any]] = {}
         self._rows_first: set[str] = set()
@@ -206,6 +209,32 @@ class Tasks:
             self._load(name, trainable=True).save(Path(folder))
             self._sources[name] = stored(Path(folder))
 
+    @contextmanager
+    def hold(self, name: str) -> Iterator[int | None]:
+        """Context manager: loads a task, and keeps this load for any number of batches.
+
+        Yields:
+            A number that no other load of a task has; None if the task can be trained, so that its parameters may
+            change.
+
+        Raises:
+            TaskError, CheckpointError, UnsupportedMethodError: as for `load`.
+        """
+        with self._lock:
+            loaded = self._load(name)
+            self._used[name] += 1
+            load = None if loaded.trainable else self._load_of[name]
+        try:
+            yield load
+        finally:
+            with self._lock:
+                self._used -= Counter([name])
+
+    def layers(self, name: str) -> frozenset[str]:
+        """Return the names of the model's layers that a task changes; loads the task."""
+        with self._lock:
+            return frozenset(self._load(name).layers)
+
     # Batches
 
     @contextmanager
@@ -285,7 +314,7 @@ class Tasks:
             else:
                 loaded = adapters.create(self.model, source)
             self._make_room(name, loaded.bytes)
-            self._loaded[name] = loaded
+            self._loaded[name], self._load_of[name] = loaded, next(self._loads)
             for layer in loaded.layers:
                 self._hook(layer)
         if trainable and not loaded.trainable:

@@ -1,6 +1,17 @@
-"""Generates tokens for many requests at once.
+"""Generates tokens for many requests at once. Read in this order:
 
-Read in this order: `requests` (what an engine takes and gives), `sampling` (chooses tokens), `text` (decodes them),
-`answer` (puts both together for one request), `kv` (keys and values of a sequence), `attention` (of one sequence), then
-the engines: `whole` (one request at a time).
+requests       what an engine takes and gives
+sampling       chooses tokens
+text           decodes them
+answer         puts both together for one request
+kv             keys and values of a sequence
+attention      of one sequence
+row_blocks     local functions of rows, with the same bits for a row in every step
+packed         one pass of a model over tokens of many sequences
+sequence       a request in work
+turns          equal turns for clients and adapters
+prefixes       keys and values of prompts that are known
+continuous     the engine that computes all requests together
+whole          the engine for other models: one request at a time, with `generate()`
+opening        chooses the engine
 """

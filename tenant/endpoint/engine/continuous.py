@@ -1,0 +1,288 @@
+"""The engine that computes all requests together; they join and leave at every token.
+
+One thread repeats a step: end what was cancelled, admit what fits the memory, compute the next token of each answer and
+as much of the prompts as the step's rows allow, and report. All rows of a step are one pass through the model, so a
+step costs the round trips of one token, however many requests there are.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from symbiosis_priv.errors import (
+    CertificateError,
+    ConfigError,
+    OverloadedError,
+    ProtocolError,
+    ProviderError,
+    QuarantinedError,
+    SymbiosisError,
+    TaskError,
+    TransportError,
+    UncoveredError,
+    VerificationError,
+)
+from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.packed import Output, PackedModel, Rows
+from tenant.endpoint.engine.prefixes import Prefixes
+from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
+from tenant.endpoint.engine.sequence import Drafter, Sequence, charge
+from tenant.endpoint.engine.turns import Turns
+from tenant.model.ledger import ledger_of, since
+from tenant.session.tally import Ledger
+from tenant.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 60.0  # seconds for the step in progress when the engine closes
+_PROVIDERS = (
+    *(TransportError, ProviderError, ProtocolError, VerificationError, QuarantinedError, UncoveredError),
+    CertificateError,
+)
+"""Errors of providers: no other division of a step's rows would help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an engine may use.
+
+    Args:
+        memory: bytes of keys and values: those of running requests at their full length, and those of the cache.
+        step_rows: rows of a step. More rows read prompts with fewer round trips, and delay the tokens of other answers.
+        prompt_rows: rows of a step that prompts get at least, and rows that a prompt gets in one turn.
+        running: requests that run at the same time.
+        waiting: requests that wait; more are refused.
+    """
+
+    memory: int = 1 << 30
+    step_rows: int = 256
+    prompt_rows: int = 64
+    running: int = 128
+    waiting: int = 256
+
+
+class ContinuousEngine(Engine):
+    """See the module.
+
+    Args:
+        packed: the model.
+        tokenizer: its tokenizer.
+        tasks: the adapters; None for none.
+        limits: what the engine may use.
+        drafter: guesses tokens, for fewer round trips; None for one token per pass.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tasks: Tasks | None = None,
+        limits: Limits = Limits(),
+        drafter: Drafter | None = None,
+    ) -> None:
+        self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
+        self._drafter = drafter
+        self._waiting, self._running = Turns(), Turns()
+        self._prefixes = Prefixes()
+        self._steps = self._tokens = 0
+        self._counted = self._session_ledger()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> Sequence:
+        sequence = Sequence(Answer(request, sink, self._tokenizer))
+        self._check(sequence)
+        with self._changed:
+            if self._closed:
+                raise OverloadedError("the endpoint is stopping")
+            if len(self._waiting) >= self._limits.waiting:
+                raise OverloadedError(f"{len(self._waiting)} requests are waiting; try again later")
+            self._waiting.add(sequence)
+            self._changed.notify_all()
+        return sequence
+
+    def load(self) -> Load:
+        with self._changed:
+            return Load(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                memory=self._reserved() + self._prefixes.bytes,
+                memory_limit=self._limits.memory,
+                steps=self._steps,
+                tokens=self._tokens,
+                rows=self._counted.rows,
+            )
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
+            for sequence in (*self._waiting, *self._running):
+                sequence.cancel()
+        self._thread.join(_STOP_S)
+        self._packed.close()
+
+    def _check(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.adapter is not None and (self._tasks is None or request.adapter not in self._tasks):
+            raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
+        if not request.prompt:
+            raise ConfigError("the prompt has no tokens")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._packed.vocabulary:
+            raise ConfigError(f"the prompt has token ids outside the vocabulary of {self._packed.vocabulary:,}")
+        context = getattr(self._packed.config, "max_position_embeddings", None)
+        sizes = f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens"
+        if context is not None and sequence.length > context:
+            raise ConfigError(
+                f"{sizes} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
+            )
+        if (needed := self._packed.shape.bytes(sequence.length)) > self._limits.memory:
+            raise ConfigError(
+                f"{sizes} need {needed:,} bytes of keys and values, and the endpoint's limit is "
+                f"{self._limits.memory:,}; shorten the prompt or ask for fewer"
+            )
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+                if not self._waiting and not self._running:
+                    return
+                cancelled = [s for s in (*self._waiting, *self._running) if s.cancelled]
+            for sequence in cancelled:
+                self._end(sequence)
+            self._admit()
+            try:
+                self._step(self._next_rows())
+            except Exception as error:  # a fault of this engine: no request is left waiting for it
+                log.exception("the engine failed")
+                for sequence in list(self._running):
+                    self._end(sequence, _named(error))
+
+    def _admit(self) -> None:
+        """Let requests run whose keys and values fit. The first one that does not fit is waited for."""
+        while len(self._running) < self._limits.running and (sequence := self._waiting.first()) is not None:
+            needed = self._packed.shape.bytes(sequence.length) + self._reserved()
+            if needed > self._limits.memory:
+                return
+            while needed + self._prefixes.bytes > self._limits.memory and self._prefixes.drop_one():
+                pass
+            try:
+                self._begin(sequence)
+            except Exception as error:  # an adapter that cannot be loaded
+                self._end(sequence, _named(error))
+                continue
+            with self._changed:
+                self._waiting.remove(sequence)
+                self._running.add(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.adapter is not None and self._tasks is not None:
+            sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
+        known = None
+        if not sequence.reads_all and sequence.generation is not None:
+            # the last token is computed in any case, because its logits are needed
+            known = self._prefixes.find((request.adapter, sequence.generation), request.prompt[:-1])
+        sequence.kv = known or self._packed.new_kv()
+        sequence.charge(RequestLedger(cached_tokens=sequence.kv.length()))
+
+    def _next_rows(self) -> list[tuple[Sequence, Rows]]:
+        """Choose the rows of a step: a token of each answer, then prompts in turn."""
+        chosen = [(s, s.rows(1, self._drafter)) for s in self._running if s.decoding]
+        free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
+        shares: dict[Sequence, int] = {}
+        reading = Turns(s for s in self._running if not s.decoding)
+        while free > 0 and (sequence := reading.first()) is not None:
+            assert sequence.kv is not None
+            had = shares.get(sequence, 0)
+            left = len(sequence.tokens) - sequence.kv.length() - had
+            share = min(self._limits.prompt_rows, left, free)
+            shares[sequence] = had + share
+            free -= share
+            reading.remove(sequence)
+            if share < left:
+                reading.add(sequence)
+        with self._changed:
+            for sequence in shares:  # next time, the others come first
+                self._running.remove(sequence)
+                self._running.add(sequence)
+        return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
+
+    def _step(self, chosen: list[tuple[Sequence, Rows]]) -> None:
+        """Compute some rows. Where the error may be of one request alone, each request is tried alone."""
+        if not chosen:
+            return
+        try:
+            outputs = self._compute(chosen)
+        except _PROVIDERS as error:
+            for sequence, _ in chosen:
+                self._end(sequence, error)
+        except Exception as error:
+            if len(chosen) == 1:
+                self._end(chosen[0][0], _named(error))
+                return
+            for one in chosen:
+                self._step([one])
+        else:
+            for (sequence, rows), output in zip(chosen, outputs, strict=True):
+                self._take(sequence, rows, output)
+
+    def _compute(self, chosen: list[tuple[Sequence, Rows]]) -> list[Output]:
+        try:
+            return self._packed([rows for _, rows in chosen])
+        finally:
+            before, self._counted = self._counted, self._session_ledger()
+            charge([s for s, _ in chosen], [len(rows.tokens) for _, rows in chosen], since(before, self._counted))
+            self._steps += 1
+
+    def _take(self, sequence: Sequence, rows: Rows, output: Output) -> None:
+        try:
+            self._tokens += sequence.take(rows, output)
+        except Exception as error:  # no token has a probability, or a grammar fails
+            self._end(sequence, _named(error))
+            return
+        if sequence.answer.finish is not None:
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
+        """Report the last event of a request, and free what it holds."""
+        with self._changed:
+            for turns in (self._waiting, self._running):
+                if sequence in turns:
+                    turns.remove(sequence)
+        if sequence.kv is not None and error is None and sequence.generation is not None:
+            key = sequence.request.adapter, sequence.generation
+            self._prefixes.keep(key, sequence.tokens[: sequence.kv.length()], sequence.kv)
+        sequence.kv = None
+        sequence.held.close()
+        if error is None:
+            sequence.answer.done(sequence.ledger())
+        else:
+            sequence.answer.fail(error)
+
+    def _reserved(self) -> int:
+        return sum(self._packed.shape.bytes(sequence.length) for sequence in self._running)
+
+    def _session_ledger(self) -> Ledger:
+        try:
+            return ledger_of(self._packed.model) or Ledger()
+        except SymbiosisError:  # a whole model
+            return Ledger()
+
+
+def _named(error: Exception) -> SymbiosisError:
+    """The error of a request. Messages of other libraries may quote the prompt, so only their type is told."""
+    if isinstance(error, SymbiosisError):
+        return error
+    log.error("a request failed: %s", type(error).__name__)
+    return SymbiosisError(f"the model failed on this request ({type(error).__name__})")

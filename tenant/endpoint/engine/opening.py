@@ -1,0 +1,73 @@
+"""Chooses the engine for a model, when it is loaded."""
+
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from symbiosis_priv.errors import SymbiosisError, UnsupportedModelError, one_line
+from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.requests import Engine
+from tenant.endpoint.engine.whole import WholeEngine
+from tenant.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_PROBE = 12  # tokens
+_TOLERANCE = 0.05  # of the largest logit: attention adds in another order, and a wrong position is far beyond
+
+
+def open_engine(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tasks: Tasks | None = None,
+    limits: Limits | None = None,
+) -> Engine:
+    """Open the engine that computes all requests together; or, for a model that it cannot drive, the one that calls
+    `generate()` for each request. The log says which, and why.
+
+    Args:
+        model: a split or whole model that predicts the next token, in evaluation mode.
+        tokenizer: its tokenizer.
+        tasks: the adapters; None for none.
+        limits: what the engine may use.
+
+    Raises:
+        SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
+    """
+    limits = limits or Limits()
+    try:
+        packed = _probed(model, tasks)
+    except UnsupportedModelError as error:
+        log.warning("%s: one request at a time, because %s", type(model).__name__, error)
+        return WholeEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
+    log.info("%s: all requests together", type(model).__name__)
+    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits)
+
+
+def _probed(model: Any, tasks: Tasks | None) -> PackedModel:
+    """Compare a few packed tokens with the model's own pass.
+
+    Raises:
+        UnsupportedModelError: the model cannot be driven; the reason.
+    """
+    packed = PackedModel(model, tasks)
+    try:
+        tokens = [7 * i % packed.vocabulary for i in range(1, _PROBE + 1)]
+        with torch.no_grad():
+            own = model(input_ids=torch.tensor([tokens], dtype=torch.long, device=model.device), use_cache=False)
+        kv = packed.new_kv()
+        packed([Rows(kv=kv, tokens=tokens[:-2], logits=0)])
+        ((logits, _), _) = packed([Rows(kv=kv, tokens=tokens[-2:], logits=2), Rows(kv=packed.new_kv(), tokens=[1])])
+        expected = own.logits[0, -2:].float()
+        if not (logits.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max():
+            raise UnsupportedModelError("its tokens computed one by one differ from its own pass")
+    except BaseException as error:
+        packed.close()
+        if isinstance(error, SymbiosisError) or not isinstance(error, Exception):
+            raise
+        raise UnsupportedModelError(f"its code fails on single tokens ({one_line(str(error))[:200]})") from error
+    return packed

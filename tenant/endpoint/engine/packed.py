@@ -1,0 +1,273 @@
+"""One forward pass of a Hugging Face model over tokens of many sequences.
+
+Each token is a batch row of length one: `input_ids` and `position_ids` are `[rows, 1]`. So norms, MLPs and offloaded
+linears compute all tokens at once, each layer group is one request, and `Tasks.batch` gives each row the adapter of its
+own request. Only attention looks at other tokens. The model gets a `_Step` as its cache. A registered attention
+implementation recognises the keys that this cache has returned, and computes each sequence from its own keys and
+values. All other calls get the model's own implementation, so that the model can be used as before.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+
+from symbiosis_priv.errors import UnsupportedModelError
+from tenant.endpoint.engine.attention import attend
+from tenant.endpoint.engine.kv import KeyValues, Shape
+from tenant.endpoint.engine.row_blocks import RowBlocks
+from tenant.tasks import Tasks
+from tenant.tasks.batch import BASE
+
+_PREFIX = "packed_"
+_STEP = "_symbiosis_priv_step"  # attribute of keys that a `_Step` has returned
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """The next tokens of one sequence.
+
+    Args:
+        kv: keys and values of all tokens before; those of these tokens are appended.
+        tokens: token ids.
+        adapter: name of the task; None for the base model.
+        logits: logits of so many of the last tokens are needed.
+    """
+
+    kv: KeyValues
+    tokens: Sequence[int]
+    adapter: str | None = None
+    logits: int = 1
+
+
+class Output(NamedTuple):
+    """Results of `Rows`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens, width]`."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class PackedModel:
+    """A model that computes tokens of many sequences in one pass.
+
+    Args:
+        model: a split or whole decoder in evaluation mode.
+        tasks: the adapters.
+
+    Attributes:
+        config: the decoder's.
+        shape: sizes of keys and values.
+        vocabulary: number of token ids.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be computed sequence by sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, tasks: Tasks | None = None) -> None:
+        self.model: Any = model
+        self._tasks = tasks
+        self.config: Any = model.config.get_text_config(decoder=True)
+        _check(model, self.config)
+        self.shape = Shape.from_config(self.config, model.dtype)
+        words: Any = model.get_input_embeddings()
+        self.vocabulary: int = words.num_embeddings
+        head = model.get_output_embeddings()
+        self._head = next(name for name, module in model.named_modules() if module is head)
+        self._blocks = RowBlocks()
+        self._original = self.config._attn_implementation
+        packed = _registered(self._original)
+        model.set_attn_implementation(packed)
+        if self.config._attn_implementation != packed:
+            raise UnsupportedModelError("the model does not use transformers' attention interface")
+        inner = (module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model)
+        self._hooks = [module.register_forward_hook(_keep_hidden) for module in inner]
+
+    def close(self) -> None:
+        """Give the model its own attention implementation back."""
+        for hook in self._hooks:
+            hook.remove()
+        self.model.set_attn_implementation(self._original)
+
+    def new_kv(self) -> KeyValues:
+        """Return an empty sequence."""
+        return KeyValues(self.shape)
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Rows]) -> list[Output]:
+        """Compute the next tokens of some sequences, which are all different. An error leaves their lengths as before.
+
+        Raises:
+            SymbiosisError: a product, or an adapter.
+        """
+        before = [part.kv.length() for part in rows]
+        names = [part.adapter or BASE for part in rows for _ in part.tokens]
+        tokens = [token for part in rows for token in part.tokens]
+        positions = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
+        step = _Step(rows, keep_all=self._extends_head(rows))
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=self.model.device)[:, None]
+
+        plain = self._tasks is None or set(names) == {BASE}
+        try:
+            with nullcontext() if plain or self._tasks is None else self._tasks.batch(names), self._blocks:
+                output = self.model(
+                    input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
+                )
+        except BaseException:
+            for part, length in zip(rows, before, strict=True):
+                part.kv.truncate(length)
+            raise
+        return step.outputs(output.logits)
+
+    def _extends_head(self, rows: Sequence[Rows]) -> bool:
+        """True if an adapter changes the LM head, which then needs all rows of the batch."""
+        if self._tasks is None:
+            return False
+        return any(self._head in self._tasks.layers(name) for name in {part.adapter for part in rows} if name)
+
+
+class _Step(Cache):
+    """Stands for the cache of one pass: appends keys and values to the sequences, and knows which rows are whose."""
+
+    def __init__(self, rows: Sequence[Rows], *, keep_all: bool) -> None:
+        super().__init__(layers=[])
+        self._rows = rows
+        self._ends = list(accumulate(len(part.tokens) for part in rows))
+        self._keep_all = keep_all
+        self._hidden: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        for part, place in self._places():
+            part.kv.append(layer_idx, key_states[place, :, 0], value_states[place, :, 0])
+        setattr(key_states, _STEP, (self, layer_idx))
+        return key_states, value_states
+
+    def attend(self, queries: Tensor, layer: int, **options: Any) -> Tensor:
+        """Attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
+        results = [
+            attend(queries[place, :, 0], part.kv.blocks(layer), part.kv.length(layer), **options)
+            for part, place in self._places()
+        ]
+        return torch.cat(results).unsqueeze(1)
+
+    @property
+    def selected(self) -> bool:
+        return self._hidden is not None
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """Keep the hidden states of all rows, and return those that logits are needed of."""
+        self._hidden = hidden
+        return hidden if self._keep_all else hidden[self._wanted(hidden.device)]
+
+    def outputs(self, logits: Tensor) -> list[Output]:
+        if self._hidden is None:
+            raise UnsupportedModelError("the model does not return its cache with its hidden states")
+        if self._keep_all:
+            logits = logits[self._wanted(logits.device)]
+        hidden = self._hidden[:, 0].split([len(part.tokens) for part in self._rows])
+        each = logits[:, 0].split([part.logits for part in self._rows])
+        return [Output(*pair) for pair in zip(each, hidden, strict=True)]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """No keys: `_registered` then makes no mask."""
+        return 0, 0
+
+    def _places(self) -> list[tuple[Rows, slice]]:
+        begins = (0, *self._ends[:-1])
+        return [(part, slice(*place)) for part, *place in zip(self._rows, begins, self._ends, strict=True)]
+
+    def _wanted(self, device: torch.device) -> Tensor:
+        wanted = [i for part, place in self._places() for i in range(place.stop - part.logits, place.stop)]
+        return torch.tensor(wanted, dtype=torch.long, device=device)
+
+
+def _keep_hidden(module: Any, args: Any, output: Any) -> None:
+    step = getattr(output, "past_key_values", None)
+    if isinstance(step, _Step) and not step.selected:
+        output.last_hidden_state = step.select(output.last_hidden_state)
+
+
+def _registered(original: str) -> str:
+    """Register an implementation that computes the rows of a `_Step`, and otherwise does what `original` does."""
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        step, layer = getattr(key, _STEP, (None, 0))
+        if step is None:
+            result: tuple[Tensor, Tensor | None] = _own(original, module)(
+                module, query, key, value, mask, *args, **kwargs
+            )
+            return result
+        return step.attend(query, layer, **_options(module, layer, query, mask, kwargs)), None
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if kwargs.get("kv_length") == 0 else AttentionMaskInterface()[original](*args, **kwargs)
+
+    AttentionInterface.register(_PREFIX + original, attention)
+    AttentionMaskInterface.register(_PREFIX + original, mask)
+    return _PREFIX + original
+
+
+def _own(original: str, module: Any) -> Callable[..., Any]:
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own: Callable[..., Any] = AttentionInterface().get_interface(original, eager)
+    return own
+
+
+def _options(module: Any, layer: int, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `attend` for one layer.
+
+    Raises:
+        UnsupportedModelError: the layer needs something else.
+    """
+    window = kwargs.get("sliding_window")
+    kinds = getattr(module.config, "layer_types", None)
+    sliding = kinds is not None and kinds[layer] == "sliding_attention"
+    if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedModelError("its attention uses a mask or a bias of its own")
+    if sliding and window is None:
+        raise UnsupportedModelError("its attention does not say how long its window is")
+    scaling = kwargs.get("scaling")
+    return {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": window if sliding or kinds is None else None,
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
+
+
+def _check(model: PreTrainedModel, config: Any) -> None:
+    """Refuse what the configuration shows to be impossible.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError("it has an encoder")
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModelError(f"it has layers of the kind {', '.join(others)}")
+    if others := sorted(ropes & {"dynamic", "longrope"}):
+        raise UnsupportedModelError(f"its positions depend on the longest sequence of a batch ({', '.join(others)})")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError("its layers share keys and values")
+    if model.get_output_embeddings() is None or model.base_model is model:
+        raise UnsupportedModelError("it has no LM head")

@@ -1,0 +1,76 @@
+"""Keeps keys and values of sequences that have ended, for requests that begin with the same tokens.
+
+Keys and values of a token have the same bits whichever step computed them (`row_blocks`, `attention`), so any common
+beginning may be used. They depend on the adapter, and on when it was loaded: an adapter that was loaded again may
+be another one under the same name.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from tenant.endpoint.engine.kv import KeyValues, held_bytes
+
+_Key = tuple[Hashable, tuple[int, ...]]
+
+
+class Prefixes:
+    """A cache of sequences, the least recently used one first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[_Key, KeyValues] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cached sequences."""
+        return held_bytes(self._kept.values())
+
+    def keep(self, adapter: Hashable, tokens: Sequence[int], kv: KeyValues) -> None:
+        """Keep a sequence that has ended, in the place of those that it continues.
+
+        Args:
+            adapter: tells adapters and their loads apart.
+            tokens: the tokens that `kv` has keys and values of.
+            kv: not used elsewhere any more.
+        """
+        tokens = tuple(tokens)
+        for key in [key for key in self._kept if key[0] == adapter]:
+            if key[1] == tokens[: len(key[1])]:
+                del self._kept[key]
+            elif tokens == key[1][: len(tokens)]:
+                self._kept.move_to_end(key)
+                return
+        if tokens:
+            self._kept[adapter, tokens] = kv
+
+    def find(self, adapter: Hashable, tokens: Sequence[int]) -> KeyValues | None:
+        """Return keys and values of the longest known beginning of `tokens`, or None."""
+        tokens = tuple(tokens)
+        longest = max(
+            ((_common(key[1], tokens), key) for key in self._kept if key[0] == adapter),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        length, key = longest
+        if key is None or not length:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key].prefix(length)
+
+    def drop_one(self) -> bool:
+        """Free the least recently used sequence. Returns False if there is none."""
+        if self._kept:
+            self._kept.popitem(last=False)
+            return True
+        return False
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Number of tokens at the beginning that are equal."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

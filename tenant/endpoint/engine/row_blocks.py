@@ -1,0 +1,84 @@
+"""Makes local functions of rows give the same bits for a row in every step, whichever rows it stands beside.
+
+Products of providers are exact. A local matrix product is not: the library chooses another order of additions for
+another number of rows. Nor are functions such as `tanh`: their vector code and their code for the rest of a vector
+differ in the last bit, and the number of rows decides which element is computed by which.
+
+`RowBlocks` computes such functions in blocks of `ROWS` rows, so each call has the same shape. At the first call of a
+shape it tests that a row's place in the block does not matter; if it does, rows are computed one at a time.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+log = logging.getLogger(__name__)
+
+ROWS = 8
+"""Rows of a block."""
+_POINTWISE = ("sigmoid", "tanh", "exp", "exp2", "expm1", "log", "log1p", "erf", "sin", "cos")
+_ROWS_AT: dict[Callable[..., Any], int] = {
+    F.linear: 0,
+    torch.addmm: 1,
+    **{getattr(kind, name): 0 for kind in (torch, Tensor) for name in _POINTWISE},
+    **dict.fromkeys((F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.logsigmoid), 0),
+}
+"""Which argument of a function holds the rows, in its first dimension."""
+
+
+class RowBlocks(TorchFunctionMode):
+    """While this mode is active, local functions of rows are computed in blocks of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[tuple[object, ...], int] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        at = _ROWS_AT.get(func)
+        if at is None or len(args) <= at or args[at].dim() < 2 or kwargs.get("inplace") or "out" in kwargs:
+            return func(*args, **kwargs)
+        rows = args[at]
+
+        def compute(block: Tensor) -> Tensor:
+            result: Tensor = func(*args[:at], block, *args[at + 1 :], **kwargs)
+            return result
+
+        others = tuple(tuple(other.shape) if isinstance(other, Tensor) else other for other in args[at + 1 :])
+        key = (func, rows.shape[1:], rows.dtype, others)
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = _size(compute, rows)
+            if size == 1:
+                log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
+        return _in_blocks(compute, rows, size)
+
+
+def _in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
+    count = len(rows)
+    if not count:
+        return compute(rows)
+    missing = -count % size
+    if missing or not rows.is_contiguous():
+        filled = rows.new_zeros((count + missing, *rows.shape[1:]))
+        filled[:count] = rows
+        rows = filled
+    blocks = [compute(block) for block in rows.split(size)]
+    return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[:count]
+
+
+def _size(compute: Callable[[Tensor], Tensor], like: Tensor) -> int:
+    """Return `ROWS` if `compute` gives a row the same bits at each place of a block of so many rows; otherwise 1."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    shape = (ROWS, *like.shape[1:])
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    expected = compute(rows)
+    moved = (compute(rows.roll(by, 0)).roll(-by, 0) for by in range(1, ROWS))
+    return ROWS if all(torch.equal(expected, result) for result in moved) else 1

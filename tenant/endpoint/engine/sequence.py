@@ -1,0 +1,149 @@
+"""One request while the engine works on it: its tokens, keys and values, answer and costs."""
+
+from collections.abc import Sequence as Tokens
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Protocol
+
+from torch import Tensor
+
+from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.kv import KeyValues
+from tenant.endpoint.engine.packed import Output, Rows
+from tenant.endpoint.engine.requests import Request, RequestLedger, TokenLogprob
+from tenant.endpoint.engine.sampling import token_logprob
+from tenant.session.tally import Ledger
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences, so that one pass may yield several tokens."""
+
+    def draft(self, tokens: Tokens[int]) -> Tokens[int]:
+        """Return a guess of the tokens after `tokens`. Its length must not depend on the tokens: providers see it."""
+
+
+class Sequence:
+    """A request in work, and the `Handle` of it.
+
+    Args:
+        answer: chooses and reports the tokens.
+
+    Attributes:
+        tokens: the prompt, and the tokens chosen so far.
+        kv: keys and values, of fewer tokens; None until the request is admitted.
+        held: what ends with the request: the use of its adapter.
+        generation: tells loads of one adapter apart; None if the adapter may change.
+        cancelled: True once the client does not want the answer.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.tokens = list(answer.request.prompt)
+        self.kv: KeyValues | None = None
+        self.held = ExitStack()
+        self.generation: int | None = 0
+        self.cancelled = False
+        self._spent = RequestLedger()
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._sum: Tensor | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.answer.request
+
+    @property
+    def length(self) -> int:
+        """Largest number of tokens that the sequence can get."""
+        return len(self.request.prompt) + self.request.max_tokens * (self.request.pooling is None)
+
+    @property
+    def decoding(self) -> bool:
+        """True if the prompt has been read."""
+        return self.kv is not None and self.kv.length() >= len(self.request.prompt)
+
+    @property
+    def reads_all(self) -> bool:
+        """True if results of every token of the prompt are needed, so that none may be skipped."""
+        return self.request.pooling == "mean" or self.request.sampling.prompt_logprobs is not None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def ledger(self) -> RequestLedger:
+        return self._spent
+
+    def rows(self, most: int, drafter: Drafter | None = None) -> Rows:
+        """Return the tokens to compute next: up to `most` of the prompt, or the last token and the guess after it."""
+        assert self.kv is not None
+        done = self.kv.length()
+        if self.decoding:
+            tokens = [self.tokens[-1], *(drafter.draft(self.tokens) if drafter is not None else ())]
+            logits = len(tokens)
+        else:
+            tokens = self.tokens[done : done + most]
+            reads = self.request.sampling.prompt_logprobs is not None
+            logits = len(tokens) if reads else int(done + len(tokens) == len(self.tokens))
+        return Rows(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
+
+    def take(self, rows: Rows, output: Output) -> int:
+        """Use the results of `rows`. Returns the number of new tokens."""
+        assert self.kv is not None
+        done = self.kv.length()
+        if len(self.tokens) > len(self.request.prompt):
+            return self._extend(rows, output.logits)
+        self._read(output, done - len(rows.tokens))
+        if done < len(self.tokens):
+            return 0
+        if self.request.pooling is not None:
+            self.answer.embedded(output.hidden[-1] if self._sum is None else (self._sum / done))
+            return 0
+        self.answer.start(self._prompt_logprobs if self.request.sampling.prompt_logprobs is not None else ())
+        if self.answer.finish is not None:
+            return 0
+        self.tokens.append(self.answer.add(output.logits[-1]))
+        return 1
+
+    def charge(self, spent: RequestLedger) -> None:
+        """Add costs."""
+        self._spent = _sum(self._spent, spent)
+
+    def _read(self, output: Output, start: int) -> None:
+        top = self.request.sampling.prompt_logprobs
+        if top is not None:
+            following = self.tokens[start + 1 : start + 1 + len(output.logits)]
+            pairs = zip(output.logits, following, strict=False)  # the last token of the prompt has no next one
+            self._prompt_logprobs += [token_logprob(row, token, top=top) for row, token in pairs]
+        if self.request.pooling == "mean":
+            for row in output.hidden.double():  # in order, so that the sum does not depend on how the prompt was cut
+                self._sum = row if self._sum is None else self._sum + row
+
+    def _extend(self, rows: Rows, logits: Tensor) -> int:
+        """Choose tokens from the rows of the last token and of a guess, as long as the guess is right."""
+        assert self.kv is not None
+        before = len(self.tokens)
+        for row, guess in zip(logits, [*rows.tokens[1:], None], strict=True):
+            self.tokens.append(self.answer.add(row))
+            if self.answer.finish is not None or self.tokens[-1] != guess:
+                break
+        self.kv.truncate(len(self.tokens) - 1)
+        return len(self.tokens) - before
+
+
+def charge(sequences: Tokens[Sequence], rows: Tokens[int], spent: Ledger) -> None:
+    """Divide the costs of a step among its sequences, by their rows. The shares sum to the costs."""
+    amounts = {
+        "rows": spent.rows,
+        "answers_verified": spent.answers_verified,
+        "answers_rejected": spent.answers_rejected,
+        "bytes_up": spent.bytes_to_executors + spent.bytes_to_helpers,
+        "bytes_down": spent.bytes_from_executors + spent.bytes_from_helpers,
+    }
+    done, every = 0, sum(rows)
+    for sequence, own in zip(sequences, rows, strict=True):
+        part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}
+        sequence.charge(RequestLedger(**part, round_trips=spent.executor_round_trips))
+        done += own
+
+
+def _sum(one: RequestLedger, other: RequestLedger) -> RequestLedger:
+    return RequestLedger(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(RequestLedger)})

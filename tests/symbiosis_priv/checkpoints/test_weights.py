@@ -368,7 +368,7 @@ def test_the_cache_of_another_transformers_version_is_not_used(
         for group in skeleton.groups
         for member, outputs in zip(group.members, group.outputs, strict=True)
     ]
-    monkeypatch.setattr(skeletons, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
+    monkeypatch.setattr(skeletons, "discover", lambda *_: dataclasses.replace(skeleton, groups=tuple(alone)))
     monkeypatch.setattr(weights, "version", lambda _: "99.0")
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
 

@@ -120,6 +120,8 @@ def test_a_head_that_is_stored_too_is_the_one_that_transformers_uses(tied: Path,
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     store = WeightStore(path, scope=Scope(tied_head=True))
     assert torch.equal(store.floats(("lm_head",))[0].weight, tensors["lm_head.weight"])
+    write_slim(store, store.manifest(), tmp_path / "slim")  # a tenant may keep the head
+    assert load_file(tmp_path / "slim" / "model.safetensors").keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
     del tensors["model.embed_tokens.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight"):

@@ -12,6 +12,7 @@ The bias is public and is here: the product includes it as it was loaded, and a 
 """
 
 import copy
+import threading
 import weakref
 from typing import Any, Protocol, Self
 
@@ -57,19 +58,19 @@ class LayerGroup:
         self.inputs = backend.facts[index].entry.inputs
         self.riders: weakref.WeakSet[Rider] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
-        self._pending: _Pending | None = None
-
+        self._of_thread = _OfThread()
         self.handle = compiled.register(self)
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
-        pending = self._pending
+        of_thread = self._of_thread
+        pending = of_thread.pending
         if pending is None or not pending.is_for(x) or pending.parts[member] is None:
             parts = _GroupLinear.apply(x, self)  # type: ignore[no-untyped-call]
-            pending = self._pending = _Pending(x, list(parts))
+            pending = of_thread.pending = _Pending(x, list(parts))
         part, pending.parts[member] = pending.parts[member], None
         if all(p is None for p in pending.parts):
-            self._pending = None
+            of_thread.pending = None
         assert part is not None
         return part
 
@@ -131,6 +132,12 @@ class _Pending:
         if self._x() is not x or self._state != _state(x):
             return False
         return self._copy is None or torch.equal(self._copy, x)
+
+
+class _OfThread(threading.local):
+    """What a group keeps between siblings: each thread runs the model on an input of its own."""
+
+    pending: _Pending | None = None
 
 
 def _state(x: Tensor) -> tuple[object, ...]:

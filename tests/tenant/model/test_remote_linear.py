@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,27 @@ def test_pending_outputs_end_with_their_input(qkv: Siblings, backend: Counting) 
             qkv[0](activations(2) * i)
             qkv[1](activations(2) * -i)
     assert len(backend.calls) == 40
+
+
+def test_threads_share_a_group_without_losing_siblings_outputs(qkv: Siblings, backend: Counting) -> None:
+    """Two threads reach each sibling at the same time: one product per thread, and each gets its own outputs."""
+    inputs = [activations(2), -activations(2)]
+    at_once = threading.Barrier(len(inputs), timeout=10)
+
+    @torch.no_grad()
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = []
+        for module in qkv:
+            at_once.wait()
+            outputs.append(module(x))
+        return outputs
+
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        found = list(threads.map(run, inputs))
+    assert len(backend.calls) == len(inputs)
+    for x, outputs in zip(inputs, found, strict=True):
+        expected = backend.linear(QKV, FORWARD, x).float()
+        assert torch.equal(torch.cat(outputs, dim=-1), expected)
 
 
 def test_gradient_checkpointing_runs_the_group_again(qkv: Siblings, backend: Counting) -> None:

@@ -8,6 +8,7 @@ that names a tensor of the base model changes nothing.
 
 import copy
 import hashlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ NAME = "default"
 """PEFT's name of the adapter in a task's layers, each of which holds one."""
 _SHARED_FROM = 1 << 16  # bytes: equal buffers of at least this size are kept once for all tasks
 
+_numbers = itertools.count(1)
 _base: ContextVar[Callable[..., Any]] = ContextVar("base")
 _buffers: weakref.WeakValueDictionary[tuple[object, ...], Tensor] = weakref.WeakValueDictionary()
 
@@ -53,6 +55,7 @@ class Adapter:
         on_disk: True if a folder holds the same parameters.
 
     Attributes:
+        number: differs for every adapter that this process makes.
         bytes: memory of the layers' tensors, without the buffers that tasks share.
 
     Raises:
@@ -60,6 +63,7 @@ class Adapter:
     """
 
     def __init__(self, peft: PeftModel, skeleton: nn.Module, *, trainable: bool, on_disk: bool) -> None:
+        self.number = next(_numbers)
         config: PeftConfig = peft.peft_config[NAME]
         method = getattr(config.peft_type, "value", str(config.peft_type))
         self.method, self.training, self.trainable = method, peft.training, trainable

@@ -7,12 +7,13 @@ of every input and output, so a row never meets another task's operator.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from symbiosis_priv.errors import TaskError, UnsupportedModelError
 from tenant.tasks.adapter import Adapter
@@ -22,28 +23,136 @@ BASE = "__base__"
 """PEFT's name for rows without an adapter."""
 
 
-class Batch:
-    """Rows of several tasks.
+class Composition:
+    """Which rows of a batch belong to which task. Serves any number of batches, also at the same time.
 
     Args:
         names: the task of each row; `BASE` for a row without an adapter.
         adapters: the adapter of each task.
-        rows_first: names of layers whose rows are known to be the first dimension; grows.
+        block: number of rows of a block, or None; see `Tasks.batch`.
     """
 
-    def __init__(self, names: Sequence[str], adapters: Mapping[str, Adapter], rows_first: set[str]) -> None:
+    def __init__(self, names: Sequence[str], adapters: Mapping[str, Adapter], block: int | None) -> None:
         self._rows: dict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(names):
             self._rows[name].append(row)
-        self._count = len(names)
-        self._adapters = adapters
+        self.count = len(names)
+        self.counted = block is not None or len(self._rows) > 1
+        """False if one name serves any number of rows."""
+        self.layers = frozenset(layer for adapter in adapters.values() for layer in adapter.layers)
+        self._adapters, self._block = adapters, block
         self._plans: dict[tuple[str, torch.device], _Plan] = {}
+        self._places: dict[tuple[object, ...], _Places] = {}
+        self._needed: dict[tuple[object, ...], tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def plan(self, name: str, device: torch.device) -> _Plan:
+        """Return what happens at a layer."""
+        plan = self._plans.get((name, device))
+        if plan is None:
+            plan = self._plans[name, device] = self._planned(name, device)
+        return plan
+
+    def needed(
+        self,
+        siblings: tuple[str, ...],
+        changed: tuple[tuple[str, int], ...],
+        lengths: tuple[int, ...],
+        device: torch.device,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return which rows of an input, followed by changed rows, any sibling needs, and where each finds its own.
+
+        Args:
+            siblings: names of layers.
+            changed: the parts whose operators have changed their rows: layer, number of the part.
+            lengths: the number of rows of the input, and of the changed rows of each part.
+        """
+        key = siblings, changed, lengths, device
+        if key not in self._needed:
+            counts, starts = lengths[0], dict(zip(changed, itertools.accumulate(lengths), strict=False))
+            orders = []
+            for name in siblings:
+                order = torch.arange(counts, dtype=torch.long, device=device)
+                for number, part in enumerate(self.plan(name, device).parts):
+                    start = starts.get((name, number))
+                    if start is None:
+                        continue
+                    if part.own is None or part.places is None:
+                        order += start
+                    else:
+                        order[part.own] = start + part.places
+                orders.append(order)
+            rows, flat = torch.unique(torch.cat(orders), return_inverse=True)
+            self._needed[key] = rows, dict(zip(siblings, flat.split(counts), strict=True))
+        return self._needed[key]
+
+    def _planned(self, name: str, device: torch.device) -> _Plan:
+        groups: dict[Hashable, list[str]] = defaultdict(list)
+        rest: list[str] = []
+        for task, rows in self._rows.items():
+            layer = None if task == BASE else self._adapters[task].layers.get(name)
+            if layer is None:
+                rest.append(task)
+            else:
+                groups[operator_key(layer), len(rows) if self._block is None else None].append(task)
+        members = tuple(map(tuple, groups.values()))
+        places = self._places.get((members, device))
+        if places is None:
+            places = self._places[members, device] = self._placed(members, rest, device)
+        parts = []
+        for (key, _), tasks, part in zip(groups, members, places.parts, strict=True):
+            layers = [self._adapters[task].layers[name] for task in tasks for _ in range(self._blocks(task))]
+            parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
+        return _Plan(parts, places.rest, places.order)
+
+    def _blocks(self, task: str) -> int:
+        return 1 if self._block is None else -(-len(self._rows[task]) // self._block)
+
+    def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
+        def tensor(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.long, device=device)
+
+        in_order = list(range(self.count))
+        parts: list[tuple[Tensor | None, Tensor | None, Tensor | None]] = []
+        order, start = [0] * self.count, 0
+        for tasks in groups:
+            rows: list[int] = []
+            own: list[int] = []
+            places: list[int] = []
+            for task in tasks:
+                of_task = self._rows[task]
+                own += of_task
+                places += range(len(rows), len(rows) + len(of_task))
+                missing = 0 if self._block is None else -len(of_task) % self._block
+                rows += of_task + [of_task[-1]] * missing  # the last row again: it is as long as a row of zeros
+            for row, place in zip(own, places, strict=True):
+                order[row] = start + place
+            start += len(rows)
+            whole = rows == in_order
+            parts.append((None, None, None) if whole else (tensor(rows), tensor(own), tensor(places)))
+        if len(parts) == 1 and parts[0][0] is None:
+            return _Places(parts, None, None)
+        without = [row for task in rest for row in self._rows[task]]
+        for place, row in enumerate(without, start=start):
+            order[row] = place
+        return _Places(parts, tensor(without) if without else None, tensor(order))
+
+
+class Batch:
+    """One use of a composition: the rows of a forward pass.
+
+    Args:
+        composition: which rows belong to which task.
+        rows_first: names of layers whose rows are known to be the first dimension; grows.
+    """
+
+    def __init__(self, composition: Composition, rows_first: set[str]) -> None:
+        self._composition = composition
         self._inputs: dict[tuple[str, ...], _Inputs] = {}
         self._rows_first = rows_first
 
     def extends(self, names: tuple[str, ...]) -> bool:
         """Returns True if a task of this batch has an adapter at one of these layers."""
-        return any(name in adapter.layers for adapter in self._adapters.values() for name in names)
+        return not self._composition.layers.isdisjoint(names)
 
     def before(self, name: str, siblings: tuple[str, ...], x: Tensor) -> Tensor:
         """Return the base layer's input at the layer `name`: `x` itself if no task changes it.
@@ -60,7 +169,7 @@ class Batch:
         """
         inputs = self._inputs.get(siblings)
         if inputs is None or not inputs.is_for(x):
-            if len(self._rows) > 1:
+            if self._composition.counted:
                 self._check(name, x)
             inputs = self._inputs[siblings] = self._gathered(siblings, x)
         return inputs.rows
@@ -74,7 +183,7 @@ class Batch:
             del self._inputs[siblings]
         if order is not None:
             y = y.index_select(0, order)
-        plan = self._plan(name, y.device)
+        plan = self._composition.plan(name, y.device)
         if not plan.parts:
             return y
         outputs = [part.operator.after(_select(x, part.rows), _select(y, part.rows), base) for part in plan.parts]
@@ -93,64 +202,28 @@ class Batch:
 
     def _gathered(self, siblings: tuple[str, ...], x: Tensor) -> _Inputs:
         """Let the tasks change their rows of `x`, separately for each sibling, and collect all rows that are needed."""
-        pieces, count = [x], len(x)
-        orders: dict[str, Tensor] = {}
+        pieces, changed = [x], []
         for name in siblings:
-            order = orders[name] = torch.arange(len(x), dtype=torch.long, device=x.device)
-            for part in self._plan(name, x.device).parts:
-                changed = part.operator.before(_select(x, part.rows))
-                if changed is not None:
-                    order[slice(None) if part.rows is None else part.rows] = torch.arange(
-                        count, count + len(changed), dtype=torch.long, device=x.device
-                    )
-                    count += len(changed)
-                    pieces.append(changed.to(x.dtype))
-        if len(pieces) == 1:
+            for number, part in enumerate(self._composition.plan(name, x.device).parts):
+                if part.operator.changes_input:
+                    rows = part.operator.before(_select(x, part.rows))
+                    if rows is not None:
+                        pieces.append(rows.to(x.dtype))
+                        changed.append((name, number))
+        if not changed:
             return _Inputs(x, x, {}, set(siblings))
-        needed, flat = torch.unique(torch.cat(list(orders.values())), return_inverse=True)
-        rows = torch.cat(pieces).index_select(0, needed)
-        return _Inputs(x, rows, dict(zip(siblings, flat.split(len(x)), strict=True)), set(siblings))
-
-    def _plan(self, name: str, device: torch.device) -> _Plan:
-        plan = self._plans.get((name, device))
-        if plan is None:
-            plan = self._plans[name, device] = self._planned(name, device)
-        return plan
-
-    def _planned(self, name: str, device: torch.device) -> _Plan:
-        groups: dict[tuple[Hashable, int], list[tuple[nn.Module, list[int]]]] = defaultdict(list)
-        rest: list[int] = []
-        for task, rows in self._rows.items():
-            layer = None if task == BASE else self._adapters[task].layers.get(name)
-            if layer is None:
-                rest += rows
-            else:
-                groups[operator_key(layer), len(rows)].append((layer, rows))
-        in_order = list(range(self._count))
-        parts: list[_Part] = []
-        order: list[int] = []
-        for (key, _), members in groups.items():
-            rows = [row for _, of_task in members for row in of_task]
-            index = None if rows == in_order else torch.tensor(rows, dtype=torch.long, device=device)
-            parts.append(_Part(operator([layer for layer, _ in members], key), index))
-            order += rows
-        if len(parts) == 1 and order == in_order:
-            return _Plan(parts, None, None)
-        order += rest
-        return _Plan(
-            parts,
-            torch.tensor(rest, dtype=torch.long, device=device) if rest else None,
-            torch.argsort(torch.tensor(order, dtype=torch.long, device=device)),
-        )
+        needed, orders = self._composition.needed(siblings, tuple(changed), tuple(map(len, pieces)), x.device)
+        return _Inputs(x, torch.cat(pieces).index_select(0, needed), orders, set(siblings))
 
     def _check(self, name: str, x: Tensor) -> None:
-        if x.shape[0] != self._count:
+        count = self._composition.count
+        if x.shape[0] != count:
             raise TaskError(
-                f"the batch names the tasks of {self._count} rows, and {name} gets {list(x.shape)}: name one task per "
+                f"the batch names the tasks of {count} rows, and {name} gets {list(x.shape)}: name one task per "
                 f"row (with num_beams or num_return_sequences, one per sequence)"
             )
         if x.dim() > 2 and name not in self._rows_first:
-            if x.shape[1] == self._count:  # the first two dimensions may be (tokens, rows), as in XLNet and Longformer
+            if x.shape[1] == count > 1:  # the first two dimensions may be (tokens, rows), as in XLNet and Longformer
                 raise UnsupportedModelError(
                     f"{name} gets {list(x.shape)}: its rows could be the first or the second dimension; pad the first "
                     f"batch to another number of tokens than rows"
@@ -174,16 +247,23 @@ class _Inputs:
         return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 
+class _Places(NamedTuple):
+    parts: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
+    rest: Tensor | None
+    order: Tensor | None
+
+
 class _Part(NamedTuple):
     operator: Operator
-    rows: Tensor | None  # None: all rows, in order
+    rows: Tensor | None  # the operator's rows, with those that fill up blocks; None: all rows, in order
+    own: Tensor | None  # the batch's rows among them, each once
+    places: Tensor | None  # where each of `own` is in `rows`
 
 
 class _Plan(NamedTuple):
     parts: list[_Part]
     rest: Tensor | None  # rows without an adapter at this layer
-    # order that puts the parts' rows into the batch's order; None if one part has all rows in order
-    order: Tensor | None
+    order: Tensor | None  # where each row is in the outputs of parts and rest; None if one part has all rows in order
 
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -5,7 +5,9 @@ tasks with the same method and the same sizes are computed together, with batche
 methods run PEFT's own code, one task after the other (`ByPeft`). Either way the base layer runs once for all tasks.
 
 Rows come sorted by task, the same number for each task, so a tensor of `tasks * rows` sequences can be viewed as
-`[tasks, rows * tokens, width]`.
+`[tasks, rows * tokens, width]`. In a batch of blocks, each block takes the place of a task (a task may have several
+blocks), and every product has the shape of one block: a library chooses the order of its sums by the shape, so a row's
+result does not depend on the other blocks.
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +29,17 @@ class Operator(ABC):
     """The adapters of some tasks at one layer of the model.
 
     Args:
-        layers: one layer per task.
+        layers: one layer per task, or per block.
+        in_blocks: True if every product must have the shape of one block.
     """
+
+    def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
+        self.layers, self.in_blocks = layers, in_blocks
+
+    @property
+    def changes_input(self) -> bool:
+        """False if `before` returns None for every input."""
+        return False
 
     def before(self, x: Tensor) -> Tensor | None:
         """Return the base layer's input for these tasks' rows `x`, in the dtype of `x`; None if it is `x` itself."""
@@ -46,9 +57,6 @@ class Operator(ABC):
 
 
 class _Grouped(Operator):
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers = layers
-
     @classmethod
     @abstractmethod
     def key(cls, layer: Any) -> Hashable | None:
@@ -56,8 +64,15 @@ class _Grouped(Operator):
 
     def stack(self, tensor: Callable[[Any], Tensor]) -> Tensor:
         """Stack one tensor per task along a new first dimension; a single tensor is not copied."""
-        tensors = [tensor(layer) for layer in self.layers]
-        return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+        return _stacked([tensor(layer) for layer in self.layers])
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
+        """Apply one linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
+        if self.in_blocks:
+            every = zip(x.unbind(), weights, biases or [None] * len(weights), strict=True)
+            return _stacked([F.linear(*one) for one in every])
+        weight = _stacked(weights).transpose(1, 2)
+        return x @ weight if biases is None else torch.baddbmm(_stacked(biases).unsqueeze(1), x, weight)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
         """Repeat one vector per task `[tasks, width]` for its rows; for `like` `[tasks * rows, ..., width]`."""
@@ -81,11 +96,11 @@ class Lora(_Grouped):
         return a.shape, a.dtype, layer.scaling[NAME], _dropout(layer.lora_dropout[NAME])
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        a = self.stack(lambda layer: layer.lora_A[NAME].weight)
-        b = self.stack(lambda layer: layer.lora_B[NAME].weight)
+        a = [layer.lora_A[NAME].weight for layer in self.layers]
+        b = [layer.lora_B[NAME].weight for layer in self.layers]
         first = self.layers[0]
-        dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a.dtype))
-        delta: Tensor = self.by_task(dropped) @ a.transpose(1, 2) @ b.transpose(1, 2) * first.scaling[NAME]
+        dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
+        delta = self.linears(self.linears(self.by_task(dropped), a), b) * first.scaling[NAME]
         out: Tensor = (y + delta.view_as(y)).to(y.dtype)
         return out
 
@@ -97,11 +112,15 @@ class IA3(_Grouped):
     def key(cls, layer: Any) -> Hashable | None:
         return None if NAME not in layer.ia3_l else (layer.is_feedforward, layer.ia3_l[NAME].dtype)
 
+    @property
+    def changes_input(self) -> bool:
+        return bool(self.layers[0].is_feedforward)
+
     def before(self, x: Tensor) -> Tensor | None:
-        return self._scaled(x) if self.layers[0].is_feedforward else None
+        return self._scaled(x) if self.changes_input else None
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        return y if self.layers[0].is_feedforward else self._scaled(y)
+        return y if self.changes_input else self._scaled(y)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return (x * self.per_row(self.stack(lambda layer: layer.ia3_l[NAME].flatten()), x)).to(x.dtype)
@@ -122,9 +141,14 @@ class Vera(_Grouped):
         d = self.stack(lambda layer: layer.vera_lambda_d[NAME])
         b = self.stack(lambda layer: layer.vera_lambda_b[NAME])
         dropped = first.vera_dropout[NAME](first._cast_input_dtype(x, d.dtype))
-        inner = F.linear(dropped, first.vera_A[NAME][:, : first.in_features])
-        delta = F.linear(self.per_row(d, inner) * inner, first.vera_B[NAME][: first.out_features])
+        inner = self._product(dropped, first.vera_A[NAME][:, : first.in_features])
+        delta = self._product(self.per_row(d, inner) * inner, first.vera_B[NAME][: first.out_features])
         return (y + self.per_row(b, delta) * delta).to(y.dtype)
+
+    def _product(self, x: Tensor, shared: Tensor) -> Tensor:
+        if not self.in_blocks:
+            return F.linear(x, shared)
+        return self.linears(self.by_task(x), [shared] * len(self.layers)).view(*x.shape[:-1], len(shared))
 
 
 class OFT(_Grouped):
@@ -140,18 +164,34 @@ class OFT(_Grouped):
         cayley = r.use_cayley_neumann, r.num_cayley_neumann_terms
         return r.weight.shape, r.weight.dtype, r.block_size, r.block_share, cayley
 
+    @property
+    def changes_input(self) -> bool:
+        return True
+
     def before(self, x: Tensor) -> Tensor | None:
-        rotation = self.layers[0].oft_R[NAME]
-        weight = self.stack(lambda layer: layer.oft_R[NAME].weight)
-        tasks, size = len(weight), rotation.block_size
-        cayley = rotation.use_cayley_neumann, rotation.num_cayley_neumann_terms
-        blocks = rotation._cayley_batch(weight.flatten(0, 1), size, *cayley).view(tasks, -1, size, size)
-        rows = self.by_task(x.to(weight.dtype)).unflatten(-1, (-1, size))
-        rotated = torch.einsum("tmrk,trkc->tmrc", rows, blocks.expand(-1, rows.shape[2], -1, -1))
+        weights = [layer.oft_R[NAME].weight for layer in self.layers]
+        rows = self.by_task(x.to(weights[0].dtype)).unflatten(-1, (-1, self.layers[0].oft_R[NAME].block_size))
+        if self.in_blocks:
+            made = {id(weight): self._rotations(weight) for weight in weights}
+            each = zip(rows.unbind(), weights, strict=True)
+            rotated = _stacked([self._rotated(part, made[id(weight)]) for part, weight in each])
+        else:
+            rotations = self._rotations(_stacked(weights).flatten(0, 1)).unflatten(0, (len(weights), -1))
+            rotated = self._rotated(rows, rotations)
         return rotated.reshape(x.shape).to(x.dtype)
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         return y
+
+    def _rotations(self, weight: Tensor) -> Tensor:
+        first = self.layers[0].oft_R[NAME]
+        cayley = first.use_cayley_neumann, first.num_cayley_neumann_terms
+        rotations: Tensor = first._cayley_batch(weight, first.block_size, *cayley)
+        return rotations
+
+    def _rotated(self, rows: Tensor, rotations: Tensor) -> Tensor:
+        expanded = rotations.expand(*rotations.shape[:-3], rows.shape[-2], -1, -1)  # with block_share there is one
+        return torch.einsum("...mrk,...rkc->...mrc", rows, expanded)
 
 
 class Bottleneck(_Grouped):
@@ -169,8 +209,15 @@ class Bottleneck(_Grouped):
             [getattr(layer, name)[NAME] for layer in self.layers] for name in ("bottleneck_down", "bottleneck_up")
         )
         rows = self.by_task(y.to(down[0].weight.dtype))
-        inner = self.layers[0].activation[NAME](_linears(rows, down))
-        return y + _linears(inner, up).view_as(y).to(y.dtype)
+        inner, activation = self._linears(rows, down), self.layers[0].activation[NAME]
+        if self.in_blocks:  # torch computes the last elements of a tensor in another way than the others
+            inner = torch.stack([activation(row) for row in inner.flatten(0, 1)]).view_as(inner)
+        else:
+            inner = activation(inner)
+        return y + self._linears(inner, up).view_as(y).to(y.dtype)
+
+    def _linears(self, rows: Tensor, modules: Sequence[Any]) -> Tensor:
+        return self.linears(rows, [module.weight for module in modules], [module.bias for module in modules])
 
 
 class BitFit(_Grouped):
@@ -191,23 +238,42 @@ class ByPeft(Operator):
     the product is known, it runs again. A layer that gives its own input to the base layer runs once.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        (self._layer,) = layers
-        self._passes_on = False  # True once it is known that the base layer gets the layer's own input, or is not used
+    def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
+        super().__init__(layers, in_blocks=in_blocks)
+        self._layer = layers[0]
+        # True once it is known that the base layer gets the layer's own input, or is not used
+        self._passes_on = not isinstance(self._layer, BaseTunerLayer)
+
+    @property
+    def changes_input(self) -> bool:
+        return not self._passes_on
 
     def before(self, x: Tensor) -> Tensor | None:
-        if self._passes_on or not isinstance(self._layer, BaseTunerLayer):
+        changed = [self._input_of_base(part) for part in self._parts(x)]
+        return None if self._passes_on else _joined([part for part in changed if part is not None])
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        parts = zip(self._parts(x), self._parts(y), strict=True)
+        return _joined([self._after(x, y, base) for x, y in parts])
+
+    def _parts(self, x: Tensor) -> Sequence[Tensor]:
+        count = len(self.layers)
+        size = len(x) // count
+        return [x] if count == 1 else [x[i * size : (i + 1) * size] for i in range(count)]
+
+    def _input_of_base(self, x: Tensor) -> Tensor | None:
+        if self._passes_on:
             return None
         try:
             with base_layer(_stop):
                 self._layer(x)
         except _Asked as asked:
             self._passes_on = asked.x is x
-            return None if self._passes_on else asked.x
+            return asked.x
         self._passes_on = True  # the method replaces the base layer
         return None
 
-    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+    def _after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         waiting = [y]
 
         def run(z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -239,10 +305,11 @@ def operator_key(layer: nn.Module) -> Hashable:
     return ("alone", id(layer)) if key is None else (kind, key)
 
 
-def operator(layers: Sequence[nn.Module], key: Hashable) -> Operator:
+def operator(layers: Sequence[nn.Module], key: Hashable, *, in_blocks: bool) -> Operator:
     """Return the operator for layers with one key."""
     alone = isinstance(key, tuple) and key[0] == "alone"
-    return ByPeft(layers) if alone else OPERATORS[type(layers[0])](layers)
+    kind = ByPeft if alone else OPERATORS[type(layers[0])]
+    return kind(layers, in_blocks=in_blocks)
 
 
 class _Asked(BaseException):
@@ -254,11 +321,12 @@ def _stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     raise _Asked(x)
 
 
-def _linears(rows: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Apply one linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
-    weight = torch.stack([linear.weight for linear in linears])
-    bias = torch.stack([linear.bias for linear in linears])
-    return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
 
 
 def _dropout(module: nn.Module) -> float:

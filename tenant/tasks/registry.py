@@ -22,10 +22,11 @@ from symbiosis_priv.errors import ConfigError, TaskError, UnsupportedMethodError
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
 from tenant.tasks.adapter import Adapter
-from tenant.tasks.batch import BASE, Batch
+from tenant.tasks.batch import BASE, Batch, Composition
 from tenant.tasks.folders import Stored, check_name, memory_of, stored, stored_in
 
 DEFAULT_MEMORY = 1 << 30
+_COMPOSITIONS = 64  # kept for batches of the same rows, each a few kilobytes
 _active: ContextVar[tuple[tuple[Tasks, Batch], ...]] = ContextVar("active", default=())
 
 
@@ -46,7 +47,9 @@ class TaskInfo:
         folder: the PEFT folder; None for a task that was never saved.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter, without the buffers that tasks share; 0 if it is not loaded.
-        batches: number of batches that are using the task.
+        batches: number of batches, and of other contexts (`Tasks.hold`), that are using the task.
+        load: differs for every load of a task, also under another task's earlier name; 0 if it is not loaded. What was
+            computed with another load may be out of date. Training does not change it.
     """
 
     id: TaskId
@@ -54,6 +57,7 @@ class TaskInfo:
     stored_bytes: int
     bytes: int
     batches: int
+    load: int
 
 
 class Tasks:
@@ -90,6 +94,7 @@ class Tasks:
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
         self._hooks: dict[str, list[Any]] = {}
         self._rows_first: set[str] = set()
+        self._compositions: dict[tuple[object, ...], Composition] = {}  # of loaded adapters
         self._lock = threading.RLock()
 
     # The registry
@@ -137,6 +142,7 @@ class Tasks:
                 stored_bytes=0 if on_disk is None else on_disk.bytes,
                 bytes=0 if loaded is None else loaded.bytes,
                 batches=self._used[name],
+                load=0 if loaded is None else loaded.number,
             )
 
     def __contains__(self, name: object) -> bool:
@@ -191,7 +197,7 @@ class Tasks:
                     f"the task {name} has parameters that were not saved; call tasks.save({name!r}, folder), or pass "
                     f"discard=True to lose them"
                 )
-            self._loaded.pop(name, None)
+            self._drop(name)
 
     def parameters(self, name: str) -> Iterator[nn.Parameter]:
         """Return the parameters of a task that training changes; loads the task."""
@@ -238,14 +244,18 @@ class Tasks:
     # Batches
 
     @contextmanager
-    def batch(self, names: Sequence[str]) -> Iterator[None]:
+    def batch(self, names: Sequence[str], *, block: int | None = None) -> Iterator[None]:
         """Context manager: row i of every input of the model belongs to the task `names[i]`.
 
         Loads the adapters that are not loaded. Gradient checkpointing computes layers again for the batch of their
         forward pass, also if `backward()` is called outside the context.
 
         Args:
-            names: the task of each row; "__base__" for a row without an adapter. One name serves any number of rows.
+            names: the task of each row; "__base__" for a row without an adapter. Without `block`, one name serves any
+                number of rows.
+            block: compute each task's rows in blocks of this number of rows. Then every product has the shape of one
+                block, and what adapters add to a row does not depend, bit for bit, on the other rows and tasks of the
+                batch. None: products of all rows of several tasks.
 
         Raises:
             TaskError: a task is unknown, or the tasks do not fit the memory limit together; or, at the end, a later
@@ -254,17 +264,14 @@ class Tasks:
         """
         if not names:
             raise TaskError("a batch has at least one row; name the task of each row")
-        distinct = [name for name in dict.fromkeys(names) if name != BASE]
-        with self._lock:
-            self._used.update(distinct)  # these adapters are now in use, so loading one does not unload another
-        try:
-            with self._lock:
-                loaded = {name: self._load(name) for name in distinct}
+        if block is not None and block < 1:
+            raise TaskError(f"block = {block}: write a number of rows, at least 1")
+        with self._held([name for name in dict.fromkeys(names) if name != BASE]) as loaded:
             for one in loaded.values():
                 one.train(self.model.training)
             if self.model.training:
                 _recompute_in_batch(self.model)
-            entry = self, Batch(names, loaded, self._rows_first)
+            entry = self, Batch(self._composition(names, loaded, block), self._rows_first)
             _active.set((*_active.get(), entry))
             try:
                 yield
@@ -276,10 +283,12 @@ class Tasks:
                     "another batch of this model was opened after this one and is still open, so rows of this batch "
                     "may have got its tasks; do not yield inside `batch`, or use one thread per batch"
                 )
-        finally:
-            with self._lock:
-                self._used.subtract(distinct)
-                self._used += Counter()  # drops zeros
+
+    @contextmanager
+    def hold(self, *names: str) -> Iterator[None]:
+        """Context manager: load these tasks, and keep them loaded for many batches. Errors as for `batch`."""
+        with self._held(names):
+            yield
 
     def close(self) -> None:
         """Unload all adapters and take the hooks from the model. Parameters that were not saved are lost."""
@@ -290,6 +299,32 @@ class Tasks:
             self._hooks.clear()
             self._names.clear()
             self._loaded.clear()
+            self._compositions.clear()
+
+    @contextmanager
+    def _held(self, names: Sequence[str]) -> Iterator[dict[str, Adapter]]:
+        with self._lock:
+            self._used.update(names)  # these adapters are now in use, so loading one does not unload another
+        try:
+            with self._lock:
+                loaded = {name: self._load(name) for name in names}
+            yield loaded
+        finally:
+            with self._lock:
+                self._used.subtract(names)
+                self._used += Counter()  # drops zeros
+
+    def _composition(self, names: Sequence[str], loaded: dict[str, Adapter], block: int | None) -> Composition:
+        """Return the composition of a batch. It is kept, unless training can change what it depends on."""
+        if self.model.training or any(one.trainable for one in loaded.values()):
+            return Composition(names, loaded, block)
+        with self._lock:
+            key = tuple(names), block
+            found = self._compositions.pop(key, None) or Composition(names, loaded, block)
+            if len(self._compositions) >= _COMPOSITIONS:
+                del self._compositions[next(iter(self._compositions))]
+            self._compositions[key] = found  # the one used last is the last to go
+            return found
 
     def _add(self, found: dict[str, Any]) -> list[TaskId]:
         with self._lock:
@@ -332,7 +367,13 @@ class Tasks:
                 f"what was trained"
             )
         while needed > free:
-            free += self._loaded.pop(idle.pop(0)).bytes
+            free += self._drop(idle.pop(0))
+
+    def _drop(self, name: str) -> int:
+        """Forget a task's adapter. Returns its bytes."""
+        self._compositions.clear()
+        loaded = self._loaded.pop(name, None)
+        return 0 if loaded is None else loaded.bytes
 
     # At the model's layers
 

@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import HRAConfig, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
 from tenant import MaskBertConfig, RemoteConfig, backend_of
 from tenant.model.loading import load_model
+from tenant.tasks.adapter import NAME
 from tenant.tasks.batch import BASE
+from tenant.tasks.operators import operator, operator_key
 from tenant.tasks.registry import Tasks
 from tests.tenant.tasks.conftest import METHODS
 
@@ -156,6 +159,80 @@ def test_no_row_depends_on_another_tasks_rows_or_adapter(
         for parameter in _parameters(split, other):
             parameter.sub_(0.01).div_(1.5)
     assert torch.equal(before[mine], after[mine])
+
+
+@settings(max_examples=25, deadline=None)
+@given(company=st.lists(NAMES, min_size=1, max_size=40), name=NAMES, place=st.integers(0, 40), seed=st.integers(0, 99))
+def test_in_blocks_a_row_has_the_bits_it_has_alone(
+    split: Tasks, company: list[str], name: str, place: int, seed: int
+) -> None:
+    """In any company and at any place of it, at every linear of a layer."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [*company[:place], name, *company[place:]]
+    row = min(place, len(company))
+    layer = split.model.model.layers[0]
+    for linears in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.self_attn.o_proj],
+        [layer.mlp.gate_proj, layer.mlp.up_proj],
+        [layer.mlp.down_proj],
+    ):
+        x = torch.randn(len(names), 1, linears[0].in_features, generator=generator)
+        own = x[row : row + 1].clone()
+        with torch.inference_mode():
+            with split.batch(names, block=4):
+                mixed = [linear(x)[row] for linear in linears]
+            with split.batch([name], block=4):
+                alone = [linear(own)[0] for linear in linears]
+        for one, other in zip(mixed, alone, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_batches_in_blocks_give_the_results_of_each_task_alone(exact: Tasks, alone: Callable[[str], Any]) -> None:
+    """The tolerance is for methods that compute in float32 (C3A, diff pruning)."""
+    names = [name for number, name in enumerate([*METHODS, BASE]) for _ in range(1 + number % 4)]
+    x = ids(len(names), tokens=9)
+    with torch.no_grad(), exact.batch(names, block=3):
+        mixed = exact.model(input_ids=x).logits
+    for name in set(names):
+        rows = [i for i, other in enumerate(names) if other == name]
+        with torch.no_grad():
+            torch.testing.assert_close(mixed[rows], alone(name)(input_ids=x[rows]).logits, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    inputs=st.sampled_from([24, 256, 576, 1000]),
+    outputs=st.sampled_from([8, 100, 576]),
+    rank=st.sampled_from([1, 4, 5, 16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    blocks=st.integers(1, 9),
+    place=st.integers(0, 71),
+)
+def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
+    inputs: int, outputs: int, rank: int, dtype: torch.dtype, blocks: int, place: int
+) -> None:
+    torch.manual_seed(inputs)
+    layers = [
+        peft.tuners.lora.Linear(nn.Linear(inputs, outputs), NAME, r=rank, config=LoraConfig(r=rank)).to(dtype)
+        for _ in range(3)
+    ]
+    for layer in layers:
+        nn.init.normal_(layer.lora_B[NAME].weight)
+    key = operator_key(layers[0])
+    x, y = torch.randn(8 * blocks, inputs, dtype=dtype), torch.randn(8 * blocks, outputs, dtype=dtype)
+    place %= len(x)
+    first, own_y = x[place].expand(8, -1).clone(), y[place].expand(8, -1).clone()
+    of_blocks = [layers[number % 3] for number in range(blocks)]
+    mine = [of_blocks[place // 8]]
+    with torch.inference_mode():
+        mixed = operator(of_blocks, key, in_blocks=True).after(x, y, no_base)[place]
+        alone = operator(mine, key, in_blocks=True).after(first, own_y, no_base)[0]
+    assert torch.equal(mixed, alone)
+
+
+def no_base(*_: Any) -> Tensor:
+    raise AssertionError("LoRA needs no second product")
 
 
 def _parameters(tasks: Tasks, name: str) -> list[Tensor]:

@@ -271,6 +271,30 @@ def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:
     tasks.unregister("ia3")
 
 
+def test_a_task_that_is_held_stays_loaded(tasks: Tasks, folders: Path) -> None:
+    tasks.register("lora", folders / "lora")
+    with tasks.hold("lora"):
+        load = tasks["lora"].load
+        logits(tasks, "lora")
+        with pytest.raises(TaskError, match="in use"):
+            tasks.unload("lora")
+    assert load == tasks["lora"].load > 0
+
+
+def test_another_load_under_the_same_name_has_another_number_and_no_earlier_results(
+    tasks: Tasks, folders: Path
+) -> None:
+    tasks.register("one", folders / "lora")
+    tasks.register("other", folders / "lora-b")
+    before, expected, first = logits(tasks, "one"), logits(tasks, "other"), tasks["one"].load
+    tasks.unregister("one")
+    tasks.register("one", folders / "lora-b")
+    assert tasks["one"].load == 0
+    assert torch.equal(logits(tasks, "one"), expected)
+    assert not torch.equal(expected, before)
+    assert tasks["one"].load > first
+
+
 def test_threads_share_the_tasks(base: Any, folders: Path) -> None:
     """Threads load, use and push out tasks at the same time; each gets the answer of its own task."""
     names = ["lora", "lora-b", "lora-r8", "ia3", "oft"]

@@ -86,7 +86,7 @@ class Composition:
         return self._needed[key]
 
     def _planned(self, name: str, device: torch.device) -> _Plan:
-        groups: dict[Hashable, list[str]] = defaultdict(list)
+        groups: dict[tuple[Hashable, int | None], list[str]] = defaultdict(list)
         rest: list[str] = []
         for task, rows in self._rows.items():
             layer = None if task == BASE else self._adapters[task].layers.get(name)

@@ -12,6 +12,7 @@ result does not depend on the other blocks.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class _Grouped(Operator):
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
         """Apply one linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
         if self.in_blocks:
-            every = zip(x.unbind(), weights, biases or [None] * len(weights), strict=True)
+            every = zip(x.unbind(), weights, biases or repeat(None), strict=False)
             return _stacked([F.linear(*one) for one in every])
         weight = _stacked(weights).transpose(1, 2)
         return x @ weight if biases is None else torch.baddbmm(_stacked(biases).unsqueeze(1), x, weight)

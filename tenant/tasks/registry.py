@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +47,6 @@ class TaskInfo:
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter, without the buffers that tasks share; 0 if it is not loaded.
         batches: number of batches, and of other contexts (`Tasks.hold`), that are using the task.
-        load: differs for every load of a task, also under another task's earlier name; 0 if it is not loaded. What was
-            computed with another load may be out of date. Training does not change it.
     """
 
     id: TaskId
@@ -57,7 +54,6 @@ class TaskInfo:
     stored_bytes: int
     bytes: int
     batches: int
-    load: int
 
 
 class Tasks:
@@ -89,8 +85,6 @@ class Tasks:
         self._sources: dict[str, Stored | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
         self._used: Counter[str] = Counter()
-        self._loads = itertools.count()
-        self._load_of: dict[str, int] = {}
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
         self._hooks: dict[str, list[Any]] = {}
         self._rows_first: set[str] = set()
@@ -142,7 +136,6 @@ class Tasks:
                 stored_bytes=0 if on_disk is None else on_disk.bytes,
                 bytes=0 if loaded is None else loaded.bytes,
                 batches=self._used[name],
-                load=0 if loaded is None else loaded.number,
             )
 
     def __contains__(self, name: object) -> bool:
@@ -226,15 +219,8 @@ class Tasks:
         Raises:
             TaskError, CheckpointError, UnsupportedMethodError: as for `load`.
         """
-        with self._lock:
-            loaded = self._load(name)
-            self._used[name] += 1
-            load = None if loaded.trainable else self._load_of[name]
-        try:
-            yield load
-        finally:
-            with self._lock:
-                self._used -= Counter([name])
+        with self._held([name]) as loaded:
+            yield None if loaded[name].trainable else loaded[name].number
 
     def layers(self, name: str) -> frozenset[str]:
         """Return the names of the model's layers that a task changes; loads the task."""
@@ -283,12 +269,6 @@ class Tasks:
                     "another batch of this model was opened after this one and is still open, so rows of this batch "
                     "may have got its tasks; do not yield inside `batch`, or use one thread per batch"
                 )
-
-    @contextmanager
-    def hold(self, *names: str) -> Iterator[None]:
-        """Context manager: load these tasks, and keep them loaded for many batches. Errors as for `batch`."""
-        with self._held(names):
-            yield
 
     def close(self) -> None:
         """Unload all adapters and take the hooks from the model. Parameters that were not saved are lost."""
@@ -349,7 +329,7 @@ class Tasks:
             else:
                 loaded = adapters.create(self.model, source)
             self._make_room(name, loaded.bytes)
-            self._loaded[name], self._load_of[name] = loaded, next(self._loads)
+            self._loaded[name] = loaded
             for layer in loaded.layers:
                 self._hook(layer)
         if trainable and not loaded.trainable:

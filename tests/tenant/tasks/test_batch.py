@@ -213,7 +213,7 @@ def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
     inputs: int, outputs: int, rank: int, dtype: torch.dtype, blocks: int, place: int
 ) -> None:
     torch.manual_seed(inputs)
-    layers = [
+    layers: list[Any] = [
         peft.tuners.lora.Linear(nn.Linear(inputs, outputs), NAME, r=rank, config=LoraConfig(r=rank)).to(dtype)
         for _ in range(3)
     ]

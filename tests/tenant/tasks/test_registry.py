@@ -273,12 +273,12 @@ def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:
 
 def test_a_task_that_is_held_stays_loaded(tasks: Tasks, folders: Path) -> None:
     tasks.register("lora", folders / "lora")
-    with tasks.hold("lora"):
-        load = tasks["lora"].load
+    with tasks.hold("lora") as load:
         logits(tasks, "lora")
         with pytest.raises(TaskError, match="in use"):
             tasks.unload("lora")
-    assert load == tasks["lora"].load > 0
+    with tasks.hold("lora") as again:
+        assert again == load
 
 
 def test_another_load_under_the_same_name_has_another_number_and_no_earlier_results(
@@ -286,13 +286,17 @@ def test_another_load_under_the_same_name_has_another_number_and_no_earlier_resu
 ) -> None:
     tasks.register("one", folders / "lora")
     tasks.register("other", folders / "lora-b")
-    before, expected, first = logits(tasks, "one"), logits(tasks, "other"), tasks["one"].load
+    before, expected = logits(tasks, "one"), logits(tasks, "other")
+    with tasks.hold("one") as first:
+        pass
     tasks.unregister("one")
     tasks.register("one", folders / "lora-b")
-    assert tasks["one"].load == 0
     assert torch.equal(logits(tasks, "one"), expected)
     assert not torch.equal(expected, before)
-    assert tasks["one"].load > first
+    with tasks.hold("one") as second:
+        assert first is not None
+        assert second is not None
+        assert second > first
 
 
 def test_threads_share_the_tasks(base: Any, folders: Path) -> None:

@@ -45,10 +45,10 @@ def tile(
     end = tl.minimum(begin + share, width)
     row_at = rows + row * width + begin + across
     digit_at = digits + (begin + down).to(tl.int64) * term_stride + column * column_stride
-    sum_0 = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-    sum_1 = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-    sum_2 = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-    sum_3 = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+    sum_0 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
+    sum_1 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
+    sum_2 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
+    sum_3 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
     for start in range(begin, end, TERMS):
         x = tl.load(row_at, mask=(row < count) & (start + across < end), other=0)
         x = (x + _BALANCE) ^ _BALANCE

@@ -1,5 +1,6 @@
 """Fixtures for the shared package: tiny checkpoints and a choice of torch's thread count."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,17 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.kernels import KERNELS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter_without_unused_checks() -> None:
+    """Triton's interpreter computes whether integers overflow, and reports it only if it debugs. That took a third of
+    its time."""
+    if KERNELS["triton"].supports(torch.device("cpu")):
+        from triton.runtime.interpreter import interpreter_builder
+
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")

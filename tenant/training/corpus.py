@@ -74,7 +74,7 @@ def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
     Raises:
         ConfigError: there is no template, or it refuses the messages.
     """
-    if not tokenizer.chat_template:
+    if not (options.get("chat_template") or tokenizer.chat_template):
         raise ConfigError("this model's tokenizer has no chat template; write plain prompts (and completions) instead")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

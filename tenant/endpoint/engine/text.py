@@ -60,11 +60,11 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        certain = len(text) - (0 if last else max((_begun(text, stop) for stop in self._stop), default=0))
+        certain = len(text) - (0 if last else max((begun(text, stop) for stop in self._stop), default=0))
         self._held = text[certain:]
         return text[:certain]
 
 
-def _begun(text: str, stop: str) -> int:
+def begun(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))

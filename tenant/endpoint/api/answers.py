@@ -1,0 +1,212 @@
+"""The bodies of answers."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Absent = Field(default=None, exclude_if=lambda value: value is None)
+"""A field that is left out if it is None."""
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Ledger(BaseModel):
+    """What the answer has cost and what was checked for it: `tenant.endpoint.engine.requests.RequestLedger`."""
+
+    rows: int
+    round_trips: int
+    answers_verified: int
+    answers_rejected: int
+    bytes_up: int
+    bytes_down: int
+    cached_tokens: int
+
+
+class PromptTokensDetails(BaseModel):
+    """Tokens of the prompt whose keys and values were there already."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Numbers of tokens, and the ledger (not one of OpenAI's fields)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    ledger: Ledger
+
+
+class TextLogprobs(BaseModel):
+    """Log probabilities of a completion, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(BaseModel):
+    """One completion, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class Completion(BaseModel):
+    """The answer of `/v1/completions`, or a chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = Absent
+    ledger: Ledger | None = Absent
+
+
+class TopLogprob(BaseModel):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token that came."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities of a message, one entry per token."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CalledFunction(BaseModel):
+    """A call that the model makes; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    """A call of a tool. In a stream, `index` counts the calls."""
+
+    index: int | None = Absent
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    """The answer's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[CalledTool] | None = Absent
+
+
+class ChatPiece(BaseModel):
+    """A piece of a message: what is new."""
+
+    role: Literal["assistant"] | None = Absent
+    content: str | None = Absent
+    tool_calls: list[CalledTool] | None = Absent
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class Chat(BaseModel):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatPiece
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of the stream of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = Absent
+    ledger: Ledger | None = Absent
+
+
+class EmbeddingUsage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """The embedding of one input: numbers, or base64 of float32 in little-endian order."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    """The answer of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Model(BaseModel):
+    """A model: the base model, or an adapter with its base model as `parent`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class Models(BaseModel):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """The answer of `/health`."""
+
+    status: Literal["ok"] = "ok"

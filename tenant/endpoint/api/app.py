@@ -1,0 +1,106 @@
+"""The application: all routes, behind the guard."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tenant.endpoint.api.endpoint import Endpoint, Settings
+from tenant.endpoint.api.errors import ApiError, ErrorAnswer
+from tenant.endpoint.api.guard import Guard
+from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.routes import chat, completions, embeddings, models
+from tenant.endpoint.api.service import Service
+
+_STATUSES = {
+    400: "a field is wrong or not supported",
+    401: "the key is missing or wrong",
+    403: "not allowed",
+    404: "no such model",
+    408: "the body was late",
+    409: "in use",
+    413: "the body is too large",
+    421: "the Host header is wrong",
+    429: "too many requests wait",
+    500: "an error of the endpoint",
+    503: "the providers gave no answer, or the endpoint stops",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text} for status, text in _STATUSES.items()
+}
+
+
+def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRouter] = ()) -> Guard:
+    """Return the ASGI application of an endpoint.
+
+    Args:
+        service: the engine and its models.
+        settings: who may use it.
+        routers: more routes that need a key, unless `settings.open_paths` has their paths.
+    """
+    app = FastAPI(
+        title="symbiosis-priv tenant serve",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        separate_input_output_schemas=False,
+        responses=_ERRORS,
+    )
+    metrics = Metrics(service.engine)
+    app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
+    app.include_router(models.open_router)
+    for router in (models.router, chat.router, completions.router, embeddings.router, *routers):
+        app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _wrong_field)
+    app.add_exception_handler(Exception, _bug)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return Guard(app, settings, metrics)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = ApiError(error.status_code, str(error.detail)).response()
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _wrong_field(_: Request, error: Exception) -> Response:
+    """Name the first wrong field. The answer does not repeat its value."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is no JSON").response()
+    if first["type"] == "extra_forbidden":
+        message = f"{'.'.join(place)} is not supported; leave it out"
+    else:
+        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
+    return ApiError(400, message[:500], param=".".join(place)[:200] or None).response()
+
+
+async def _bug(_: Request, __: Exception) -> Response:
+    return ApiError(500, "an error of the endpoint; its log has the place").response()
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document. A wrong field is a 400 here, not FastAPI's 422."""
+    if app.openapi_schema is None:
+        document = FastAPI.openapi(app)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+    return app.openapi_schema or {}

@@ -1,0 +1,196 @@
+"""The bodies of requests. An unknown field, and a value whose meaning would be lost, is an error that names the field.
+
+A field of type `None`, or with one allowed value, is one of OpenAI's fields that can be sent and changes nothing.
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=128)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Strict(BaseModel):
+    """Takes JSON's own types and no other field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class StreamOptions(Strict):
+    """What a stream has besides the answer.
+
+    Args:
+        include_usage: numbers of tokens in a last chunk.
+        include_ledger: in every chunk, what the answer has cost so far (not one of OpenAI's fields).
+    """
+
+    include_usage: bool = False
+    include_ledger: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class Decoding(Strict):
+    """The fields that chat and completions share."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    metadata: None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    user: str | None = None
+
+
+class CompletionRequest(Decoding):
+    """`POST /v1/completions`."""
+
+    prompt: str | Texts | Ids | ManyIds
+    best_of: Literal[1] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: None = None
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """A call that the model has made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(Strict):
+    """A message of the chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class JsonSchema(Strict):
+    """A JSON schema that the answer follows. `strict` or not, the answer follows it."""
+
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of the answer: text, any JSON object, or JSON with a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Decoding):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    logprobs: bool | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class EmbeddingRequest(Strict):
+    """`POST /v1/embeddings`."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    input: str | Texts | Ids | ManyIds
+    dimensions: None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class LoadRequest(Strict):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadRequest(Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """Parse the body strictly: no infinity, no half of a surrogate pair, at most 200 levels."""
+        return from_json(await self.body(), allow_inf_nan=False)
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is parsed by pydantic. The `json` module accepts texts that cannot be written again."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return strict

@@ -1,0 +1,54 @@
+"""What every route needs: the service, the settings and the metrics of one endpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+
+from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.service import Service
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Who may use an endpoint, and how much at once.
+
+    Args:
+        keys: API keys. Each key is a client, and clients get equal shares.
+        hosts: names that the `Host` header may have, besides IP addresses. A web page that rebinds its own name to this
+            machine (DNS rebinding) has another name.
+        body_limit: bytes of a request's body.
+        body_s: seconds in which a body must arrive.
+        drain_s: seconds that answers may go on when the server stops.
+        adapters: folder whose adapters may be loaded at run time; None for none.
+        open_paths: paths that need no key.
+        streamed_paths: paths whose routes read large bodies themselves and limit them.
+    """
+
+    keys: tuple[str, ...]
+    hosts: frozenset[str] = frozenset({"localhost"})
+    body_limit: int = 8 << 20
+    body_s: float = 30.0
+    drain_s: float = 30.0
+    adapters: Path | None = None
+    open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})
+    streamed_paths: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One endpoint; `app.state.endpoint` of its application."""
+
+    service: Service
+    settings: Settings
+    metrics: Metrics
+
+    def client(self, http: Request) -> str:
+        """Return the name of the client for the engine: a digest of its key."""
+        return str(http.scope["state"]["client"])
+
+
+def endpoint_of(http: Request) -> Endpoint:
+    """Return the endpoint that a request has reached."""
+    endpoint: Endpoint = http.app.state.endpoint
+    return endpoint

@@ -1,0 +1,86 @@
+"""Errors in the format of OpenAI's API."""
+
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+from symbiosis_priv.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    OverloadedError,
+    SymbiosisError,
+    TaskError,
+    UnsupportedMethodError,
+)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` names the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request that gets an error as its answer.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do. The client gets it; it holds nothing of other requests.
+        code: OpenAI's word for the error.
+        param: the field of the request.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as a JSON object."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the error as an answer."""
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = "1"
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def refused(error: SymbiosisError) -> ApiError:
+    """Return the answer to a request that the engine has refused or could not finish.
+
+    Errors of providers and checkpoints are the operator's business: the client learns their kind, the log has the rest.
+    """
+    kinds: tuple[tuple[type[SymbiosisError], int, str | None], ...] = (
+        (OverloadedError, 429, "overloaded"),
+        (TaskError, 404, "model_not_found"),
+        (CheckpointError, 500, "adapter_refused"),
+        (UnsupportedMethodError, 500, "adapter_refused"),
+        (NonFiniteError, 500, None),
+        (ConfigError, 400, None),
+    )
+    for kind, status, code in kinds:
+        if isinstance(error, kind):
+            message = str(error) if status < 500 else f"{kind.__name__}: see the log of the endpoint"
+            return ApiError(status, message, code=code)
+    return ApiError(
+        503, f"the providers gave no answer ({type(error).__name__}): see the log of the endpoint", code="providers"
+    )

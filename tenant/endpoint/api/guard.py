@@ -1,0 +1,141 @@
+"""Checks every HTTP request before the application sees it: host, origin, key, and the size of the body.
+
+Other users of this machine can connect to loopback, and so can web pages in a browser on this machine. A page cannot
+name the key, but the checks of `Host` and `Origin` do not rely on that.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import traceback
+from hashlib import sha256
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tenant.endpoint.api.endpoint import Settings
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """An ASGI application around another one.
+
+    Args:
+        app: the application.
+        settings: who may use it.
+        metrics: counts the answers.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self.app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._digests = [sha256(key.encode()).digest() for key in settings.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        try:
+            try:
+                headers = Headers(scope=scope)
+                self._check_host(headers)
+                scope.setdefault("state", {})["client"] = self._client(scope["path"], headers)
+                if scope["path"] not in self._settings.streamed_paths:
+                    receive = await self._whole_body(headers, receive)
+                await self.app(scope, receive, noted)
+            except ApiError as error:
+                if not status:
+                    await error.response()(scope, receive, noted)
+            except Exception as error:  # its text may hold a part of a prompt: the log gets its type and place
+                log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+                if not status:
+                    await ApiError(500, "an error of the endpoint; its log has the place").response()(
+                        scope, receive, noted
+                    )
+        finally:
+            self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
+
+    def _check_host(self, headers: Headers) -> None:
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        name = _host_name(hosts[0]) if len(hosts) == 1 else ""
+        if name not in self._settings.hosts and not _is_address(name):
+            raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
+        if any(_origin_host(origin) != hosts[0] for origin in origins):
+            raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
+
+    def _client(self, path: str, headers: Headers) -> str:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = sha256(key.strip().encode()).digest()
+        found = [known for known in self._digests if hmac.compare_digest(known, given)]
+        if scheme.lower() == "bearer" and found:
+            return found[0].hex()[:16]
+        if path in self._settings.open_paths:
+            return ""
+        raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
+        """Read the body, within limits of size and time, and return what gives it to the application."""
+        limit = self._settings.body_limit
+        too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
+        if int(headers.get("content-length", "0")) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(499, "the client has closed the connection")
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body of the request did not arrive in {self._settings.body_s:g} s") from None
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        return replay
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _origin_host(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""Figures for Prometheus. None of them tells what a text is about."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from tenant.endpoint.engine.requests import Done, Engine
+
+_PREFIX = "symbiosis_endpoint_"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Counts the requests of one endpoint.
+
+    Args:
+        engine: asked for its load with every scrape.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_LoadCollector(engine))
+        self._answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=self._registry)
+        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=self._registry)
+        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=self._registry)
+        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=self._registry)
+        self._first = Histogram(
+            _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=self._registry
+        )
+        self._whole = Histogram(
+            _PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=self._registry
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP answer. `route` is the path's pattern, not what the client has written."""
+        self._answers.labels(route, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """Count the first token of a choice."""
+        self._first.observe(seconds)
+
+    def ended(self, done: Done, seconds: float) -> None:
+        """Count the end of a choice."""
+        self._finished.labels(done.finish).inc()
+        self._prompt.inc(done.prompt_tokens)
+        self._cached.inc(done.ledger.cached_tokens)
+        self._whole.observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _LoadCollector:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._engine.load()
+        yield GaugeMetricFamily(_PREFIX + "running", "requests that are computed", load.running)
+        yield GaugeMetricFamily(_PREFIX + "waiting", "requests that wait", load.waiting)
+        yield GaugeMetricFamily(_PREFIX + "memory_bytes", "keys and values", load.memory)
+        yield GaugeMetricFamily(_PREFIX + "memory_limit_bytes", "limit of keys and values", load.memory_limit)
+        yield CounterMetricFamily(_PREFIX + "steps", "forward passes", load.steps)
+        yield CounterMetricFamily(_PREFIX + "tokens", "new tokens", load.tokens)
+        yield CounterMetricFamily(_PREFIX + "rows", "masked rows sent", load.rows)

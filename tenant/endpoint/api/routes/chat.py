@@ -1,0 +1,250 @@
+"""`POST /v1/chat/completions`."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.api.answers import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatPiece,
+    FinishReason,
+    TopLogprob,
+)
+from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message
+from tenant.endpoint.api.endpoint import endpoint_of
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.routes.tools import ToolText, tagged
+from tenant.endpoint.api.running import Collected, Running, choices, collected, new_id, usage, while_connected
+from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.streams import stream
+from tenant.endpoint.engine import requests as engine
+from tenant.training.corpus import render_chat
+
+router = APIRouter(route_class=JsonRoute)
+_NEW_TOKENS = 2048  # if the request does not say
+_ANY_OBJECT = {"type": "object"}
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.post("/v1/chat/completions", response_model=Chat, responses=_STREAM)
+async def chat(asked: ChatRequest, http: Request) -> Any:
+    """Answer a chat."""
+    endpoint = endpoint_of(http)
+    prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
+    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics)
+    if asked.stream:
+        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
+    answers = await while_connected(http, running, collected(running, len(prepared.requests)))
+    return prepared.whole(answers, running)
+
+
+class _Prepared:
+    """A chat whose fields have been checked, and its answers."""
+
+    def __init__(self, asked: ChatRequest, service: Service, request: engine.Request, *, in_tags: bool) -> None:
+        self.requests = choices(request, asked.n or 1)
+        self._asked = asked
+        self._service = service
+        self._in_tags = in_tags
+        self._head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": asked.model}
+
+    @classmethod
+    async def of(cls, asked: ChatRequest, service: Service, client: str) -> "_Prepared":
+        """Check the fields and make the request for the engine."""
+        adapter = service.adapter(asked.model)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if asked.stream_options is not None and not asked.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        limits = {limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
+        template = service.chat_template(adapter)
+        in_tags = False
+        if asked.tools:
+            try:
+                in_tags = tagged(template)
+            except ConfigError as error:
+                raise ApiError(400, str(error), param="tools") from error
+        prompt = await _prompt(asked, service, template)
+        grammar = await _grammar(asked, service)
+        request = engine.Request(
+            id=new_id("chatcmpl"),
+            prompt=tuple(prompt),
+            adapter=adapter,
+            client=client,
+            max_tokens=service.new_tokens(len(prompt), limits.pop() if limits else None, default=_NEW_TOKENS),
+            stop_tokens=service.ends,
+            stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
+            sampling=service.sampling(
+                asked, grammar=grammar, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None
+            ),
+        )
+        return cls(asked, service, request, in_tags=in_tags)
+
+    def whole(self, answers: list[Collected], running: Running) -> Chat:
+        """Return the answer as one object."""
+        found = []
+        for index, answer in enumerate(answers):
+            text = self._separated()
+            content = text.add(answer.text)
+            rest, calls = text.end()
+            content += rest
+            reason = self._reason(answer.done, called=bool(calls))
+            found.append(
+                ChatChoice(
+                    index=index,
+                    message=ChatMessage(content=content if content or not calls else None, tool_calls=calls or None),
+                    logprobs=self._logprobs(answer.tokens),
+                    finish_reason=reason,
+                )
+            )
+        dones = [answer.done for answer in answers if answer.done is not None]
+        return Chat(**self._head, choices=found, usage=usage(dones, 1, running.ledger()))
+
+    async def chunks(self, running: Running) -> AsyncIterator[ChatChunk]:
+        """Return the answer piece by piece."""
+        options = self._asked.stream_options
+        texts = [self._separated() for _ in self.requests]
+        dones = []
+
+        def chunk(*deltas: ChatDelta) -> ChatChunk:
+            ledger = running.ledger() if options and options.include_ledger else None
+            return ChatChunk(**self._head, choices=list(deltas), ledger=ledger)
+
+        for index in range(len(texts)):
+            yield chunk(ChatDelta(index=index, delta=ChatPiece(role="assistant", content="")))
+        async for index, event in running:
+            if isinstance(event, engine.Token):
+                text = texts[index].add(event.text)
+                logprobs = self._logprobs([event])
+                if text or logprobs or (options and options.include_ledger):
+                    yield chunk(ChatDelta(index=index, delta=ChatPiece(content=text), logprobs=logprobs))
+            elif isinstance(event, engine.Done):
+                dones.append(event)
+                text = texts[index].add(event.text)
+                rest, calls = texts[index].end()
+                if text + rest:
+                    yield chunk(ChatDelta(index=index, delta=ChatPiece(content=text + rest)))
+                if calls:
+                    numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
+                    yield chunk(ChatDelta(index=index, delta=ChatPiece(tool_calls=numbered)))
+                reason = self._reason(event, called=bool(calls))
+                yield chunk(ChatDelta(index=index, delta=ChatPiece(), finish_reason=reason))
+        if options is not None and options.include_usage:
+            last = chunk()
+            last.usage = usage(dones, 1, running.ledger())
+            yield last
+
+    def _separated(self) -> "ToolText | _AllText":
+        tools = self._asked.tools
+        if not tools or self._asked.tool_choice == "none":
+            return _AllText()
+        return ToolText(tagged=self._in_tags, names={tool.function.name for tool in tools})
+
+    def _logprobs(self, tokens: Sequence[engine.Token]) -> ChatLogprobs | None:
+        if not self._asked.logprobs:
+            return None
+        found = []
+        for token in tokens:
+            assert token.logprob is not None
+            tops = [self._top(other, logprob) for other, logprob in token.logprob.top]
+            found.append(ChatLogprob(**vars(self._top(token.id, token.logprob.logprob)), top_logprobs=tops))
+        return ChatLogprobs(content=found)
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        found = self._service.vocabulary.bytes_of(token)
+        return TopLogprob(
+            token=self._service.vocabulary.text_of(token),
+            logprob=max(logprob, -9999.0),  # JSON has no infinity; this is OpenAI's number for it
+            bytes=None if found is None else list(found),
+        )
+
+    def _reason(self, done: engine.Done | None, *, called: bool) -> FinishReason:
+        if called:
+            return "tool_calls"
+        return "stop" if done is not None and done.finish == "stop" else "length"
+
+
+class _AllText:
+    """Takes the place of `ToolText` where there are no tools."""
+
+    def add(self, text: str) -> str:
+        return text
+
+    def end(self) -> tuple[str, list[Any]]:
+        return "", []
+
+
+async def _prompt(asked: ChatRequest, service: Service, template: str) -> list[int]:
+    messages = [_message(one, place) for place, one in enumerate(asked.messages)]
+    tools = None
+    if asked.tools and asked.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+
+    def render() -> str:
+        return render_chat(messages, service.tokenizer, chat_template=template, tools=tools, add_generation_prompt=True)
+
+    try:
+        text = await service.in_thread(render)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    prompt = await service.encode(text, param="messages", special=False)  # the template adds them
+    if not prompt:
+        raise ApiError(400, "the messages have no tokens", param="messages")
+    if len(prompt) > service.context:
+        raise service.too_long(len(prompt), "tokens", param="messages")
+    return prompt
+
+
+def _message(message: Message, place: int) -> dict[str, Any]:
+    """Return a message as chat templates take it: text in one piece, and arguments as objects."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    parts = message.content
+    found["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts
+    if found["content"] is None:
+        if message.role != "assistant" or not message.tool_calls:
+            raise ApiError(400, "the message has no content", param=f"messages.{place}.content")
+        found["content"] = ""
+    if message.tool_calls and message.role != "assistant":
+        raise ApiError(400, "only assistants call tools", param=f"messages.{place}.tool_calls")
+    if (message.tool_call_id is None) == (message.role == "tool"):
+        raise ApiError(
+            400, "tool_call_id belongs to messages of tools, and to no others", param=f"messages.{place}.tool_call_id"
+        )
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for call in found["tool_calls"]:
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except (ValueError, RecursionError) as error:
+                raise ApiError(400, "arguments is no JSON", param=f"messages.{place}.tool_calls") from error
+    found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    return found
+
+
+async def _grammar(asked: ChatRequest, service: Service) -> Any:
+    said = asked.response_format
+    if said is None or said.type == "text":
+        return None
+    if asked.tools and asked.tool_choice != "none":
+        raise ApiError(400, "response_format and tools exclude each other here", param="response_format")
+    schema: dict[str, Any] | None = _ANY_OBJECT
+    if said.type == "json_schema":
+        schema = None if said.json_schema is None else said.json_schema.json_schema
+    if schema is None:
+        raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
+    try:
+        return await service.in_thread(lambda: service.vocabulary.grammar(schema))
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="response_format") from error

@@ -1,0 +1,159 @@
+"""`POST /v1/completions`."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from tenant.endpoint.api.answers import Completion, FinishReason, TextChoice, TextLogprobs
+from tenant.endpoint.api.bodies import CompletionRequest, JsonRoute
+from tenant.endpoint.api.endpoint import endpoint_of
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.running import Collected, Running, choices, collected, new_id, usage, while_connected
+from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.streams import stream
+from tenant.endpoint.engine import requests as engine
+
+router = APIRouter(route_class=JsonRoute)
+_NEW_TOKENS = 16  # OpenAI's default
+_MOST = 128  # choices of all prompts
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.post("/v1/completions", response_model=Completion, responses=_STREAM)
+async def completions(asked: CompletionRequest, http: Request) -> Any:
+    """Continue one text or several."""
+    endpoint = endpoint_of(http)
+    prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
+    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics)
+    if asked.stream:
+        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
+    answers = await while_connected(http, running, collected(running, len(prepared.requests)))
+    return prepared.whole(answers, running)
+
+
+class _Prepared:
+    """A request whose fields have been checked, and its answers."""
+
+    def __init__(
+        self, asked: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.Request]
+    ) -> None:
+        self.requests = requests
+        self._asked = asked
+        self._service = service
+        self._texts = texts
+        self._head: dict[str, Any] = {"id": new_id("cmpl"), "created": int(time.time()), "model": asked.model}
+
+    @classmethod
+    async def of(cls, asked: CompletionRequest, service: Service, client: str) -> "_Prepared":
+        """Check the fields and make the requests for the engine: all choices of the first prompt first."""
+        adapter = service.adapter(asked.model)
+        if asked.stream_options is not None and not asked.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        prompts = await service.prompts(asked.prompt, param="prompt")
+        n = asked.n or 1
+        if n * len(prompts) > _MOST:
+            raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")
+        sampling = service.sampling(
+            asked, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None
+        )
+        requests = []
+        for prompt in prompts:
+            request = engine.Request(
+                id=new_id("cmpl"),
+                prompt=tuple(prompt),
+                adapter=adapter,
+                client=client,
+                max_tokens=service.new_tokens(len(prompt), asked.max_tokens, default=_NEW_TOKENS),
+                stop_tokens=service.ends,
+                stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
+                sampling=sampling,
+            )
+            requests += choices(request, n)
+        texts = [""] * len(requests)
+        if asked.echo:
+            texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
+        return cls(asked, service, texts=texts, requests=requests)
+
+    def whole(self, answers: list[Collected], running: Running) -> Completion:
+        """Return the answer as one object."""
+        found = []
+        for index, answer in enumerate(answers):
+            tokens = [(token.id, token.logprob) for token in answer.tokens]
+            found.append(
+                TextChoice(
+                    index=index,
+                    text=self._texts[index] + answer.text,
+                    logprobs=self._logprobs([*self._of_prompt(index, answer.started), *tokens], 0),
+                    finish_reason=_reason(answer.done),
+                )
+            )
+        dones = [answer.done for answer in answers if answer.done is not None]
+        return Completion(**self._head, choices=found, usage=usage(dones, self._prompts, running.ledger()))
+
+    async def chunks(self, running: Running) -> AsyncIterator[Completion]:
+        """Return the answer piece by piece."""
+        options = self._asked.stream_options
+        offsets = [0] * len(self.requests)
+        dones: dict[int, engine.Done] = {}
+
+        def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> Completion:
+            logprobs = self._logprobs(tokens, offsets[index]) if tokens else None
+            offsets[index] += sum(len(self._service.vocabulary.text_of(token)) for token, _ in tokens)
+            choice = TextChoice(
+                index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else _reason(done)
+            )
+            ledger = running.ledger() if options and options.include_ledger else None
+            return Completion(**self._head, choices=[choice], ledger=ledger)
+
+        async for index, event in running:
+            if isinstance(event, engine.Started) and self._asked.echo:
+                yield chunk(index, self._texts[index], self._of_prompt(index, event))
+            elif isinstance(event, engine.Token) and (event.text or event.logprob is not None):
+                yield chunk(index, event.text, [(event.id, event.logprob)] if event.logprob else [])
+            elif isinstance(event, engine.Done):
+                dones[index] = event
+                yield chunk(index, event.text, [], event)
+        if options is not None and options.include_usage:
+            in_order = [dones[index] for index in sorted(dones)]
+            yield Completion(**self._head, choices=[], usage=usage(in_order, self._prompts, running.ledger()))
+
+    @property
+    def _prompts(self) -> int:
+        return len(self.requests) // (self._asked.n or 1)
+
+    def _of_prompt(self, index: int, started: engine.Started) -> list[tuple[int, engine.TokenLogprob | None]]:
+        return list(zip(self.requests[index].prompt, started.prompt_logprobs, strict=False))
+
+    def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int) -> TextLogprobs | None:
+        if self._asked.logprobs is None:
+            return None
+        text_of = self._service.vocabulary.text_of
+        texts = [text_of(token) for token, _ in tokens]
+        offsets = [offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        tops: list[dict[str, float] | None] = []
+        for text, (_, found) in zip(texts, tokens, strict=True):
+            if found is None:
+                tops.append(None)
+                continue
+            top = {text: _finite(found.logprob)}
+            for other, logprob in found.top:  # several tokens may have one text; the first one is the most probable
+                top.setdefault(text_of(other), _finite(logprob))
+            tops.append(top)
+        return TextLogprobs(
+            tokens=texts,
+            token_logprobs=[None if found is None else _finite(found.logprob) for _, found in tokens],
+            top_logprobs=tops,
+            text_offset=offsets[:-1],
+        )
+
+
+def _reason(done: engine.Done | None) -> FinishReason:
+    return "stop" if done is not None and done.finish == "stop" else "length"
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no infinity; this is OpenAI's number for it

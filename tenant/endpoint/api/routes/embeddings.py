@@ -1,0 +1,50 @@
+"""`POST /v1/embeddings`: hidden states of the last layer, pooled and scaled to length 1."""
+
+import base64
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from tenant.endpoint.api.answers import Embedding, Embeddings, EmbeddingUsage
+from tenant.endpoint.api.bodies import EmbeddingRequest, JsonRoute
+from tenant.endpoint.api.endpoint import endpoint_of
+from tenant.endpoint.api.running import Running, collected, new_id, while_connected
+from tenant.endpoint.engine import requests as engine
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
+    """Compute the embedding of one text or of several."""
+    endpoint = endpoint_of(http)
+    service = endpoint.service
+    adapter = service.adapter(asked.model)
+    prompts = await service.prompts(asked.input, param="input")
+    requests = [
+        engine.Request(
+            id=new_id("embd"),
+            prompt=tuple(prompt),
+            adapter=adapter,
+            client=endpoint.client(http),
+            pooling=service.pooling,
+        )
+        for prompt in prompts
+    ]
+    running = Running(service.engine, requests, endpoint.metrics)
+    answers = await while_connected(http, running, collected(running, len(requests)))
+    count = sum(map(len, prompts))
+    return Embeddings(
+        data=[
+            Embedding(index=index, embedding=_written(answer.vector, in_base64=asked.encoding_format == "base64"))
+            for index, answer in enumerate(answers)
+        ],
+        model=asked.model,
+        usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
+    )
+
+
+def _written(vector: tuple[float, ...], *, in_base64: bool) -> list[float] | str:
+    values = np.array(vector, dtype=np.float64)
+    values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
+    return base64.b64encode(values.tobytes()).decode() if in_base64 else [float(value) for value in values]

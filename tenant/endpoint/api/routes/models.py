@@ -1,0 +1,85 @@
+"""`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health` and `/metrics`."""
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
+from tenant.endpoint.api.answers import Health, Model, Models
+from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
+from tenant.endpoint.api.endpoint import Endpoint, endpoint_of
+from tenant.endpoint.api.errors import ApiError
+from tenant.tasks import Tasks
+
+router = APIRouter(route_class=JsonRoute)
+open_router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> Models:
+    """List the base model and all adapters."""
+    return Models(data=endpoint_of(http).service.models())
+
+
+@router.get("/v1/models/{model:path}")
+async def model(model: str, http: Request) -> Model:
+    """Describe one model."""
+    service = endpoint_of(http).service
+    service.adapter(model)
+    return next(one for one in service.models() if one.id == model)
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_adapter(asked: LoadRequest, http: Request) -> str:
+    """Add an adapter of any method from a folder, if the endpoint was started with `--allow-loading`."""
+    endpoint = endpoint_of(http)
+    tasks, folder = _loading(endpoint)
+    if asked.lora_name == endpoint.service.name:
+        raise ApiError(400, "this is the base model's name", param="lora_name")
+    try:
+        path = (folder / asked.lora_path).resolve()
+        if not path.is_relative_to(folder):
+            raise ConfigError("the folder is outside the folder of --allow-loading")
+        tasks.register(asked.lora_name, path)
+    except (SymbiosisError, OSError, ValueError) as error:
+        raise ApiError(400, _said(error), param="lora_path") from error
+    return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_adapter(asked: UnloadRequest, http: Request) -> str:
+    """Drop an adapter. Requests that use it end first."""
+    tasks, _ = _loading(endpoint_of(http))
+    if asked.lora_name not in tasks:
+        raise ApiError(404, f"there is no adapter {asked.lora_name[:80]!a}", code="model_not_found", param="lora_name")
+    try:
+        tasks.unregister(asked.lora_name)
+    except TaskError as error:
+        raise ApiError(409, str(error), param="lora_name") from error
+    return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(http: Request) -> Response:
+    """Figures for Prometheus."""
+    return Response(endpoint_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@open_router.get("/health")
+async def health(http: Request) -> Health:
+    """Say that the endpoint answers."""
+    endpoint_of(http).service.engine.load()
+    return Health()
+
+
+def _loading(endpoint: Endpoint) -> tuple[Tasks, Path]:
+    tasks, folder = endpoint.service.tasks, endpoint.settings.adapters
+    if tasks is None or folder is None:
+        raise ApiError(403, "start the endpoint with --allow-loading FOLDER to load and unload adapters", code="off")
+    return tasks, folder.resolve()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SymbiosisError) else "the path is not usable"

@@ -1,0 +1,78 @@
+"""Finds the calls of tools in the text of an answer."""
+
+import json
+import re
+from typing import Any
+
+from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.api.answers import CalledFunction, CalledTool
+from tenant.endpoint.api.running import new_id
+from tenant.endpoint.engine.text import begun
+
+_TAG = "<tool_call>"
+_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def tagged(template: str) -> bool:
+    """Returns True if the models of a chat template write calls between tags, False if they write JSON alone.
+
+    Raises:
+        ConfigError: the template takes no tools, or has another format.
+    """
+    if "tools" in template and "<function=" not in template:
+        if _TAG in template:
+            return True
+        if '"name"' in template and ('"parameters"' in template or '"arguments"' in template):
+            return False
+    raise ConfigError("this model's chat template has no tools, or calls them in a format that is not known here")
+
+
+class ToolText:
+    """Separates the calls of an answer from its text.
+
+    Args:
+        tagged: the calls stand between `<tool_call>` and `</tool_call>`; otherwise the whole text is JSON.
+        names: the tools of the request. What calls another tool is text.
+    """
+
+    def __init__(self, *, tagged: bool, names: set[str]) -> None:
+        self._tagged = tagged
+        self._names = names
+        self._held = ""
+        self._calling = False
+
+    def add(self, text: str) -> str:
+        """Return the text that is certain to be no call and was not before."""
+        self._held += text
+        if self._calling:
+            return ""
+        if self._tagged:
+            at = self._held.find(_TAG)
+            self._calling = at >= 0
+            certain = at if at >= 0 else len(self._held) - begun(self._held, _TAG)
+        else:
+            begins = self._held.lstrip()[:1]
+            self._calling = begins in ("{", "[") and begins != ""
+            certain = 0 if self._calling or not begins else len(self._held)
+            self._tagged = self._tagged or certain > 0  # text has begun: JSON in it is text
+        found, self._held = self._held[:certain], self._held[certain:]
+        return found
+
+    def end(self) -> tuple[str, list[CalledTool]]:
+        """Return the rest of the text, and the calls."""
+        bodies = _TAGGED.findall(self._held) if _TAG in self._held else [self._held]
+        try:
+            calls = [call for body in bodies for call in self._calls(json.loads(body))] if self._calling else []
+        except (ValueError, TypeError, KeyError, RecursionError):
+            calls = []
+        return ("", calls) if calls else (self._held, [])
+
+    def _calls(self, found: Any) -> list[CalledTool]:
+        calls = []
+        for one in found if isinstance(found, list) else [found]:
+            if one["name"] not in self._names:
+                raise KeyError(one["name"])
+            given = one["arguments"] if "arguments" in one else one["parameters"]
+            arguments = given if isinstance(given, str) else json.dumps(given)
+            calls.append(CalledTool(id=new_id("call"), function=CalledFunction(name=one["name"], arguments=arguments)))
+        return calls

@@ -1,0 +1,199 @@
+"""Requests that run in the engine, as the event loop sees them."""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from symbiosis_priv.errors import SymbiosisError
+from tenant.endpoint.api.answers import Ledger, PromptTokensDetails, Usage
+from tenant.endpoint.api.errors import ApiError, refused
+from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.engine.requests import (
+    Done,
+    Embedded,
+    Engine,
+    Event,
+    Failed,
+    Handle,
+    Request,
+    RequestLedger,
+    Started,
+    Token,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_UNREAD = 4096  # events that a client may leave unread
+
+
+class Running:
+    """Requests that run in the engine. Iterate over it for their events; `cancel` when nobody reads them any more.
+
+    Args:
+        engine: the engine.
+        requests: the choices of one HTTP request.
+        metrics: counts them.
+
+    Raises:
+        ApiError: the engine has refused one of the requests; the others are cancelled.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], metrics: Metrics) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._unread = _UNREAD * len(requests)
+        self._metrics = metrics
+        self._handles: list[Handle] = []
+        self._ended: dict[int, RequestLedger] = {}
+        self._begun = self._loop.time()
+        try:
+            for index, request in enumerate(requests):
+                self._handles.append(engine.submit(request, partial(self._sink, index)))
+        except SymbiosisError as error:
+            self.cancel()
+            raise refused(error) from error
+
+    def cancel(self) -> None:
+        """End all requests that have not ended."""
+        for handle in self._handles:
+            handle.cancel()
+
+    def ledger(self) -> Ledger:
+        """Return the costs of all choices so far."""
+        ledgers = [self._ended.get(index) or handle.ledger() for index, handle in enumerate(self._handles)]
+        return Ledger(**{key: sum(getattr(one, key) for one in ledgers) for key in Ledger.model_fields})
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield each event with the index of its request.
+
+        Raises:
+            ApiError: a request has failed, or the client has left too many events unread.
+        """
+        first: set[int] = set()
+        while len(self._ended) < len(self._handles):
+            if self._events.qsize() > self._unread:
+                raise ApiError(503, "the client reads too slowly; the answer was cancelled")
+            index, event = await self._events.get()
+            if isinstance(event, Failed):
+                log.error("a request failed: %s: %s", type(event.error).__name__, event.error)
+                raise refused(event.error)
+            if isinstance(event, Token) and index not in first:
+                first.add(index)
+                self._metrics.first_token(self._loop.time() - self._begun)
+            if isinstance(event, Done):
+                self._ended[index] = event.ledger
+                self._metrics.ended(event, self._loop.time() - self._begun)
+                if event.finish == "cancelled":
+                    raise ApiError(503, "the endpoint is stopping; the answer was cancelled", code="stopping")
+            yield index, event
+
+    def _sink(self, index: int, event: Event) -> None:
+        """Called in the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, index, event)
+
+    def _put(self, index: int, event: Event) -> None:
+        self._events.put_nowait((index, event))
+        if self._events.qsize() > self._unread:
+            self.cancel()
+
+
+@dataclass
+class Collected:
+    """A finished answer: its events in order."""
+
+    tokens: list[Token] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    started: Started = field(default_factory=Started)
+    vector: tuple[float, ...] = ()
+    done: Done | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the answer."""
+        return "".join(self.pieces)
+
+
+async def collected(running: Running, count: int) -> list[Collected]:
+    """Read all events of `count` requests."""
+    answers = [Collected() for _ in range(count)]
+    async for index, event in running:
+        answer = answers[index]
+        if isinstance(event, Token):
+            answer.tokens.append(event)
+            answer.pieces.append(event.text)
+        elif isinstance(event, Started):
+            answer.started = event
+        elif isinstance(event, Embedded):
+            answer.vector = event.vector
+        elif isinstance(event, Done):
+            answer.pieces.append(event.text)
+            answer.done = event
+    return answers
+
+
+async def while_connected(http: HttpRequest, running: Running, work: Awaitable[T]) -> T:
+    """Return the result of `work`, and cancel the requests as soon as the client closes the connection.
+
+    Raises:
+        ApiError: the client has closed the connection, so nobody reads this error.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client has closed the connection")
+    finally:
+        running.cancel()
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
+    """Add up the numbers of tokens.
+
+    Args:
+        dones: the last events of all choices.
+        prompts: number of different prompts; the choices of one prompt follow each other.
+        ledger: what they have cost.
+    """
+    prompt = sum(one.prompt_tokens for one in dones[:: len(dones) // prompts])
+    new = sum(one.new_tokens for one in dones)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        total_tokens=prompt + new,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=ledger.cached_tokens),
+        ledger=ledger,
+    )
+
+
+def new_id(prefix: str) -> str:
+    """Return an identifier that names an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def choices(request: Request, n: int) -> list[Request]:
+    """Return `n` requests for the same prompt. Each has its own seed."""
+    sampling, found = request.sampling, []
+    for index in range(n):
+        changed: dict[str, Any] = {}
+        if index and sampling.seed is not None:
+            changed["sampling"] = dataclasses.replace(sampling, seed=(sampling.seed + index + 2**63) % 2**64 - 2**63)
+        found.append(dataclasses.replace(request, id=f"{request.id}-{index}", **changed))
+    return found

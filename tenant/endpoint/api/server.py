@@ -1,0 +1,99 @@
+"""Runs the application on a listening socket, with uvicorn."""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 32 << 10
+_HEAD_S = 10.0  # seconds in which the head of a request must arrive
+_CONNECTIONS = 512  # one more closes the one that has waited longest for a request
+
+
+class _Connection(H11Protocol):
+    """Closes connections that send no request: uvicorn waits for the first request without a limit."""
+
+    _late: asyncio.TimerHandle | None = None
+    _since = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > _CONNECTIONS:
+            waiting = [one for one in self.connections if isinstance(one, _Connection) and one._late is not None]
+            min(waiting, key=lambda one: one._since).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._late is None and not self.transport.is_closing():
+            self._since = self.loop.time()
+            self._late = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _stop_watching(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Server:
+    """One endpoint's server.
+
+    Args:
+        app: the application.
+        listener: the listening socket.
+        drain_s: seconds that answers may go on after SIGTERM or `stop`.
+    """
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_s: float) -> None:
+        self._listener = listener
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_Connection,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                access_log=False,  # it would have query strings
+                log_config=None,
+                log_level="warning",
+                proxy_headers=False,
+                server_header=False,
+                h11_max_incomplete_event_size=_HEAD_BYTES,
+                timeout_graceful_shutdown=max(1, round(drain_s)),
+            )
+        )
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Answer until SIGTERM, Ctrl-C or `stop`. SIGTERM is raised again at the end (uvicorn does that)."""
+        self._server.run(sockets=[self._listener])
+
+    def start(self) -> None:
+        """Answer in a thread until `stop`."""
+        self._thread = threading.Thread(target=self.run, name="endpoint-server", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """End `run`, after the answers in progress or `drain_s`."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,202 @@
+"""What an endpoint serves: an engine, its models, and how their prompts are made."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+from transformers import PreTrainedTokenizerBase
+
+from symbiosis_priv.errors import ConfigError, TaskError
+from tenant.endpoint.api.answers import Model
+from tenant.endpoint.api.bodies import Decoding
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.vocabulary import Vocabulary
+from tenant.endpoint.engine.requests import Engine, Pooling, Sampling
+from tenant.model.loading import adapter_chat_template
+from tenant.tasks import Tasks
+
+T = TypeVar("T")
+
+
+class Service:
+    """An engine with its models.
+
+    Args:
+        engine: generates.
+        model: the base model that the engine drives; its configuration says the context and the default sampling.
+        tokenizer: the model's.
+        name: the base model's name for clients.
+        tasks: the adapters; None for none.
+        pooling: how an embedding is made of the hidden states of a text.
+
+    Raises:
+        ConfigError: an adapter has the base model's name.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        tasks: Tasks | None = None,
+        pooling: Pooling = "mean",
+    ) -> None:
+        config = model.config.get_text_config()
+        ends = model.generation_config.eos_token_id
+        found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+        self.tasks = tasks
+        self.pooling = pooling
+        self.created = int(time.time())
+        self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.ends = frozenset(token for token in found if token is not None)
+        self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
+        self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
+        self._tokenizing = anyio.CapacityLimiter(1)
+        self._templates: dict[str, str | None] = {}
+        if tasks is not None and name in tasks:
+            raise ConfigError(f"an adapter has the name of the base model, {name}; choose another name")
+
+    def models(self) -> list[Model]:
+        """Return the base model and all adapters."""
+        base = Model(
+            id=self.name,
+            created=self.created,
+            owned_by="symbiosis-priv",
+            root=self.name,
+            parent=None,
+            max_model_len=self.context,
+        )
+        infos = [] if self.tasks is None else self.tasks.infos()
+        return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
+
+    def adapter(self, model: str) -> str | None:
+        """Return the adapter that a model's name stands for; None for the base model.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        if model == self.name:
+            return None
+        if self.tasks is not None and model in self.tasks:
+            return model
+        raise ApiError(
+            404,
+            f"there is no model {model[:80]!a}; GET /v1/models lists the models",
+            code="model_not_found",
+            param="model",
+        )
+
+    def chat_template(self, adapter: str | None) -> str:
+        """Return the chat template of an adapter, or else of the model.
+
+        Raises:
+            ApiError: there is none.
+        """
+        template: Any = self.tokenizer.chat_template
+        if adapter is not None and self.tasks is not None:
+            try:
+                folder = self.tasks[adapter].folder
+            except TaskError as error:  # unloaded a moment ago
+                raise ApiError(404, str(error), code="model_not_found", param="model") from error
+            template = (adapter_chat_template(folder) if folder is not None else None) or template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not isinstance(template, str):
+            raise ApiError(
+                400, "this model has no chat template; use /v1/completions, or a model for chats", param="messages"
+            )
+        return template
+
+    async def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
+        """Return the tokens of a text, by default with the special tokens that the tokenizer adds."""
+        if len(text) > self.context * self._longest:
+            raise self.too_long(len(text), "characters", param=param)
+        return await self.in_thread(lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run work with the tokenizer beside the event loop, one piece at a time."""
+        return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
+
+    async def prompts(self, given: str | Sequence[Any], *, param: str) -> list[list[int]]:
+        """Return the tokens of one text, of several texts, or of texts that are tokens already.
+
+        Raises:
+            ApiError: a text has no tokens, or a token is outside the vocabulary.
+        """
+        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        found: list[list[int]] = []
+        for one in several:
+            tokens = await self.encode(one, param=param) if isinstance(one, str) else list(one)
+            if not tokens:
+                raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
+            if max(tokens) >= self.vocabulary.size:
+                raise ApiError(
+                    400, f"{max(tokens)} is no token of this model, which has {self.vocabulary.size:,}", param=param
+                )
+            if len(tokens) > self.context:
+                raise self.too_long(len(tokens), "tokens", param=param)
+            found.append(tokens)
+        return found
+
+    def new_tokens(self, prompt: int, asked: int | None, *, default: int) -> int:
+        """Return the largest number of new tokens after `prompt` tokens.
+
+        Raises:
+            ApiError: prompt and new tokens exceed the context.
+        """
+        left = self.context - prompt
+        if asked is None:
+            return min(default, left)
+        if asked > left:
+            raise ApiError(
+                400,
+                f"{prompt:,} tokens of prompt and {asked:,} new tokens exceed this model's context of {self.context:,}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        return asked
+
+    def too_long(self, count: int, unit: str, *, param: str) -> ApiError:
+        """The error of a prompt that exceeds the context."""
+        return ApiError(
+            400,
+            f"the prompt has {count:,} {unit}, and this model's context is {self.context:,} tokens; shorten it",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+    def sampling(self, asked: Decoding, **more: Any) -> Sampling:
+        """Return how to choose the tokens of a request. Missing fields are those of the model's generation config, and
+        else OpenAI's defaults.
+
+        Raises:
+            ApiError: `logit_bias` names a token outside the vocabulary.
+        """
+        biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
+        if biases and max(biases) >= self.vocabulary.size:
+            raise ApiError(400, f"{max(biases)} is no token of this model", param="logit_bias")
+        said = {key: getattr(asked, key) for key in self._defaults}
+        chosen = {key: self._defaults[key] if value is None else value for key, value in said.items()}
+        return Sampling(
+            temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
+            top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
+            top_k=chosen["top_k"] or 0,
+            seed=asked.seed,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            logit_bias=biases,
+            **more,
+        )
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token: a longer text cannot fit the context."""
+        return max(map(len, self.tokenizer.get_vocab()))

@@ -1,0 +1,42 @@
+"""Server-sent events."""
+
+import json
+from collections.abc import AsyncIterator
+
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.running import Running
+
+_PING_S = 15
+_SEND_S = 60.0  # a client that takes nothing for so long is disconnected
+
+
+def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:
+    """Return an answer that sends each chunk as it comes, and `[DONE]`. An error is the last event.
+
+    Args:
+        running: cancelled when the client closes the connection.
+        chunks: JSON objects.
+        drain_s: seconds that a stream may go on when the server stops.
+    """
+
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        try:
+            async for chunk in chunks:
+                yield ServerSentEvent(chunk.model_dump_json())
+            yield ServerSentEvent("[DONE]")
+        except ApiError as error:
+            yield ServerSentEvent(json.dumps(error.body()))
+        finally:
+            running.cancel()
+
+    return EventSourceResponse(
+        events(),
+        sep="\n",
+        ping=_PING_S,
+        ping_message_factory=lambda: ServerSentEvent(comment="still working", sep="\n"),
+        send_timeout=_SEND_S,
+        shutdown_grace_period=drain_s,
+    )

@@ -1,0 +1,94 @@
+"""The bytes of tokens, and grammars over them."""
+
+import json
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.engine.requests import Grammar
+
+_SCHEMA_BYTES = 64 << 10
+_LIMITS = LLParserLimits(verbose_errors=False)  # its default limits of work and memory hold; errors quote no text
+_UNKNOWN = "\ufffd"
+
+
+class Vocabulary:
+    """The tokens of a model.
+
+    Args:
+        tokenizer: the model's.
+        size: number of the model's logits.
+        ends: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, size: int, ends: Collection[int]) -> None:
+        self.size = size
+        self._tokenizer = tokenizer
+        self._ends = sorted(ends)
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer | None:
+        """Made when it is first needed: it takes a second for a vocabulary of 150,000."""
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            return None
+        size = max(self.size, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None if they are not known."""
+        if self._tokens is not None:
+            return bytes(self._tokens.decode_bytes([token]))
+        text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return None if _UNKNOWN in text else text.encode()
+
+    def text_of(self, token: int) -> str:
+        """Return the text of a token; bytes that are no text are replaced."""
+        return (self.bytes_of(token) or b"\xff").decode(errors="replace")
+
+    def grammar(self, schema: dict[str, Any]) -> Callable[[], Grammar]:
+        """Compile a JSON schema. Returns a function that makes the state of a new answer.
+
+        Raises:
+            ConfigError: the schema is not valid, too large or too complex, or says what cannot be enforced.
+        """
+        if self._tokens is None:
+            raise ConfigError("this model's tokenizer cannot follow a JSON schema; leave response_format out")
+        text = json.dumps(schema)
+        if len(text) > _SCHEMA_BYTES:
+            raise ConfigError(f"the JSON schema has {len(text):,} bytes; at most {_SCHEMA_BYTES:,} are allowed")
+        try:
+            matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text), log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise ConfigError(f"the JSON schema is not valid: {error}") from error
+        state = _Answer(matcher)
+        state.allowed()  # finds schemas that no answer fits
+        return lambda: _Answer(matcher.deep_copy())
+
+
+class _Answer:
+    """The state of one answer: a `Grammar`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        self._check()
+        return mask
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def finished(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = self._matcher.get_error().partition("\n")[0][:200]
+            raise ConfigError(f"the JSON schema cannot be followed: {said}")

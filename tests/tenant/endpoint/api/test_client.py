@@ -1,0 +1,180 @@
+"""The official client, unchanged, against an endpoint."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tenant import RemoteConfig
+from tenant.model.loading import load_adapter, load_language_model
+
+HELLO: Any = [{"role": "user", "content": "Hello there"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+def test_models(client: Any) -> None:
+    listed = {one.id: one for one in client.models.list()}
+    assert set(listed) == {"tiny", "lora"}
+    assert listed["lora"].model_extra["parent"] == "tiny"
+    assert client.models.retrieve("lora").id == "lora"
+    with pytest.raises(openai.NotFoundError, match="none-such"):
+        client.models.retrieve("none-such")
+
+
+@pytest.mark.parametrize("name", ["tiny", "lora"])
+def test_greedy_text_is_that_of_generate(
+    client: Any, tokenizer: Any, checkpoint: Path, adapters: Path, name: str
+) -> None:
+    plain = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
+    plain = plain if name == "tiny" else load_adapter(plain, adapters / name)
+    ids = torch.tensor([tokenizer("Hello there")["input_ids"]])
+    tokens = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+    expected = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    asked: Any = {"model": name, "max_tokens": 10, "temperature": 0}
+    for prompt in ("Hello there", ids[0].tolist()):
+        found = client.completions.create(prompt=prompt, **asked)
+        assert found.choices[0].text == expected
+        assert found.usage.prompt_tokens == ids.shape[1]
+    pieces = client.completions.create(prompt="Hello there", stream=True, **asked)
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+
+
+def test_a_chat_whole_and_in_pieces(client: Any) -> None:
+    asked: Any = {"model": "lora", "messages": HELLO, "seed": 5, "temperature": 0.8, "top_p": 0.9}
+    asked |= {"max_completion_tokens": 12, "n": 3, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    assert len({choice.message.content for choice in whole.choices}) > 1
+    texts, logprobs = {0: "", 1: "", 2: ""}, dict[int, list[float]]()
+    options = {"include_usage": True, "include_ledger": True}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    for chunk in chunks:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs is not None:
+                logprobs.setdefault(choice.index, []).extend(one.logprob for one in choice.logprobs.content)
+    assert last.usage == whole.usage
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        assert logprobs[choice.index] == [one.logprob for one in choice.logprobs.content]
+        assert all(len(one.top_logprobs) == 2 and one.bytes is not None for one in choice.logprobs.content)
+    assert whole.model == "lora"
+
+
+def test_stop_texts_penalties_and_biases(client: Any) -> None:
+    def first(**more: Any) -> Any:
+        answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=24, temperature=0, **more)
+        return answer.choices[0]
+
+    free = first().text
+    stop = free[4:6]
+    assert first(stop=stop).text == free[: free.index(stop)]
+    assert first(stop=["never", stop]).finish_reason == "stop"
+    assert first(frequency_penalty=2.0).text != free
+    assert len(set(first(logit_bias={"40": 100}).text)) == 1
+
+
+def test_echo_and_log_probabilities_of_the_prompt(client: Any, tokenizer: Any) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["Hello there", "Good"], "max_tokens": 1, "temperature": 0}
+    asked |= {"echo": True, "logprobs": 1}
+    answer = client.completions.create(**asked)
+    pieces = list(client.completions.create(**asked, stream=True))
+    for index, (choice, prompt) in enumerate(zip(answer.choices, asked["prompt"], strict=True)):
+        found: Any = choice.logprobs
+        assert choice.text.startswith(prompt)
+        assert len(found.tokens) == len(found.text_offset) == len(tokenizer(prompt)["input_ids"]) + 1
+        assert found.token_logprobs[0] is None
+        for logprob, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+            assert logprob <= max(top.values()) <= 0
+        mine: Any = [piece.choices[0] for piece in pieces if piece.choices[0].index == index]
+        assert "".join(one.text for one in mine) == choice.text
+        assert [one for part in mine if part.logprobs for one in part.logprobs.tokens] == found.tokens
+        assert [one for part in mine if part.logprobs for one in part.logprobs.text_offset] == found.text_offset
+    assert client.completions.create(**(asked | {"max_tokens": 0})).choices[0].text == "Hello there"
+
+
+def test_json_answers_follow_their_schema(client: Any) -> None:
+    asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 60, "temperature": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA, "strict": True}}
+    ended = 0
+    for seed in range(4):
+        (choice,) = client.chat.completions.create(**asked, seed=seed, response_format=form).choices
+        assert choice.message.content.lstrip()[:1] in ("", "{")
+        if choice.finish_reason == "stop":  # or white space has taken all tokens
+            assert 0 <= json.loads(choice.message.content)["n"] <= 99
+            ended += 1
+    assert ended
+    free = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert free.choices[0].message.content.lstrip()[:1] in ("", "{")
+
+
+def test_embeddings_in_both_encodings(client: Any) -> None:
+    texts = ["Hello there", "Good morning"]
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    packed = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+    for one, other in zip(plain.data, packed.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+        assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-5)
+    adapted = client.embeddings.create(model="lora", input=texts[0])
+    assert adapted.data[0].embedding != plain.data[0].embedding
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "alloy"}),
+        ("reasoning_effort", "low"),
+        ("store", True),
+        ("n", 17),
+        ("temperature", 3),
+        ("top_logprobs", 2),
+        ("stop", ["x"] * 17),
+        ("logit_bias", {"320": 1}),
+        ("max_tokens", 1 << 30),
+        ("metadata", {"a": "b"}),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "wrong"}}}),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+        ("messages", [{"role": "tool", "content": "4"}]),
+    ],
+)
+def test_what_is_not_supported_is_named(client: Any, field: str, value: Any) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked, extra_body={field: value})
+    assert (refused.value.param or "").startswith(field)
+
+
+def test_unknown_models_and_wrong_keys(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="none-such", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="sk-wrong").models.list()
+
+
+def test_adapters_are_loaded_and_dropped(client: Any, adapters: Path) -> None:
+    def post(path: str, **body: str) -> None:
+        client.post(path, body=body, cast_to=object)
+
+    def text(model: str) -> str:
+        answer = client.completions.create(model=model, prompt="Hello there", max_tokens=8, temperature=0)
+        return str(answer.choices[0].text)
+
+    post("/load_lora_adapter", lora_name="other", lora_path=str(adapters / "other"))
+    assert text("other") != text("lora")
+    post("/unload_lora_adapter", lora_name="other")
+    with pytest.raises(openai.NotFoundError):
+        text("other")
+    for path in ("/etc", str(adapters / ".." / "tiny"), "lora\0", "."):
+        with pytest.raises(openai.BadRequestError):
+            post("/load_lora_adapter", lora_name="outside", lora_path=path)

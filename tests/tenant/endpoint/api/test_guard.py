@@ -1,0 +1,157 @@
+"""Hostile requests: other users of the machine, web pages, and clients that ask for too much."""
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.tenant.endpoint.api.conftest import KEY, Served
+
+COMPLETION = {"model": "tiny", "prompt": "Hello", "max_tokens": 1}
+
+
+def ask(served: Served, method: str, path: str, body: Any = None, **headers: str | None) -> tuple[int, Any]:
+    """Send one request; a header of None is left out. Returns the status and the JSON body."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}  # type: ignore[misc]
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, content, {name: value for name, value in sent.items() if value is not None})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text) if "json" in answer.headers["content-type"] else text.decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": None}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": f"Basic {KEY}"}, 401),
+        ({"Authorization": "bearer sk-other"}, 200),
+        ({"Host": "rebound.example"}, 421),
+        ({"Host": "localhost:1234"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content_Type": "text/plain"}, 400),  # a simple request, which a page may send without asking
+        ({"Content_Type": None}, 400),
+    ],
+)
+def test_only_those_with_the_key_and_no_web_pages(served: Served, headers: dict[str, Any], status: int) -> None:
+    found, body = ask(served, "POST", "/v1/completions", COMPLETION, **headers)
+    assert found == status
+    assert found == 200 or set(body["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_page_of_the_endpoint_itself_may_ask(served: Served) -> None:
+    origin = f"http://127.0.0.1:{served.port}"
+    assert ask(served, "GET", "/v1/models", Origin=origin)[0] == 200
+
+
+def test_what_needs_no_key(served: Served) -> None:
+    for path, status in (("/health", 200), ("/openapi.json", 200), ("/metrics", 401), ("/v1/none", 401), ("/x", 401)):
+        assert ask(served, "GET", path, Authorization=None)[0] == status
+    assert ask(served, "GET", "/v1/none")[0] == 404
+    assert ask(served, "PUT", "/v1/models")[0] == 405
+    status, text = ask(served, "GET", "/metrics")
+    assert status == 200
+    assert "symbiosis_endpoint_tokens_total" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"[" * 100_000, 400),
+        (b'{"model":"tiny","prompt":"x","max_tokens":1' + b"0" * 5000 + b"}", 400),
+        (b'{"model":"tiny","prompt":"x","temperature":NaN}', 400),
+        (b'{"model":"tiny","prompt":"\\ud800"}', 400),
+        (b"\xff\xfe", 400),
+        (b" " * (1 << 20) + b"{}", 413),
+        ({"model": "tiny", "prompt": "word " * 100_000}, 400),
+        ({"model": "tiny", "prompt": [5] * 300_000}, 400),
+        ({"model": "tiny", "prompt": [[5]] * 129}, 400),
+        ({"model": "tiny", "prompt": ["x"] * 100, "n": 16}, 400),
+        ({"model": "tiny", "prompt": [320]}, 400),
+        ({"model": "tiny", "prompt": [True]}, 400),
+        ({"model": "tiny", "prompt": "x", "stop": "y" * 10_000}, 400),
+        ({"model": "tiny", "prompt": "x", "logit_bias": {str(i): 1 for i in range(5000)}}, 400),
+        ({"model": "x" * 100_000, "prompt": "x"}, 400),
+    ],
+)
+def test_too_much_is_refused_at_once(served: Served, body: Any, status: int) -> None:
+    begun = time.monotonic()
+    found, answer = ask(served, "POST", "/v1/completions", body)
+    assert found == status, answer
+    assert len(answer["error"]["message"]) < 600
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["x" * 60 + str(i) for i in range(2000)]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"$ref": "http://127.0.0.1/x"},
+        {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"},
+        {"not": {"type": "string"}},
+    ],
+)
+def test_schemas_that_are_bombs(served: Served, schema: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
+    begun = time.monotonic()
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    found, answer = ask(served, "POST", "/v1/chat/completions", asked | {"response_format": form})
+    assert found == 400 or "pattern" in schema, answer
+    assert time.monotonic() - begun < 5
+
+
+def connected(served: Served, sent: bytes) -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+    found.sendall(sent)
+    return found
+
+
+def test_late_bodies_and_long_heads_are_refused(served: Served) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n".encode()
+    with connected(served, head + b"Content-Length: 10\r\n\r\n{") as late:
+        assert b" 408 " in late.recv(1000).splitlines()[0]
+    with connected(served, head + b"Content-Length: 10\r\nHost: localhost\r\n\r\n") as twice:
+        assert b" 400 " in twice.recv(1000).splitlines()[0]
+    with connected(served, head + b"X-Long: " + b"x" * 70_000) as flood:
+        assert b" 400 " in flood.recv(1000).splitlines()[0]
+
+
+def test_connections_without_a_request_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenant.endpoint.api.server._HEAD_S", 0.2)
+    monkeypatch.setattr("tenant.endpoint.api.server._CONNECTIONS", 8)
+    idle = [connected(served, b"GET /health HTTP/1.1\r\n" * (place % 2)) for place in range(12)]
+    assert ask(served, "GET", "/health")[0] == 200
+    for one in idle:
+        with one, contextlib.suppress(ConnectionResetError):
+            assert one.recv(10) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
+    load = served.service.engine.load
+    body = json.dumps(COMPLETION | {"max_tokens": 480, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    before = load().tokens
+    left = connected(served, head.encode() + body)
+    wait(lambda: load().tokens > before)
+    left.close()
+    wait(lambda: load().running == 0)
+    assert load().tokens < before + 400
+
+
+def wait(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

@@ -113,7 +113,8 @@ def _attend(
             hidden = key > position
             if window is not None:
                 hidden |= key <= position - window
-            scores[:, :, used].unflatten(2, (per_tile, group)).masked_fill_(hidden, -torch.inf)
+            bias = queries.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            scores[:, :, used].unflatten(2, (per_tile, group)).add_(bias)
         higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
         weights = scores.sub_(higher).exp_()
         shrink = highest.sub_(higher).exp_()

@@ -1,0 +1,112 @@
+"""Guesses the next tokens of sequences, so that one pass through the model may yield several tokens.
+
+A pass computes the last token of a sequence and a guess of the `ahead` tokens after it. The engine chooses a token from
+each row as if there were no guess, and goes on to the next row while the chosen token is the guessed one. So a guess
+changes the number of passes, and no token: a chosen token has the same logits (`attention`, `row_blocks`), random
+number, penalties and grammar. For a guess of one certain token, this is rejection sampling (Leviathan et al., arXiv
+2211.17192): the guess is accepted with the probability that the model gives it.
+
+Each guess has `ahead` tokens, however good it is. So executors see the same number of rows in each step, and do not see
+how many were accepted. They see the number of steps of an answer (docs/threat-model.md).
+"""
+
+from array import array
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.engine.kv import KeyValues
+from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.sequence import Drafter, Sequence
+
+_LONGEST = 3  # tokens of an n-gram
+_READ = 256  # tokens of a sequence that a draft model reads in one step
+
+
+class PromptLookup(Drafter):
+    """Guesses that a sequence goes on as it did after the last n-gram like the one at its end (Saxena 2023).
+
+    Args:
+        ahead: tokens of a guess.
+    """
+
+    def __init__(self, *, ahead: int = 4) -> None:
+        self.ahead = ahead
+        self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()
+
+    def draft(self, sequences: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        guesses = {}
+        for sequence in sequences:
+            if sequence.decoding:
+                known = self._known.setdefault(sequence, array("q"))
+                known.extend(sequence.tokens[len(known) :])
+                guesses[sequence] = _continued(np.frombuffer(known, np.int64), self.ahead)
+        return guesses
+
+
+class DraftModel(Drafter):
+    """Guesses with a small model that the tenant holds: its most probable tokens.
+
+    Args:
+        packed: the small model, with the vocabulary of the large one.
+        ahead: tokens of a guess.
+    """
+
+    def __init__(self, packed: PackedModel, *, ahead: int = 4) -> None:
+        self.ahead = ahead
+        self._packed = packed
+        self._context = getattr(packed.config, "max_position_embeddings", None)
+        self._read: WeakKeyDictionary[Sequence, KeyValues] = WeakKeyDictionary()
+
+    def bytes(self, tokens: int) -> int:
+        return self._packed.shape.bytes(tokens)
+
+    def check(self, vocabulary: int) -> None:
+        if self._packed.vocabulary != vocabulary:
+            raise ConfigError(
+                f"the draft model has {self._packed.vocabulary:,} token ids and the model has {vocabulary:,}; "
+                f"use a draft model with the same tokenizer"
+            )
+
+    def draft(self, sequences: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        """Read what is new in each sequence, and guess where the small model has read everything.
+
+        The last two tokens are read in each step, even if one of them is known: the time of a step does not depend on
+        how many tokens of the last guess were right.
+        """
+        parts = {sequence: self._unread(sequence) for sequence in sequences}
+        parts = {sequence: rows for sequence, rows in parts.items() if rows.tokens}
+        guesses: dict[Sequence, list[int]] = {}
+        for _ in range(self.ahead):
+            if not parts:
+                break
+            outputs = self._packed(list(parts.values()))
+            for sequence, output in zip(parts, outputs, strict=True):
+                if len(output.logits):
+                    guesses.setdefault(sequence, []).append(int(output.logits[-1].argmax()))
+            parts = {s: Rows(kv=self._read[s], tokens=guess[-1:]) for s, guess in guesses.items()}
+        return {s: guesses.get(s) or s.tokens[-1:] * self.ahead for s in sequences if s.decoding}
+
+    def _unread(self, sequence: Sequence) -> Rows:
+        kv = self._read.setdefault(sequence, self._packed.new_kv())
+        kv.truncate(max(0, len(sequence.tokens) - 2))
+        tokens = sequence.tokens[kv.length() :][:_READ]
+        if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
+            tokens = []
+        complete = kv.length() + len(tokens) == len(sequence.tokens)
+        return Rows(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
+
+
+def _continued(tokens: npt.NDArray[np.int64], ahead: int) -> list[int]:
+    """Return what followed the last place with the same end, repeated to `ahead` tokens; the last token if none."""
+    following = tokens[-1:]
+    for count in range(min(_LONGEST, len(tokens) - 1), 0, -1):
+        start = len(tokens) - count
+        same = np.logical_and.reduce([tokens[i : start + i] == tokens[start + i] for i in range(count)])
+        if same.any():
+            following = tokens[start - 1 - int(same[::-1].argmax()) + count :]
+            break
+    return [int(token) for token in np.resize(following, ahead)]

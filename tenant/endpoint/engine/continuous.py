@@ -85,6 +85,8 @@ class ContinuousEngine(Engine):
     ) -> None:
         self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
         self._drafter = drafter
+        if drafter is not None:
+            drafter.check(packed.vocabulary)
         self._waiting, self._running = Turns(), Turns()
         self._prefixes = Prefixes()
         self._steps = self._tokens = 0
@@ -142,7 +144,7 @@ class ContinuousEngine(Engine):
             raise ConfigError(
                 f"{sizes} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
             )
-        if (needed := self._packed.shape.bytes(sequence.length)) > self._limits.memory:
+        if (needed := self._bytes(sequence)) > self._limits.memory:
             raise ConfigError(
                 f"{sizes} need {needed:,} bytes of keys and values, and the endpoint's limit is "
                 f"{self._limits.memory:,}; shorten the prompt or ask for fewer"
@@ -171,7 +173,7 @@ class ContinuousEngine(Engine):
     def _admit(self) -> None:
         """Let requests run whose keys and values fit. The first one that does not fit is waited for."""
         while len(self._running) < self._limits.running and (sequence := self._waiting.first()) is not None:
-            needed = self._packed.shape.bytes(sequence.length) + self._reserved()
+            needed = self._bytes(sequence) + self._reserved()
             if needed > self._limits.memory:
                 return
             while needed + self._prefixes.bytes > self._limits.memory and self._prefixes.drop_one():
@@ -198,7 +200,8 @@ class ContinuousEngine(Engine):
 
     def _next_rows(self) -> list[tuple[Sequence, Rows]]:
         """Choose the rows of a step: a token of each answer, then prompts in turn."""
-        chosen = [(s, s.rows(1, self._drafter)) for s in self._running if s.decoding]
+        guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
+        chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
         free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
         shares: dict[Sequence, int] = {}
         reading = Turns(s for s in self._running if not s.decoding)
@@ -271,7 +274,14 @@ class ContinuousEngine(Engine):
             sequence.answer.fail(error)
 
     def _reserved(self) -> int:
-        return sum(self._packed.shape.bytes(sequence.length) for sequence in self._running)
+        return sum(map(self._bytes, self._running))
+
+    def _bytes(self, sequence: Sequence) -> int:
+        """Memory of a sequence at its full length, with a guess after it."""
+        if self._drafter is None:
+            return self._packed.shape.bytes(sequence.length)
+        length = sequence.length + self._drafter.ahead
+        return self._packed.shape.bytes(length) + self._drafter.bytes(length)
 
     def _session_ledger(self) -> Ledger:
         try:

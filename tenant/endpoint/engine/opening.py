@@ -10,6 +10,7 @@ from symbiosis_priv.errors import SymbiosisError, UnsupportedModelError, one_lin
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.packed import PackedModel, Rows
 from tenant.endpoint.engine.requests import Engine
+from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.tasks import Tasks
 
@@ -25,6 +26,7 @@ def open_engine(
     *,
     tasks: Tasks | None = None,
     limits: Limits | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that it cannot drive, the one that calls
     `generate()` for each request. The log says which, and why.
@@ -34,6 +36,7 @@ def open_engine(
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
         limits: what the engine may use.
+        drafter: guesses tokens, for fewer round trips (`speculation`); not used by the engine on `generate()`.
 
     Raises:
         SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
@@ -45,7 +48,7 @@ def open_engine(
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return WholeEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
     log.info("%s: all requests together", type(model).__name__)
-    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits)
+    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:

@@ -74,6 +74,7 @@ class PackedModel:
         self._tasks = tasks
         self.config: Any = model.config.get_text_config(decoder=True)
         _check(model, self.config)
+        self._last_position = getattr(self.config, "max_position_embeddings", sys.maxsize) - 1
         self.shape = Shape.from_config(self.config, model.dtype)
         words: Any = model.get_input_embeddings()
         self.vocabulary: int = words.num_embeddings
@@ -108,7 +109,9 @@ class PackedModel:
         before = [part.kv.length() for part in rows]
         names = [part.adapter or BASE for part in rows for _ in part.tokens]
         tokens = [token for part in rows for token in part.tokens]
-        positions = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
+        last = self._last_position  # a guess may reach behind it, and is not used there
+        places = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
+        positions = [min(place, last) for place in places]
         step = _Step(rows, keep_all=self._extends_head(rows))
 
         def column(values: list[int]) -> Tensor:

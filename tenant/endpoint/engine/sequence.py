@@ -1,9 +1,10 @@
 """One request while the engine works on it: its tokens, keys and values, answer and costs."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 from dataclasses import fields
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,11 +16,28 @@ from tenant.endpoint.engine.sampling import token_logprob
 from tenant.session.tally import Ledger
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of sequences, so that one pass may yield several tokens."""
+class Drafter(ABC):
+    """Guesses the next tokens of sequences, so that one pass may yield several tokens.
 
-    def draft(self, tokens: Tokens[int]) -> Tokens[int]:
-        """Return a guess of the tokens after `tokens`. Its length must not depend on the tokens: providers see it."""
+    Attributes:
+        ahead: tokens of a guess.
+    """
+
+    ahead: int
+
+    @abstractmethod
+    def draft(self, sequences: Collection["Sequence"]) -> dict["Sequence", list[int]]:
+        """Return a guess for each sequence whose prompt has been read.
+
+        A guess has `ahead` tokens, whatever the tokens of the sequence are: executors see the number of rows.
+        """
+
+    def bytes(self, tokens: int) -> int:
+        """Return the memory of a sequence of `tokens`."""
+        return 0
+
+    def check(self, vocabulary: int) -> None:  # noqa: B027 - most drafters guess tokens that the sequence has
+        """Raise `ConfigError` if the guesses do not suit a model with so many token ids."""
 
 
 class Sequence:
@@ -72,12 +90,12 @@ class Sequence:
     def ledger(self) -> RequestLedger:
         return self._spent
 
-    def rows(self, most: int, drafter: Drafter | None = None) -> Rows:
+    def rows(self, most: int, guess: Tokens[int] = ()) -> Rows:
         """Return the tokens to compute next: up to `most` of the prompt, or the last token and the guess after it."""
         assert self.kv is not None
         done = self.kv.length()
         if self.decoding:
-            tokens = [self.tokens[-1], *(drafter.draft(self.tokens) if drafter is not None else ())]
+            tokens = [self.tokens[-1], *guess]
             logits = len(tokens)
         else:
             tokens = self.tokens[done : done + most]

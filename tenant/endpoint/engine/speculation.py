@@ -11,7 +11,7 @@ how many were accepted. They see the number of steps of an answer (docs/threat-m
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,7 +37,7 @@ class PromptLookup(Drafter):
         self.ahead = ahead
         self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()
 
-    def draft(self, sequences: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+    def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
         guesses = {}
         for sequence in sequences:
             if sequence.decoding:
@@ -71,7 +71,7 @@ class DraftModel(Drafter):
                 f"use a draft model with the same tokenizer"
             )
 
-    def draft(self, sequences: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+    def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Read what is new in each sequence, and guess where the small model has read everything.
 
         The last two tokens are read in each step, even if one of them is known: the time of a step does not depend on

@@ -19,6 +19,9 @@ _FILES = {
     "/events.js": ("events.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+PATHS = frozenset(_FILES)
+"""The paths that need no API key."""
+
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": (

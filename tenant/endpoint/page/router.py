@@ -1,26 +1,24 @@
 """The page's files, and `/ledger`: the counters of the session, and what each provider can see."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import resources
 
 from fastapi import APIRouter, Response
-from fastapi.params import Depends
 from pydantic import BaseModel
 
 from symbiosis_priv.limits import Role
 from tenant.masking.scheme import Scheme
 from tenant.session.tally import Ledger
 
-_FILES = {
+FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/events.js": ("events.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-PATHS = frozenset(_FILES)
-"""The paths that need no API key."""
+"""The page's files and their types, by path. A browser loads them before it has a key."""
 
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -71,21 +69,18 @@ class SessionLedger(BaseModel):
     providers: list[Provider]
 
 
-def page_router(
-    scheme: Scheme, ledger: Callable[[], Ledger | None], *, dependencies: Sequence[Depends] = ()
-) -> APIRouter:
-    """Return the routes of the page.
+def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRouter:
+    """Return the routes of the page. `/ledger` needs a key, which the application checks.
 
     Args:
         scheme: the masking scheme of the model.
         ledger: returns the counters of the session; None if the scheme has no session.
-        dependencies: of `/ledger`, for instance the check of the API key. The files are for everybody.
     """
     router = APIRouter()
-    for path, (name, media_type) in _FILES.items():
+    for path, (name, media_type) in FILES.items():
         router.get(path, include_in_schema=False)(_file(name, media_type))
 
-    @router.get("/ledger", dependencies=dependencies)
+    @router.get("/ledger")
     def session_ledger(response: Response) -> SessionLedger:
         """Return the providers' counters. None of them is secret from a holder of the API key."""
         response.headers["Cache-Control"] = "no-store"

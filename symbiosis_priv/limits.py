@@ -17,3 +17,7 @@ MAX_EXPERTS: Final = 1024
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12
 DEFAULT_WEIGHT_BITS: Final = 10
+
+RingBits = Literal[24, 32]
+"""Bits of an integer of a masked row, an effect or an answer on the wire."""
+DEFAULT_RING_BITS: Final = 32

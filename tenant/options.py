@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from symbiosis_priv.limits import RingBits
 from tenant.connections.channel import Wiretap
 from tenant.core.verifier import DEFAULT_COLUMNS
 
@@ -26,6 +27,9 @@ class Options:
             "paper-pool" shows rows to every executor in practice (opt-in);
             "simulate" runs the same arithmetic on this machine, without providers.
         weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file sets them.
+        ring_bits: bits of the integers that travel: 32, or 24 for a quarter fewer bytes and rounding about as fine as
+            bfloat16's (docs/benchmarks.md). None for `ring_bits` of the federation file, or 32. Everything within one
+            `ring_bits` has the same bits, whatever the masking.
         checkpoint: the full base checkpoint, if the model's folder holds only the tenant's tensors. It is read once, to
             make the verification keys.
         experts: where the experts of a mixture run (docs/experts.md). The router stays with the tenant in every mode:
@@ -56,6 +60,7 @@ class Options:
     federation: str | Path | None = None
     masking: str = "pad"
     weight_bits: int | None = None
+    ring_bits: RingBits | None = None
     checkpoint: str | Path | None = None
     experts: Experts | None = None
     tied_head: bool = False

@@ -162,15 +162,24 @@ class Connection:
         self._stream.receive(memoryview(header), deadline=self._deadline)
         return header
 
-    def _read_payload(self) -> memoryview:
+    def _read_payload(self, request: wire.Binding) -> memoryview:
+        """Read the rows of a request, as the executor takes them: in 32 bits."""
+        if self._unread and request.encoding == wire.RING24:
+            rows = np.empty(self._unread // 3, dtype=np.int32)
+            self._read(wire.RING24.space(rows))
+            wire.RING24.settle(rows)
+            return wire.RING32.pack(rows)
         payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
+        self._read(payload)
+        return payload
+
+    def _read(self, payload: memoryview) -> None:
         if len(payload) <= self._small:
             self._stream.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
         else:
             for part, deadline in self._paced(payload):
                 self._stream.receive(part, deadline=deadline)
         self._unread = 0
-        return payload
 
     def _send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
         if len(payload) <= self._small:
@@ -222,8 +231,8 @@ class Connection:
             self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
         ):
             try:
-                payload = self._read_payload()  # with a new deadline: the tenant did not cause the wait for bytes
-                self._multiply(request, payload, cost=work, limit=limit)
+                # with a new deadline: the tenant did not cause the wait for bytes
+                self._multiply(request, self._read_payload(request), cost=work, limit=limit)
             except TimeoutError:
                 self._bill(Counts(slow=1))
                 raise
@@ -269,6 +278,7 @@ class Connection:
             self._bill(Counts(abandoned=1))
             raise ConnectionLostError("the tenant left before the product was started")
         self._executor.send(work, payload)
+        del payload  # so that its memory is free when the answer is made
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
@@ -276,11 +286,15 @@ class Connection:
             self._refuse(refusal)
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
-        if len(answer.payload) == self._answer_bytes(request):
+        inputs, outputs = self._entry(request).columns(request.direction)
+        if len(answer.payload) == wire.RING32.size(request.rows, outputs):
+            if request.encoding == wire.RING24:
+                answer = answer._replace(payload=wire.RING24.pack(np.frombuffer(answer.payload, dtype="<i4")))
             self._state.register.count_request(self._tenant)
-            received, sent = len(payload), len(answer.payload)
+            received = 0 if isinstance(request, wire.Effect) else request.encoding.size(request.rows, inputs)
+            sent = len(answer.payload)
             self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
-            if limit is not None:
+            if limit is not None or request.encoding == wire.RING24:
                 result = wire.Result.answering(request, limit=limit)
                 answer = answer._replace(head=wire.encode(result, payload_bytes=sent))
         elif self._left():  # rows that were multiplied before the executor noticed are billed
@@ -288,10 +302,6 @@ class Connection:
         else:  # the request was late or failed
             self._bill(Counts(failed=1))
         self._send(answer.head, answer.payload)
-
-    def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
-        _, outputs = self._entry(request).columns(request.direction)
-        return request.encoding.size(request.rows, outputs)
 
     def _bill(self, counts: Counts) -> None:
         """Count durably, before the tenant receives the answer."""
@@ -314,7 +324,7 @@ class Connection:
         return not self._state.stopping.is_set() and self._stream.peer_left()
 
     def _check(self, request: wire.Execute | wire.Effect) -> int:
-        """Check a request. Returns the bytes of the matrices of request and answer. Raises `Refusal`."""
+        """Check a request. Returns the bytes that its matrices take in memory. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
             _bad("say hello first")
@@ -322,6 +332,8 @@ class Connection:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
             _bad("requests for effects need ring arithmetic")
+        if request.arithmetic != "ring" and request.ring_bits != wire.RING32.item_bits:
+            _bad("requests with ring_bits need ring arithmetic")
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         groups = self._state.manifest.groups
@@ -335,13 +347,15 @@ class Connection:
         if request.counts is not None:
             self._check_counts(request, request.counts)
         columns = self._entry(request).columns(request.direction)
-        inputs, outputs = (request.encoding.size(request.rows, width) for width in columns)
+        inputs, outputs = (wire.RING32.size(request.rows, width) for width in columns)
         if max(inputs, outputs) > self._max_payload:
             largest = max(inputs, outputs)
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
-        self._expect_payload(0 if isinstance(request, wire.Effect) else inputs)
+        received, sent = (request.encoding.size(request.rows, width) for width in columns)
+        self._expect_payload(0 if isinstance(request, wire.Effect) else received)
         self._executor.require_present()
-        return inputs + outputs
+        # a packed answer is a copy, made after the rows' memory is free
+        return outputs + max(inputs, sent if request.encoding == wire.RING24 else 0)
 
     def _check_counts(self, request: wire.Execute | wire.Effect, counts: tuple[int, ...]) -> None:
         stack = self._state.manifest.groups[request.group]
@@ -361,8 +375,9 @@ class Connection:
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
             _bad("this connection has already sent its hello")
-        if hello.version != wire.VERSION:
-            _bad(f"this provider speaks version {wire.VERSION}, not {hello.version}; upgrade the older side")
+        if hello.version not in wire.VERSIONS:
+            spoken = " and ".join(map(str, wire.VERSIONS))
+            _bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:
@@ -371,7 +386,7 @@ class Connection:
         self._state.register.take_role(self._tenant, hello.role)
         self._role = hello.role
         welcome = wire.Welcome(
-            version=wire.VERSION,
+            version=hello.version,
             model_digest=self._state.digest,
             first_group=self._state.served.start,
             end_group=self._state.served.stop,

@@ -91,7 +91,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for shift in (48, 32, 16, 0):  # 16 bits of b at a time: products with 31 bits of a stay in int64
         digit = b >> shift & 0xFFFF
-        total = (_shifted(total, 16) + low * digit + _shifted(high * digit, _HALF_BITS)).remainder(PRIME)
+        total = (shifted(total, 16) + low * digit + shifted(high * digit, _HALF_BITS)).remainder(PRIME)
     return total
 
 
@@ -141,10 +141,10 @@ def _joined(sums: Tensor, bits: int) -> Tensor:
     """Residues int64 `[n]` of `sum_k sums[:, k] 2^(bits k)`."""
     total = torch.zeros(len(sums), dtype=torch.int64, device="cpu")
     for digit in reversed(sums.unbind(dim=1)):
-        total = (_shifted(total, bits) + digit.remainder(PRIME)).remainder_(PRIME)
+        total = (shifted(total, bits) + digit.remainder(PRIME)).remainder_(PRIME)
     return total
 
 
-def _shifted(residues: Tensor, bits: int) -> Tensor:
+def shifted(residues: Tensor, bits: int) -> Tensor:
     """Multiply residues by 2^bits. Because 2^61 is 1 modulo p, this is a rotation of 61 bits."""
     return (residues << bits & PRIME) | (residues >> _BITS - bits)

@@ -4,13 +4,14 @@
     decode    subtract the masks' effects, check, and write floats into the tensors of the siblings
 
 The compiled library and torch do the same float64 operations in the same order, so their bits agree. The bits of a row
-depend on that row only. Use the floats that `decode` has stored only if it returns True.
+depend on that row only. Do not use the floats of rows that `decode` refuses.
 
 A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row_blocks
 from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.native import pointer
 from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, has_rows_in_one_piece, layout, readable
 
@@ -95,75 +97,77 @@ def decode(
     bias: Tensor | None = None,
     column: Column | None = None,
     expected: Tensor | None = None,
-) -> bool:
+    ring_bits: RingBits = DEFAULT_RING_BITS,
+) -> list[int]:
     """Turn masked answers into float rows, and check them.
 
     Args:
         answer: int32 `[r, o]`, contiguous.
         outputs: float matrices `[r, w_k]` on the CPU, one dtype, for the columns of each sibling; written.
         scale: float64 `[r]` from `encode`.
-        effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^32.
+        effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^ring_bits.
         channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
         bias: float64 `[o]`, or None; needs channel scales.
         column: R, or None for no check.
         expected: int64 `[r]`, as `encode` set it.
+        ring_bits: bits of answers and effects that count; the result is the signed representative.
 
     Returns:
-        True if every row passed the check. Otherwise `outputs` must not be used.
+        The numbers of the rows that failed the check. Their floats must not be used.
     """
     rows, width = answer.shape
     library = native.library()
     if library is None:
+        wrong = []
         for start, stop in row_blocks(rows, width):
-            block = unmask(
-                answer[start:stop],
-                effects=[effect[start:stop] for effect in effects],
-                column=column,
-                expected=None if expected is None else expected[start:stop],
-            )
-            if block is None:
-                return False
+            block = unmask(answer[start:stop], [effect[start:stop] for effect in effects], ring_bits=ring_bits)
+            if column is not None and expected is not None:
+                wrong += [start + row for row in refused(block, column, expected[start:stop])]
             y = dequantise(block, scale=scale[start:stop, None], channel_scale=channel_scale)
             if bias is not None:
                 y.add_(bias)
             for part, out in zip(y.split([out.shape[1] for out in outputs], dim=1), outputs, strict=True):
                 out[start:stop] = part
-        return True
+        return wrong
 
     written = [_writable(out) for out in outputs]
-    passed = all_rows(
+    flags = np.empty(rows, dtype=np.uint8)
+    all_rows(
         library.ring_decode,
         native.best(library),
         answer.data_ptr(),
         addresses(effects),
         len(effects),
         width,
+        DEFAULT_RING_BITS - ring_bits,
         None if column is None else column.limbs.data_ptr(),
         pointer(expected),
         scale.data_ptr(),
         pointer(channel_scale),
         pointer(bias),
         layout(written),
+        flags.ctypes.data,
         rows=rows,
         width=width,
     )
     for part, out in zip(written, outputs, strict=True):
-        if part is not out and passed:
+        if part is not out:
             out.copy_(part)
-    return passed
+    return [int(row) for row in flags.nonzero()[0]]
 
 
-def unmask(
-    answer: Tensor, *, effects: Sequence[Tensor], column: Column | None, expected: Tensor | None
-) -> Tensor | None:
-    """Subtract the effects and check, and keep integers. Returns int32 `[r, o]`, or None if a row is wrong."""
+def unmask(answer: Tensor, effects: Sequence[Tensor], *, ring_bits: RingBits = DEFAULT_RING_BITS) -> Tensor:
+    """Subtract the effects modulo 2^ring_bits. Returns the signed representatives, int32 `[r, o]`."""
     for effect in effects:
         answer = answer - effect
-    return answer if _passes(answer, column, expected) else None
+    shift = DEFAULT_RING_BITS - ring_bits
+    return answer << shift >> shift if shift else answer
 
 
-def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> bool:
-    return column is None or expected is None or torch.equal(dot(rows, column), expected)
+def refused(rows: Tensor, column: Column, expected: Tensor) -> list[int]:
+    """The numbers of the integer rows that fail the check; int32 `[r, o]` contiguous, int64 `[r]`."""
+    wrong: list[int] = (dot(rows, column) != expected).nonzero()[:, 0].tolist()
+    return wrong
 
 
 def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:

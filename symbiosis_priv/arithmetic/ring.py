@@ -22,6 +22,17 @@ at most `(RANGE - 1) (1 + 2 eps)`, where the last factor covers the rounding of 
 RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
 are below RANGE and fit int32.
 
+Narrow rings. With `ring_bits = w < 32` only residues modulo 2^w travel, and the bound above would cost `32 - w` bits of
+every row. So the range is a matter of statistics: rows are scaled until
+
+    kappa |xq|_2 max_o |Wq[o]|_2 / sqrt(d) = 2^(w-1),      kappa = 12 (`SPREAD`),
+
+where the left side is kappa standard deviations of an output if the signs of the row are random. Outputs beyond 2^(w-1)
+wrap around: `y = t - 2^w k` with k zero nearly everywhere, and the verification keys find k (`wraps`). The proof above
+holds with `reach = (2^(w-1) - 1) max(1, sqrt(d)/kappa)` in place of `RANGE - 1` in l2, so `|t| <= reach < 2^30` for all
+d <= 2^21: the true product fits int32. In l1, `2^(w-1) - 1` takes its place, so sparse rows do not wrap. The scale of a
+row depends on the row alone in every ring.
+
 Everything in this module is public arithmetic. Masks are in `keystream`, products in `kernels`; `passes` does the same
 arithmetic with compiled code.
 """
@@ -36,6 +47,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
 Direction = Literal["forward", "backward"]
 """Which product of a layer group: `x @ W.T` (forward) or `g @ W` (backward)."""
@@ -46,6 +58,9 @@ DIRECTIONS: Final[tuple[Direction, Direction]] = (FORWARD, BACKWARD)
 
 RANGE = 1 << 31
 """Every true product is smaller than this in absolute value, and so is every entry of a quantised row."""
+
+SPREAD: Final = 12.0
+"""kappa: the standard deviations of an output that fit a narrow ring."""
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40
@@ -61,32 +76,59 @@ class Bound:
         inputs: input features d of the product.
         weight_absmax: max |Wq| over the whole matrix.
         weight_norm: max over output channels of the channel's 2-norm.
+        ring_bits: w, bits of the integers on the wire.
+        spread: kappa; a narrow ring holds so many standard deviations of an output.
     """
 
     inputs: int
     weight_absmax: int
     weight_norm: float
+    ring_bits: RingBits = DEFAULT_RING_BITS
+    spread: float = SPREAD
 
     def __post_init__(self) -> None:
         if not 0 < self.inputs <= _MAX_WIDTH:
             raise RangeError(
                 f"a product of {self.inputs} inputs is outside 1..{_MAX_WIDTH}; keep this layer on the tenant"
             )
-        if self.l1 <= 0 or self.l2 <= 0:
+        if self.l2 <= 0 or (self.l1 <= 0 and not self.most_wraps):
             raise RangeError(f"rounding alone may leave the range at {self.inputs}; use fewer weight bits")
 
     @functools.cached_property
     def l1(self) -> float:
         """Largest allowed 1-norm of the scaled row before rounding."""
-        return (RANGE - 1) / max(self.weight_absmax, 1) - self.inputs / 2
+        return max(0.0, (self._half - 1) / max(self.weight_absmax, 1) - self.inputs / 2)
 
     @functools.cached_property
     def l2(self) -> float:
         """Largest allowed 2-norm of the scaled row before rounding."""
-        return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
+        return self.reach / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
+
+    @functools.cached_property
+    def reach(self) -> float:
+        """Largest absolute value of a true product."""
+        wide = self.ring_bits == DEFAULT_RING_BITS
+        return (self._half - 1) * (1.0 if wide else max(1.0, math.sqrt(self.inputs) / self.spread))
+
+    @functools.cached_property
+    def most_wraps(self) -> int:
+        """Largest |k| of an entry `t - 2^w k` of an answer; 0 if products cannot leave the ring."""
+        return int((self.reach + self._half) // (2 * self._half))
+
+    @property
+    def _half(self) -> int:
+        return 1 << self.ring_bits - 1
+
+    def narrowed(self, ring_bits: RingBits) -> Self:
+        """The bound for products of which `ring_bits` bits travel."""
+        return replace(self, ring_bits=ring_bits)
+
+    def halved(self) -> Self:
+        """The bound for rows at half the scale, of which fewer entries wrap."""
+        return replace(self, spread=2 * self.spread)
 
     def with_headroom(self, bits: int) -> Self:
-        """The bound for products below `RANGE / 2^bits`, for a masking scheme that adds an error of its own."""
+        """The bound for products below `reach / 2^bits`, for a masking scheme that adds an error of its own."""
         absmax, norm = max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits)
         return replace(self, weight_absmax=absmax, weight_norm=norm)
 

@@ -16,6 +16,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import RangeError
+from symbiosis_priv.limits import RingBits
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class GroupFacts:
         if self.by_expert is None:
             raise RangeError(f"{self.entry.name} is not a stack of experts; leave out the counts")
         return self.by_expert
+
+    def narrowed(self, ring_bits: RingBits) -> Self:
+        """A copy for products of which `ring_bits` bits travel (`Bound.narrowed`)."""
+        bounds = {direction: bound.narrowed(ring_bits) for direction, bound in self.bounds.items()}
+        by_expert = None if self.by_expert is None else self.by_expert.narrowed(ring_bits)
+        return replace(self, bounds=bounds, by_expert=by_expert)
 
     def with_headroom(self, bits: int) -> Self:
         """A copy whose bounds scale rows down by `bits` more bits (`Bound.with_headroom`)."""

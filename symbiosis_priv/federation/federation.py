@@ -16,6 +16,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
 from symbiosis_priv.federation.spelling import is_this_machine
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.addresses import parse_address
 
 
@@ -26,6 +27,7 @@ class Federation:
     Args:
         companies: providers and operators that count as one party although their operators' names differ.
         pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
+        ring_bits: bits of the integers that travel.
         registries: registries that list more executors; None: the tenant uses the executors of the file only.
         scope: the optional layer groups that the providers serve.
     """
@@ -39,6 +41,7 @@ class Federation:
     pad_helpers: int | None = None
     registries: Registries | None = None
     scope: Scope = DEFAULT_SCOPE
+    ring_bits: RingBits = DEFAULT_RING_BITS
 
     @property
     def executors(self) -> tuple[Peer, ...]:

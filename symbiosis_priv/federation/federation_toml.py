@@ -5,6 +5,7 @@ digest = "sha256:..."            # from `symbiosis-priv provider manifest`; chec
 weight_bits = 10
 # tied_head = true               # the providers serve the product of a tied LM head
 # experts = false                # the providers do not serve the experts of a mixture
+# ring_bits = 24                 # bits of the integers that travel: fewer bytes, coarser rounding. Without it 32
 
 [tenant]
 certificate = "keys/alice.pem"   # paths are relative to this file
@@ -47,7 +48,14 @@ from symbiosis_priv.federation.federation import Federation, check_choice
 from symbiosis_priv.federation.parties import check_parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
 from symbiosis_priv.federation.spelling import check_spelling, plain
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import (
+    DEFAULT_RING_BITS,
+    DEFAULT_WEIGHT_BITS,
+    MAX_WEIGHT_BITS,
+    MIN_WEIGHT_BITS,
+    RingBits,
+    Role,
+)
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.system.toml import load_toml
 
@@ -64,6 +72,7 @@ class _Model(_Section, frozen=True):
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
     tied_head: bool = False
     experts: bool = True
+    ring_bits: RingBits = DEFAULT_RING_BITS
 
 
 class _Tenant(_Section, frozen=True):
@@ -121,6 +130,7 @@ def load_federation(path: str | Path) -> Federation:
     federation = Federation(
         model_digest=file.model.digest,
         weight_bits=file.model.weight_bits,
+        ring_bits=file.model.ring_bits,
         tenant_certificate=file.tenant.certificate,
         tenant_key=file.tenant.key,
         peers=tuple(peers),

@@ -134,7 +134,12 @@ def _declare(lib: ctypes.CDLL) -> None:
             None,
         ),
         "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),
-        "ring_decode": ((isa, *2 * (address,), *2 * (integer,), *6 * (address,), *2 * (integer,)), integer),
+        "ring_decode": (
+            (isa, *2 * (address,), *2 * (integer,), ctypes.c_int32, *7 * (address,), *2 * (integer,)),
+            integer,
+        ),
+        "ring_pack24": ((isa, address, integer, address), None),
+        "ring_unpack24": ((isa, address, integer, address), None),
         "ring_dot": ((isa, address, integer, integer, address, address), None),
         "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
         "ring_quantise": ((isa, address, integer, real, address, address, *2 * (integer,)), integer),

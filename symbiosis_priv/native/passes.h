@@ -177,9 +177,9 @@ INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, do
     }
 }
 
-INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_t effect_count, int64_t width,
+INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_t effect_count, int64_t width, int shift,
                            const int32_t *limbs, const int64_t *expected, const double *scale, const double *channel,
-                           const double *bias, const struct parts *out, int64_t row, int64_t stop) {
+                           const double *bias, const struct parts *out, uint8_t *refused, int64_t row, int64_t stop) {
     int32_t *y = malloc((size_t)width * sizeof *y);
     if (!y) return NO_MEMORY;
     for (; row < stop; row++) {
@@ -189,8 +189,12 @@ INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_
             for (int64_t i = 0; i < width; i++) y[i] = from[i] - e[i];
             from = y;
         }
-        if (limbs && (int64_t)p61_dot(from, limbs, width) != expected[row]) break;
-        store_row(out, row, from, scale[row], channel, bias);
+        if (shift) {
+            for (int64_t i = 0; i < width; i++) y[i] = (int32_t)((uint32_t)from[i] << shift) >> shift;
+            from = y;
+        }
+        refused[row] = limbs && (int64_t)p61_dot(from, limbs, width) != expected[row];
+        if (!refused[row]) store_row(out, row, from, scale[row], channel, bias);
     }
     free(y);
     return row;
@@ -279,11 +283,11 @@ INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int
         return encode_rows(in, width, fold, l1, l2, limbs, out, scale, expected, start, stop);                        \
     }                                                                                                                 \
     TARGET static int64_t decode_##suffix(const int32_t *answer, const int64_t *effects, int64_t effect_count,        \
-                                          int64_t width, const int32_t *limbs, const int64_t *expected,               \
+                                          int64_t width, int shift, const int32_t *limbs, const int64_t *expected,    \
                                           const double *scale, const double *channel, const double *bias,             \
-                                          const struct parts *out, int64_t start, int64_t stop) {                     \
-        return decode_rows(answer, effects, effect_count, width, limbs, expected, scale, channel, bias, out, start,   \
-                           stop);                                                                                     \
+                                          const struct parts *out, uint8_t *refused, int64_t start, int64_t stop) {   \
+        return decode_rows(answer, effects, effect_count, width, shift, limbs, expected, scale, channel, bias, out,   \
+                           refused, start, stop);                                                                     \
     }                                                                                                                 \
     TARGET static void weigh_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,       \
                                       int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) { \
@@ -325,17 +329,18 @@ EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns,
     return BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
 }
 
-/* Take masks' effects off rows start .. stop, check, and store as floats.
+/* Take masks' effects off rows start .. stop modulo 2^(32 - shift), check, and store as floats.
  *
  * answer, and effects[0..effect_count) by address: int32 [rows, columns], and so is out. limbs: int32 [3, columns] of
  * R, or NULL for no check. scale: float64 [rows]; channel, bias: float64 [columns] or NULL (no bias without channel).
- * Returns the first row that is wrong, of which nothing was stored, `stop` if none is, or NO_MEMORY. */
+ * refused: uint8 [rows], set to 1 for rows that are wrong, of which nothing is stored, and to 0 for others.
+ * Returns `stop`, or NO_MEMORY. */
 EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int64_t *effects, int64_t effect_count,
-                           int64_t columns, const int32_t *limbs, const int64_t *expected, const double *scale,
-                           const double *channel, const double *bias, const struct parts *out, int64_t start,
-                           int64_t stop) {
-    return BY_ISA(isa, decode, answer, effects, effect_count, columns, limbs, expected, scale, channel, bias, out,
-                  start, stop);
+                           int64_t columns, int32_t shift, const int32_t *limbs, const int64_t *expected,
+                           const double *scale, const double *channel, const double *bias, const struct parts *out,
+                           uint8_t *refused, int64_t start, int64_t stop) {
+    return BY_ISA(isa, decode, answer, effects, effect_count, columns, shift, limbs, expected, scale, channel, bias,
+                  out, refused, start, stop);
 }
 
 /* Rows . column mod p: rows int32 [count, width], limbs int32 [3, width], products int64 [count]. */

@@ -17,6 +17,10 @@ matrix. All segments belong to one layer group, so a request has one width, one 
 several layer groups are several requests. The executor and every helper see the counts, which depend on the tenant's
 rows (docs/threat-model.md). A stack's manifest entry tells both sides that the other knows `counts`, so the version of
 the protocol is unchanged, and a request without `counts` has the same bytes as before.
+
+Narrow rings. With `ring_bits = 24` the matrices of request and reply are integers modulo 2^24, 3 bytes each. The
+product is computed modulo 2^32, and its low bits are sent. A tenant that uses narrow rings says hello with
+`NARROW_VERSION`, which older providers refuse with a message. All other bytes are those of version 3.
 """
 
 import struct
@@ -30,13 +34,18 @@ from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
 from symbiosis_priv.limits import MAX_EXPERTS as MAX_EXPERTS
 from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
 from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
+from symbiosis_priv.limits import RingBits as RingBits
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.network.encoding import FLOAT32 as FLOAT32
+from symbiosis_priv.network.encoding import RING24 as RING24
 from symbiosis_priv.network.encoding import RING32 as RING32
 from symbiosis_priv.network.encoding import Encoding as Encoding
 from symbiosis_priv.system.files import UNDECODABLE
 
 VERSION = 3
+NARROW_VERSION = 4
+"""Version 3 with narrow rings."""
+VERSIONS = (VERSION, NARROW_VERSION)
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 8192  # `MAX_EXPERTS` counts, of at most 5 bytes each
@@ -48,9 +57,16 @@ Arithmetic = Literal["ring", "float", "float_bias_free"]
 backward)."""
 
 
-def encoding_of(arithmetic: Arithmetic) -> Encoding:
+def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
     """The encoding of matrices of these products."""
-    return RING32 if arithmetic == "ring" else FLOAT32
+    if arithmetic != "ring":
+        return FLOAT32
+    return RING32 if ring_bits == RING32.item_bits else RING24
+
+
+def version_of(ring_bits: RingBits) -> int:
+    """The version with which a tenant says hello."""
+    return VERSION if ring_bits == RING32.item_bits else NARROW_VERSION
 
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -125,6 +141,7 @@ class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
 
     Args:
         counts: rows of every expert of a stack; None for a request with the whole matrix of the group.
+        ring_bits: bits of an integer of the payloads; only with ring arithmetic.
     """
 
     nonce: Nonce
@@ -133,11 +150,12 @@ class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
     arithmetic: Arithmetic
     rows: Rows
     counts: Annotated[tuple[Rows, ...], msgspec.Meta(max_length=MAX_EXPERTS)] | None = None
+    ring_bits: RingBits = 32
 
     @property
     def encoding(self) -> Encoding:
         """The encoding of the request's matrix, and of the reply's."""
-        return encoding_of(self.arithmetic)
+        return encoding_of(self.arithmetic, self.ring_bits)
 
 
 class Execute(Binding, frozen=True, tag="execute"):
@@ -189,6 +207,7 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
             arithmetic=request.arithmetic,
             rows=request.rows,
             counts=request.counts,
+            ring_bits=request.ring_bits,
         )
 
     def answers(self, request: Binding) -> bool:

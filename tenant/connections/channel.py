@@ -66,6 +66,7 @@ class Channel:
         buffers: memory for answers; each answer has its own memory if None.
         notices: logs what a request waits for, and names the option for `deadline_s`.
         wiretap: an observer of every frame, or None.
+        ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
         permit: called with the provider and the rows before a request is sent; raises if it must not be sent.
     """
 
@@ -80,12 +81,13 @@ class Channel:
         buffers: Buffers | None = None,
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
+        ring_bits: wire.RingBits = 32,
         permit: Callable[[Peer, MaskedRows | None], None] | None = None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
         self.worker = Worker(f"{peer.role}-{peer.name}")
-        self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
+        self._hello = wire.Hello(version=wire.version_of(ring_bits), role=peer.role, model_digest=model_digest)
         self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
@@ -288,11 +290,14 @@ class Channel:
         assert line is not None
         words = None if payload is None else payload.masked_words
         if self._wiretap:
-            self._wiretap.sent(self.peer, message, words)
+            self._wiretap.sent(self.peer, message, _as_sent(message, words))
         line.send(message, words, deadline=deadline)
         meanwhile()
-        answer = self._buffers.matrix(message.rows, outputs, dtype=message.encoding.dtype)
-        reply = self._receive(line, message.encoding.pack(answer), deadline)
+        encoding = message.encoding
+        answer = self._buffers.matrix(message.rows, outputs, dtype=encoding.dtype)
+        reply = self._receive(line, encoding.space(answer.numpy()), deadline)
+        if isinstance(reply, wire.Result):
+            encoding.settle(answer.numpy())
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if isinstance(reply, wire.Result) else None)
         self.traffic.round_trips += 1
@@ -365,6 +370,13 @@ class Channel:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+
+def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:
+    """The words that the provider receives: with narrow rings, only the low bits of each word."""
+    if words is None or message.encoding.item_bits == wire.RING32.item_bits:
+        return words
+    return message.encoding.unpack(message.encoding.pack(words), rows=len(words))
 
 
 def fresh_nonce() -> bytes:

@@ -121,6 +121,7 @@ class ExecutorClient:
                     arithmetic="ring",
                     rows=min(limit, part.count - first),
                     counts=part.counts_of(first, limit),
+                    ring_bits=part.rows.ring_bits,
                 )
                 for first in range(0, part.count, limit)
             ]

@@ -31,9 +31,19 @@ class HelperClient:
         routes: tells whether other helpers can replace this one.
         new_channel: makes a channel to the helper.
         secret: the session secret from which the helper's seed is derived.
+        ring_bits: bits of the effects' integers.
     """
 
-    def __init__(self, route: Route, routes: Routes, new_channel: Callable[[], Channel], secret: SessionSecret) -> None:
+    def __init__(
+        self,
+        route: Route,
+        routes: Routes,
+        new_channel: Callable[[], Channel],
+        secret: SessionSecret,
+        *,
+        ring_bits: wire.RingBits = 32,
+    ) -> None:
+        self._ring_bits = ring_bits
         self.route = route
         self.peer = route.peer
         self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
@@ -92,6 +102,7 @@ class HelperClient:
                     arithmetic="ring",
                     rows=count,
                     counts=None if counts is None else clip(counts, first - first_row, count),
+                    ring_bits=self._ring_bits,
                     seed=self.seed,
                     first_row=first,
                 )

@@ -1,8 +1,8 @@
 """Fault attribution: finds whose result was wrong, after the check has refused a product.
 
 A refused product y = y' - sum e_j means that the answer y' or an effect e_j is wrong, but not which one. The blame keys
-check each of them separately, modulo 2^32 (`verifier`). An effect that the tenant computed itself is checked as well:
-damage to the tenant's own packed weights must not convict a provider.
+check each of them separately (`verifier`). An effect that the tenant computed itself is checked as well: damage to the
+tenant's own packed weights must not convict a provider.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Attribution(NamedTuple):
-    """The parties whose result is not the product modulo 2^32.
+    """The parties whose result is not the product in the ring.
 
     Args:
         providers: providers whose answer or effect is wrong.
@@ -43,7 +43,9 @@ def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tens
 
     def accepts(first: int, rows: Tensor, result: Tensor) -> bool:
         counts = part.counts_of(first, rows.shape[0])
-        return preparation.blame.accepts(part.index, part.direction, rows=rows, answer=result, counts=counts)
+        return preparation.blame.accepts(
+            part.index, part.direction, rows=rows, answer=result, counts=counts, ring_bits=part.rows.ring_bits
+        )
 
     found: list[Peer] = []
     own = False

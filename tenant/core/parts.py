@@ -4,22 +4,25 @@ The steps of a part, in this order:
 
     mask      adds pads to the encoded rows, once; the result is `MaskedRows`, which can be sent
     remask    only after a failure: replaces pads, so the masked rows change
-    open      subtracts the effects from the answer and checks it; results are written only if the check passes
+    open      subtracts the effects from the answer and checks it; results of rows that fail are dropped
+    correct   only in a narrow ring: corrects the wraps of rows that failed
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic import wraps
 from symbiosis_priv.arithmetic.modular import Column
-from symbiosis_priv.arithmetic.passes import unmask
+from symbiosis_priv.arithmetic.passes import refused, unmask
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, Share, some_rows
-from tenant.core.rows import Rows
+from tenant.core.rows import Products, Rows
 
 
 @dataclass(eq=False)
@@ -35,6 +38,7 @@ class Part:
             rows.
         column: the secret column R.
         expected: int64 `[r]`, R applied to the true product of the rows.
+        second: returns another R and its V, which are read only for rows that fail the check in a narrow ring.
         pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
         outputs: width of an answer's row.
         counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
@@ -56,6 +60,7 @@ class Part:
     encoded: Tensor
     column: Column
     expected: Tensor
+    second: Callable[[], tuple[Column, Products]]
     pads: Sequence[Pad]
     outputs: int
     counts: Counts | None = None
@@ -102,20 +107,38 @@ class Part:
         self.requests.clear()
         return sum(pad.rows for pad in fresh.values())
 
-    def open(self, answer: Tensor) -> bool:
+    def open(self, answer: Tensor) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results.
 
         Args:
             answer: int32 `[r, o]`, an executor's answer; not changed.
 
         Returns:
-            True if every row passed the check. Otherwise the results of all rows must be dropped.
+            The numbers of the rows that failed the check. Their results must be dropped.
         """
-        if not self.pads:
-            return self._check(0, answer, ())
-        return all(
-            self._check(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in self.pads_in_place()
-        )
+        return [row for block in self._blocks(answer) for row in self._check(*block)]
+
+    def may_wrap(self, rows: Sequence[int]) -> bool:
+        """Returns True if the products of all these rows can leave a narrow ring. Rows of zeros cannot."""
+        return self.rows.most_wraps > 0 and self.start + max(rows) < self.rows.count
+
+    def correct(self, rows: Sequence[int], answer: Tensor) -> list[int]:
+        """Correct the wraps of rows that failed the check, and write their results.
+
+        Returns:
+            The numbers of the rows that cannot be corrected.
+        """
+        left = []
+        for first, block, effects in self._blocks(answer):
+            for row in (row - first for row in rows if first <= row < first + block.shape[0]):
+                y = unmask(block[row], [effect[row] for effect in effects], ring_bits=self.rows.ring_bits)
+                if not self._correct(first + row, y):
+                    left.append(first + row)
+        return left
+
+    def multiply_again(self, rows: Sequence[int], multiply: Callable[[Rows], None]) -> None:
+        """Multiply rows of this part at half their scale (`Rows.multiply_again`)."""
+        self.rows.multiply_again([self.start + row for row in rows], multiply)
 
     def pads_in_place(self) -> Iterator[tuple[int, Pad]]:
         """The pads, each with the first row that it covers."""
@@ -124,24 +147,53 @@ class Part:
             yield first, pad
             first += pad.rows
 
-    def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> bool:
+    def _blocks(self, answer: Tensor) -> Iterator[tuple[int, Tensor, Sequence[Tensor]]]:
+        """The rows of each pad: the first row, the answer, and the effects to subtract from it."""
+        if not self.pads:
+            yield 0, answer, ()
+        for first, pad in self.pads_in_place():
+            yield first, *pad.open(some_rows(answer, first, pad.rows))
+
+    def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> list[int]:
         count = answer.shape[0]
         real = min(max(self.rows.count - self.start - first, 0), count)
-        if real < count:  # rows of zeros are checked like other rows, so that no provider can tell them apart
-            filled = slice(first + real, first + count)
-            zeros = unmask(
-                answer[real:],
-                effects=[effect[real:] for effect in effects],
+        bits, wrong = self.rows.ring_bits, list[int]()
+        if real:
+            wrong += self.rows.decode(
+                self.start + first,
+                some_rows(answer, 0, real),
+                effects=[some_rows(effect, 0, real) for effect in effects],
                 column=self.column,
-                expected=self.expected[filled],
+                expected=some_rows(self.expected, first, real),
+                ring_bits=bits,
             )
-            if zeros is None or not real:
-                return zeros is not None
-            effects = [effect[:real] for effect in effects]
-        return self.rows.decode(
-            self.start + first,
-            some_rows(answer, 0, real),
-            effects=effects,
-            column=self.column,
-            expected=some_rows(self.expected, first, real),
+        if real < count:  # rows of zeros are checked like other rows, so that no provider can tell them apart
+            zeros = unmask(answer[real:], [effect[real:] for effect in effects], ring_bits=bits)
+            expected = self.expected[first + real : first + count]
+            wrong += [real + row for row in refused(zeros, self.column, expected)]
+        return [first + row for row in wrong]
+
+    def _correct(self, row: int, y: Tensor) -> bool:
+        """Correct the wraps of one row. Returns True if its results were written.
+
+        Args:
+            y: int32 `[o]`, the signed residues of its product.
+        """
+        one = self.rows.some([number := self.start + row])
+        column, products = self.second()
+        residue = torch.empty(1, dtype=torch.int64, device="cpu")
+        one.encode(
+            self.sent.masked_words.new_empty((1, self.sent.masked_words.shape[1])), column=products, expected=residue
         )
+        expected = self.expected[row : row + 1]
+        t = wraps.corrected(
+            y,
+            (self.column, int(expected)),
+            (column, int(residue)),
+            ring_bits=self.rows.ring_bits,
+            most=self.rows.most_wraps,
+        )
+        if t is None or one.decode(0, t[None], column=self.column, expected=expected):
+            return False
+        self.rows.put([number], one)
+        return True

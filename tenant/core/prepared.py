@@ -16,6 +16,8 @@ class Preparation:
         manifest: the manifest of the providers' weights.
         facts: facts of all layer groups.
         keys: keys that verify products.
+        second: reads a second set of verification keys, which confirms corrections in narrow rings
+            (`symbiosis_priv.arithmetic.wraps`).
         blame: keys that attribute faults after a product was refused.
         own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
         tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
@@ -26,6 +28,7 @@ class Preparation:
     manifest: Manifest
     facts: tuple[GroupFacts, ...]
     keys: VerificationKeys
+    second: Callable[[], VerificationKeys] = field(repr=False)
     blame: BlameKeys
     own_digest: str
     tokenizer: Mapping[str, str]

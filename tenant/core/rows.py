@@ -10,17 +10,20 @@ The quantisation scale stays in these objects and never leaves the tenant (rule 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.modular import Column, dot
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, segments
 from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.errors import RangeError
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.core.pads import some_rows
 
 Products = Column | Sequence[Column]
@@ -34,10 +37,14 @@ class Rows(ABC):
 
     Attributes:
         counts: rows of every expert of a stack; None if all rows are multiplied by the same matrix.
+        ring_bits: bits of the integers that travel.
+        most_wraps: J, the largest number of times that an entry of a product wraps around (`arithmetic.wraps`).
     """
 
     count: int
     counts: Counts | None = None
+    ring_bits: RingBits
+    most_wraps: int
 
     @abstractmethod
     def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
@@ -61,7 +68,8 @@ class Rows(ABC):
         effects: Sequence[Tensor] = (),
         column: Column | None = None,
         expected: Tensor | None = None,
-    ) -> bool:
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> list[int]:
         """Subtract effects from the answer to some rows, check the product, and write results.
 
         Args:
@@ -70,10 +78,40 @@ class Rows(ABC):
             effects: int32 `[r, o]` each, to be subtracted.
             column: R, or None for no check.
             expected: int64 `[r]`, as `encode` set it for these rows.
+            ring_bits: bits of the answer and the effects that count.
 
         Returns:
-            True if every row passed the check. Otherwise the results of all rows must be dropped.
+            The numbers of the rows, counted from `start`, that failed the check. Their results must be dropped.
         """
+
+    @abstractmethod
+    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        """Copy rows, with results of their own.
+
+        Args:
+            numbers: the rows, ascending.
+            halved: encode them at half their scale, so that fewer entries of their products wrap around.
+
+        Raises:
+            RangeError: there is no smaller scale.
+        """
+
+    @abstractmethod
+    def put(self, numbers: Sequence[int], some: Self) -> None:
+        """Write the results of `some(numbers)`."""
+
+    def multiply_again(self, numbers: Sequence[int], multiply: Callable[[Self], None]) -> None:
+        """Multiply rows whose products wrapped around too often once more, at half their scale."""
+        again = self.some(numbers, halved=True)
+        multiply(again)
+        self.put(numbers, again)
+
+    def _counts_of(self, numbers: Sequence[int]) -> Counts | None:
+        if self.counts is None:
+            return None
+        ends = torch.tensor(self.counts, dtype=torch.int64, device="cpu").cumsum(0)
+        experts = torch.searchsorted(ends, torch.tensor(numbers, dtype=torch.int64, device="cpu"), right=True)
+        return tuple(torch.bincount(experts, minlength=len(self.counts)).tolist())
 
     def _segments(self, start: int, count: int) -> Iterable[tuple[int, slice]]:
         """The experts of some rows, each with its range of these rows. Without counts: one range."""
@@ -105,6 +143,7 @@ class FloatRows(Rows):
         self.count, self.counts = inputs[0].shape[0], counts
         self._facts, self._direction = facts.for_rows(counts), direction
         self._inputs, self._outputs = inputs, outputs
+        self._set_bound(self._facts.bounds[direction])
         if counts is not None:
             check_counts(counts, experts=facts.entry.experts, rows=self.count)
 
@@ -113,7 +152,7 @@ class FloatRows(Rows):
         scales = [
             passes.encode(
                 [_rows(part, rows) for part in self._inputs],
-                bound=self._facts.bounds[self._direction],
+                bound=self._bound,
                 out=_rows(out, rows),
                 # the weight scales belong to the gradient's columns, so they are multiplied before the rows are scaled
                 fold=None if forward else self._of(expert, self._facts.channel_scale),
@@ -132,13 +171,16 @@ class FloatRows(Rows):
         effects: Sequence[Tensor] = (),
         column: Column | None = None,
         expected: Tensor | None = None,
-    ) -> bool:
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> list[int]:
         forward = self._direction == FORWARD
         count = answer.shape[0]
         outputs = [some_rows(out, start, count) for out in self._outputs]
         scale = some_rows(self._scale, start, count)
-        return all(
-            passes.decode(
+        return [
+            rows.start + row
+            for expert, rows in self._segments(start, count)
+            for row in passes.decode(
                 _rows(answer, rows),
                 [_rows(out, rows) for out in outputs],
                 scale=_rows(scale, rows),
@@ -147,9 +189,25 @@ class FloatRows(Rows):
                 bias=self._of(expert, self._facts.bias) if forward else None,
                 column=column,
                 expected=None if expected is None else _rows(expected, rows),
+                ring_bits=ring_bits,
             )
-            for expert, rows in self._segments(start, count)
-        )
+        ]
+
+    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        some = copy(self)
+        some.count, some.counts = len(numbers), self._counts_of(numbers)
+        some._inputs = [part.detach()[numbers] for part in self._inputs]
+        some._outputs = [out.new_empty((some.count, out.shape[1])) for out in self._outputs]
+        if halved:
+            some._set_bound(self._bound.halved())
+        return some
+
+    def put(self, numbers: Sequence[int], some: Self) -> None:
+        for out, part in zip(self._outputs, some._outputs, strict=True):
+            out[numbers] = part
+
+    def _set_bound(self, bound: Bound) -> None:
+        self._bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
 
     def _of(self, expert: int, values: T) -> T:
         """One expert's part of the channel scales or of the bias."""
@@ -157,10 +215,21 @@ class FloatRows(Rows):
 
 
 class RingRows(Rows):
-    """Integer rows `[r, d]` whose true products fit int32. `product` `[r, o]` holds the checked products."""
+    """Integer rows `[r, d]` whose true products fit int32. `product` `[r, o]` holds the checked products.
 
-    def __init__(self, rows: Tensor, *, outputs: int, counts: Counts | None = None) -> None:
-        self.count, self.counts = len(rows), counts
+    In a narrow ring, two entries of a product may leave the ring once.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        *,
+        outputs: int,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> None:
+        self.count, self.counts, self.ring_bits = len(rows), counts, ring_bits
+        self.most_wraps = int(ring_bits < DEFAULT_RING_BITS)
         self._rows = rows
         self.product = torch.empty((self.count, outputs), dtype=torch.int32, device="cpu")
 
@@ -178,12 +247,22 @@ class RingRows(Rows):
         effects: Sequence[Tensor] = (),
         column: Column | None = None,
         expected: Tensor | None = None,
-    ) -> bool:
-        product = passes.unmask(answer, effects=effects, column=column, expected=expected)
-        if product is None:
-            return False
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> list[int]:
+        product = passes.unmask(answer, effects, ring_bits=ring_bits)
         self.product[start : start + len(product)] = product
-        return True
+        return [] if column is None or expected is None else passes.refused(product, column, expected)
+
+    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        if halved:
+            raise RangeError(f"integer rows of which more than two products leave a ring of {self.ring_bits} bits")
+        some = copy(self)
+        some.count, some.counts = len(numbers), self._counts_of(numbers)
+        some._rows, some.product = self._rows[numbers], self.product[numbers]
+        return some
+
+    def put(self, numbers: Sequence[int], some: Self) -> None:
+        self.product[numbers] = some.product
 
 
 def _rows(matrix: Tensor, rows: slice) -> Tensor:

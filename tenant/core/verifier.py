@@ -30,6 +30,15 @@ provider is convicted. Then all providers that took part are suspects. No wrong 
 of R is secret and uniform: small or sparse columns could be learned by probing. The V of a stack of experts are not
 stored, because m columns for each of thousands of experts would be half of the preparation. They are computed from the
 checkpoint when a row was refused. Without the checkpoint, all providers that took part are suspects.
+
+Narrow rings. Of answers and effects only residues modulo 2^w travel. An honest party's residues satisfy the equation of
+the blame keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
+convicted. An error of valuation v < w passes m columns with probability 2^-(w-v)m, as above with w in place of 32.
+Products may leave a narrow ring, so a row that fails the check is no proof of a lie: its wraps are corrected
+(`symbiosis_priv.arithmetic.wraps`). If they cannot be, and the blame keys find no error, nobody is suspected. The row
+is multiplied again at half its scale. A liar whose error has v = w - 1 causes that too, with probability 2^-m, and has
+gained nothing: its answer is not used. At the smallest scale no product leaves the ring, and the rules above hold.
+A second, independent set of verification keys (`Preparation.second`) confirms corrections.
 """
 
 import functools
@@ -51,6 +60,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direct
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
 DEFAULT_COLUMNS = 16
 _SECRET = "secret"
@@ -119,6 +129,12 @@ class VerificationKeys:
         if column is None:
             column = self._columns[index, direction, True] = self._shared(index, direction)
         return column, [Column(values) for values in table]
+
+    def for_rows(
+        self, index: int, direction: Direction, counts: Counts | None
+    ) -> tuple[Column, Column | Sequence[Column]]:
+        """`expert_columns` for rows that each belong to one expert of a stack, `columns` for others."""
+        return self.columns(index, direction) if counts is None else self.expert_columns(index, direction)
 
     def _shared(self, index: int, direction: Direction) -> Column:
         """R for results of one matrix: of a linear, or of every expert of a stack."""
@@ -218,9 +234,16 @@ class BlameKeys:
         self._made[_name(index, BACKWARD)] = to_outputs
 
     def accepts(
-        self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor, counts: Counts | None = None
+        self,
+        index: int,
+        direction: Direction,
+        *,
+        rows: Tensor,
+        answer: Tensor,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> bool:
-        """Returns True if `answer` is the product of `rows` modulo 2^32.
+        """Returns True if `answer` is the product of `rows` modulo 2^ring_bits.
 
         Args:
             rows: int32 `[r, d]`, as sent to the executor or as expanded from a seed.
@@ -243,7 +266,8 @@ class BlameKeys:
             alone = None if counts is None else tuple(len(r) * (other == expert) for other in range(len(counts)))
             v = stored if stack is None else stack.product(r, _other(direction), counts=alone)
             # 2 to 3 times as fast as `answer @ r` and `rows @ v`
-            if not torch.equal(r @ answer[segment].t(), v @ rows[segment].t()):
+            difference = r @ answer[segment].t() - v @ rows[segment].t()
+            if bool((difference << DEFAULT_RING_BITS - ring_bits).any()):
                 return False
         return True
 

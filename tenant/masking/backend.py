@@ -9,6 +9,7 @@ PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.wraps import uncorrectable
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import RingMatrix
@@ -137,7 +139,10 @@ class Simulation:
         inputs, _ = entry.columns(direction)
         xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
         rows.encode(xq)
-        rows.decode(0, self.product(index, direction, xq, counts=rows.counts))
+        product = self.product(index, direction, xq, counts=rows.counts)
+        rows.decode(0, product)
+        if rows.most_wraps and (again := uncorrectable(product, ring_bits=rows.ring_bits)):
+            rows.multiply_again(again, partial(self.multiply, index, direction))
 
     def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""

@@ -19,4 +19,4 @@ class Simulate(BackendScheme):
 
     def open(self, opening: Opening) -> Backend:
         store, facts = opening.quantised()
-        return RingBackend(facts, Simulation(store))
+        return RingBackend([group.narrowed(opening.ring_bits) for group in facts], Simulation(store))

@@ -52,8 +52,10 @@ def _in_session(scheme: SessionScheme, opening: Opening) -> Backend:
             deadline_option=options.option("deadline_s"),
             pool_memory=options.pool_memory_mib << 20,
             row_bucket=options.row_bucket,
+            ring_bits=opening.ring_bits,
             wiretap=options.wiretap,
         ),
         store=store,
     )
-    return RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)
+    bits, headroom = opening.ring_bits, scheme.headroom_bits
+    return RingBackend([facts.narrowed(bits).with_headroom(headroom) for facts in preparation.facts], session)

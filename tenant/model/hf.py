@@ -30,6 +30,7 @@ from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import tied_head
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
+from symbiosis_priv.limits import RingBits
 from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.model.base_weights import BaseWeights
@@ -68,6 +69,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             )
         if remote and self.weight_bits is not None:
             raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")
+        if self.ring_bits not in (None, *get_args(RingBits)):
+            raise ConfigError(f"ring_bits = {self.ring_bits!r}: choose {' or '.join(map(str, get_args(RingBits)))}")
         if self.experts not in (None, *get_args(Experts)):
             raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
         if self.show_routes_while_decoding and self.experts != "counts":

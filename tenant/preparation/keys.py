@@ -13,6 +13,7 @@ of the checkpoint's files (inodes, sizes, times).
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import hmac
 import logging
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -48,10 +49,10 @@ from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_
 log = logging.getLogger(__name__)
 
 _MANIFEST, _FACTS, _KEYS, _ORIGIN = "manifest.json", "facts.safetensors", "keys.safetensors", "origin.json"
-_BLAME, _SEAL = "blame.safetensors", "seal"
+_BLAME, _SECOND, _SEAL = "blame.safetensors", "second.safetensors", "seal"
 _SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # files that are read into memory
 _KNOWN = "known"  # folder with a file per checkpoint identity whose tensors have been hashed
-_VERSION = 4  # version of the file format
+_VERSION = 5  # version of the file format
 _PATIENCE_S, _POLL_S = 3600.0, 0.05  # wait for another process that makes keys, minutes for a large model
 
 
@@ -110,16 +111,18 @@ def prepare(
 def _make(
     store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
 ) -> Preparation:
-    keys, stacks = VerificationKeys.fresh(), dict[int, Callable[[], RingMatrix]]()
+    keys, second, stacks = VerificationKeys.fresh(), VerificationKeys.fresh(), dict[int, Callable[[], RingMatrix]]()
     blame = BlameKeys.fresh(columns=columns, stacks=stacks)
     identity = _identity(store)
 
     def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
         if entry.experts > 1:
-            keys.add_stack(index, group.weight, experts=entry.experts, turned=entry.turned)
+            for columns_of in (keys, second):
+                columns_of.add_stack(index, group.weight, experts=entry.experts, turned=entry.turned)
             stacks[index] = partial(_stack, str(store.path), entry, store.weight_bits)
         else:
-            keys.add(index, group.weight)
+            for columns_of in (keys, second):
+                columns_of.add(index, group.weight)
             blame.add(index, group.weight, weight_bits=store.weight_bits)
         return GroupFacts.of(entry, group)
 
@@ -134,6 +137,7 @@ def _make(
         manifest=manifest,
         facts=tuple(facts),
         keys=keys,
+        second=lambda: second,
         blame=blame,
         own_digest=own_digest(store, manifest),
         tokenizer=tokenizer_digests(store.path),
@@ -239,7 +243,8 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
     keys = VerificationKeys.from_tensors(load(files[_KEYS]), groups=len(manifest.groups))
     origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
     blame, blame_digest = _open_blame(folder, manifest, columns=columns, checkpoint=origin.checkpoint)
-    if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest)):
+    second, second_digest = _open_second(folder, groups=len(manifest.groups))
+    if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest, second_digest)):
         raise CheckpointError("the seal is not that of the files")
     if manifest.digest != digest:
         raise CheckpointError(f"it is another model, {manifest.digest}")
@@ -255,6 +260,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
         manifest=manifest,
         facts=tuple(facts),
         keys=keys,
+        second=second,
         blame=blame,
         own_digest=origin.own_digest,
         tokenizer=origin.tokenizer,
@@ -291,6 +297,22 @@ def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, chec
         return BlameKeys.open(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
 
 
+def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], VerificationKeys], str]:
+    """Open the second verification keys, which are read once they are needed. Returns a function that reads them, and
+    the digest of their file."""
+    with os.fdopen(folder.open_file(_SECOND), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        stored = safe_open(Path(f"/dev/fd/{file.fileno()}"), framework="pt", device="cpu")
+
+    @functools.cache
+    def read() -> VerificationKeys:
+        return VerificationKeys.from_tensors(
+            {name: stored.get_tensor(name) for name in list(stored.keys())}, groups=groups
+        )
+
+    return read, digest
+
+
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     """origin.json: the checkpoint that was prepared, and the digests of the tenant's tensors and tokenizer."""
 
@@ -303,8 +325,8 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
     """Write a preparation into a new folder, and replace the earlier folder by the new one.
 
     Returns:
-        `prepared` with blame keys that are read from disk, through the new folder's descriptor. No other file is read
-        back.
+        `prepared` with blame keys and second keys that are read from disk, through the new folder's descriptor. No
+        other file is read back.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -326,24 +348,27 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
         _ORIGIN: msgspec.json.encode(origin),
     }
     blame = save(prepared.blame.to_tensors())
-    seal = _seal(prepared.keys, files, hashlib.sha256(blame).hexdigest())
+    second = save(prepared.second().to_tensors())
+    seal = _seal(prepared.keys, files, *(hashlib.sha256(content).hexdigest() for content in (blame, second)))
     partial = f".{secrets.token_hex(8)}"
     with storing(folder), PrivateFolder.open(folder.parent, create=True) as parent:
         try:
             with parent.subfolder(partial, create=True) as opened:
-                for name, content in (files | {_BLAME: blame, _SEAL: seal}).items():
+                for name, content in (files | {_BLAME: blame, _SECOND: second, _SEAL: seal}).items():
                     opened.write(name, content)
                 on_disk, _ = _open_blame(opened, prepared.manifest, columns=columns, checkpoint=prepared.checkpoint)
+                second_on_disk, _ = _open_second(opened, groups=len(prepared.manifest.groups))
             parent.delete(folder.name)
             parent.rename(partial, folder.name)
         except BaseException:
             parent.delete(partial)
             raise
-    return replace(prepared, blame=on_disk)
+    return replace(prepared, blame=on_disk, second=second_on_disk)
 
 
-def _seal(keys: VerificationKeys, files: Mapping[str, bytes], blame_digest: str) -> bytes:
-    return keys.mac("seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), blame_digest)
+def _seal(keys: VerificationKeys, files: Mapping[str, bytes], *digests: str) -> bytes:
+    """The MAC of the files, and of the digests of the files that stay on disk."""
+    return keys.mac("seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
 
 
 def _forget(folder: Path) -> None:

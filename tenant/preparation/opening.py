@@ -11,7 +11,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, RingBits
 from tenant.core.prepared import Preparation
 from tenant.options import Options
 from tenant.preparation.keys import prepare
@@ -50,6 +50,13 @@ class Opening:
                 cache=self._cache,
                 progress=progress,
             )
+
+    @cached_property
+    def ring_bits(self) -> RingBits:
+        """The option, else the federation file's, else the default."""
+        if self.options.ring_bits is not None:
+            return self.options.ring_bits
+        return DEFAULT_RING_BITS if self.options.federation is None else self.federation.ring_bits
 
     def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
         """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts.

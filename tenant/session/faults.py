@@ -39,9 +39,14 @@ class Faults:
     tally: Tally
     own_weights: Path | None = None
 
-    def product_refused(self, route: Route, part: Part, answer: Tensor, retry: RetryState) -> None:
+    def product_refused(
+        self, route: Route, part: Part, answer: Tensor, retry: RetryState, *, may_wrap: bool = False
+    ) -> bool:
         """Handle a product that failed the check: the executor's answer, int32 `[r, o]`, or an effect of its pads is
-        wrong.
+        wrong; or, if `may_wrap` is True, the product has left a narrow ring.
+
+        Returns:
+            False if the keys find no error, and the product may have left the ring: nobody is suspected then.
 
         Raises:
             VerificationError: the remaining providers cannot compute the product.
@@ -56,6 +61,8 @@ class Faults:
                 if own:
                     self._quarantine(*found)
                     raise self._own_damage(part)
+                if not found and may_wrap:
+                    return False
             suspects = list(dict.fromkeys(found or involved))
             self.tally.add(answers_rejected=len(suspects) if found else 1)
             self._quarantine(*suspects)
@@ -65,6 +72,7 @@ class Faults:
         if executor in suspects:
             retry.failed(route, error)
         self.check(part, retry)
+        return True
 
     def malformed_answer(self, route: Route, part: Part, error: Exception, retry: RetryState) -> None:
         """Handle a broken protocol of an executor. Raises its error if the remaining providers cannot compute the

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.connections.channel import DEADLINE_OPTION, Wiretap
 from tenant.routing.health import USUAL, Tolerance
 
@@ -14,6 +15,7 @@ class SessionOptions:
         deadline_option: the option that sets `deadline_s`, for messages.
         pool_memory: bytes for pads that are drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
+        ring_bits: bits of the integers on the wire (`tenant.options`).
         piece_bytes: products of more than twice this size, rows and answers together, are sent in pieces of about this
             size, over several connections.
         tolerance: when a provider counts as late, and for how long a failed one is not asked.
@@ -25,6 +27,7 @@ class SessionOptions:
     deadline_option: str = DEADLINE_OPTION
     pool_memory: int = 256 << 20
     row_bucket: int = 1
+    ring_bits: RingBits = DEFAULT_RING_BITS
     piece_bytes: int = 4 << 20
     tolerance: Tolerance = USUAL
     wiretap: Wiretap | None = None

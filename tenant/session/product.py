@@ -21,7 +21,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import clip
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from tenant.connections.executor import ExecutorClient
 from tenant.core.masked import cut
@@ -38,6 +38,8 @@ from tenant.session.retry import RetryState
 from tenant.session.runtime import Runtime
 from tenant.session.spans import clock, record
 from tenant.session.tally import Tally
+
+_FEW_ROWS, _FEW_PARTS = 8, 8  # more rows than this, and more than this part of all rows, do not leave a ring by chance
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Products:
         """Compute one exact product; see `backend.RingProduct`."""
         self.routes.check(index)
         facts, keys = self.preparation.facts[index].for_rows(rows.counts), self.preparation.keys
-        column, products = (keys.columns if rows.counts is None else keys.expert_columns)(index, direction)
+        column, products = keys.for_rows(index, direction, rows.counts)
         encoded, expected = self._encode(facts, direction, rows, products)
         self.runtime.prober.connect()
         self.runtime.refresh()
@@ -98,15 +100,35 @@ class Products:
             if not complete:
                 continue
             began = clock()
-            passed = part.open(answer)
+            refused = part.open(answer)
+            left = self._corrected(route, part, answer, refused, retry) if refused else []
             record("unmask + verify + dequantise", since=began)
-            if not passed:
-                self.failover.faults.product_refused(route, part, answer, retry)
+            if left is None:
                 continue
             self.tally.add(answers_verified=part.count, effects_verified=part.count if part.sent.holders else 0)
             self.routes.credit(route, part.sent.holders)
             retry.succeeded(route, self.tally)
-            return
+            break
+        if left:
+            self.tally.add(rows_repeated=len(left))
+            part.multiply_again(left, partial(self.multiply, part.index, part.direction))
+
+    def _corrected(
+        self, route: Route, part: Part, answer: Tensor, refused: Sequence[int], retry: RetryState
+    ) -> Sequence[int] | None:
+        """Handle rows that failed the check. Returns the rows that left a narrow ring too often to be corrected, or
+        None if a provider was at fault and the part has to be sent again."""
+        may_wrap = part.may_wrap(refused)
+        is_fault = partial(self.failover.faults.product_refused, route, part, answer, retry, may_wrap=may_wrap)
+        # few rows leave the ring: so many are a lie, and looking for their wraps would take long
+        suspicious = not may_wrap or len(refused) > max(_FEW_ROWS, part.count // _FEW_PARTS)
+        if suspicious and is_fault():
+            return None
+        left = part.correct(refused, answer)
+        if left and not suspicious and is_fault():
+            return None
+        self.tally.add(rows_corrected=len(refused) - len(left))
+        return left
 
     def _encode(
         self, facts: GroupFacts, direction: Direction, rows: Rows, products: Column | Sequence[Column]
@@ -154,6 +176,7 @@ class Products:
         counts = rows.counts
         if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
             counts = (*counts[:-1], counts[-1] + count - rows.count)
+        second = partial(self._second, index, direction, counts)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=max(1, executors))
         parts = []
         for first in range(0, count, limit):
@@ -167,8 +190,15 @@ class Products:
                 mine, pads = cut(pads, size)
                 here, check = some_rows(encoded, start, size), some_rows(expected, start, size)
                 its_counts = None if counts is None else clip(counts, start, size)
-                parts.append(Part(index, direction, rows, start, here, column, check, mine, outputs, its_counts))
+                parts.append(
+                    Part(index, direction, rows, start, here, column, check, second, mine, outputs, its_counts)
+                )
         return parts
+
+    def _second(
+        self, index: int, direction: Direction, counts: Counts | None
+    ) -> tuple[Column, Column | Sequence[Column]]:
+        return self.preparation.second().for_rows(index, direction, counts)
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Tensor:
         """Return an executor's answer, unverified. Raises what `ExecutorClient.ask` raises."""

@@ -84,7 +84,9 @@ class Runtime:
         self._refill = Worker("refill")
         secret = SessionSecret()
         self._helpers = {
-            route: HelperClient(route, routes, functools.partial(self._channel, route.peer), secret)
+            route: HelperClient(
+                route, routes, functools.partial(self._channel, route.peer), secret, ring_bits=options.ring_bits
+            )
             for route in routes.helpers
         }
         materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
@@ -283,6 +285,7 @@ class Runtime:
             buffers=self.buffers,
             notices=self.notices,
             wiretap=self._options.wiretap,
+            ring_bits=self._options.ring_bits,
             permit=self.gate.check,
         )
 

@@ -87,7 +87,7 @@ class Session:
             counts: rows of every expert of a stack, by which they are sorted; None to multiply by the whole matrix.
         """
         outputs = self.preparation.facts[index].for_rows(counts).outputs(direction)
-        ring_rows = RingRows(rows, outputs=outputs, counts=counts)
+        ring_rows = RingRows(rows, outputs=outputs, counts=counts, ring_bits=self._options.ring_bits)
         self.multiply(index, direction, ring_rows)
         return ring_rows.product
 

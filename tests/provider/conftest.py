@@ -58,10 +58,10 @@ class Client:
 
     def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
         """Request a product, and check that the answer is bound to the request."""
-        self.send(request, b"" if rows is None else wire.RING32.pack(rows))
+        self.send(request, b"" if rows is None else request.encoding.pack(rows))
         reply, payload = self.receive()
         assert isinstance(reply, wire.Result), reply
-        bound = ("nonce", "group", "direction", "arithmetic", "rows")
+        bound = ("nonce", "group", "direction", "arithmetic", "rows", "ring_bits")
         assert all(getattr(reply, name) == getattr(request, name) for name in bound)
         return request.encoding.unpack(payload, rows=request.rows)
 

@@ -86,7 +86,8 @@ Behaviour = Callable[[Heard, wire.Result, Tensor], bytes | None]
 
 
 def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
-    body = b"" if payload is None else bytes(wire.RING32.pack(payload.contiguous()))
+    encoding = message.encoding if isinstance(message, wire.Binding) else wire.RING32
+    body = b"" if payload is None else bytes(encoding.pack(payload.contiguous()))
     return wire.encode(message, payload_bytes=len(body)) + body
 
 
@@ -117,6 +118,7 @@ class ScriptedProvider:
         self.behaviour: Behaviour = honest
         self.heard: list[Heard] = []
         self.hellos: list[wire.Hello] = []
+        self.refusal: Callable[[wire.Hello], wire.Failure | None] = lambda _: None
         self.clock_ahead_s = 0.0
         self.refuse_connections = False
         self.closing = threading.Event()
@@ -224,8 +226,11 @@ class ScriptedProvider:
         request = wire.decode_request(header)
         if isinstance(request, wire.Hello):
             self.hellos.append(request)
+            if (refusal := self.refusal(request)) is not None:
+                connection.sendall(frame(refusal))
+                return True
             welcome = wire.Welcome(
-                version=wire.VERSION,
+                version=request.version,
                 model_digest=self._model.manifest.digest,
                 first_group=self._model.served.start,
                 end_group=self._model.served.stop,

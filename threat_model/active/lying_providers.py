@@ -105,12 +105,11 @@ class ActiveReport:
 def plausible_is_enough() -> Iterator[None]:
     """The planted fault: inside this context, a tenant accepts every answer that is a plausible product."""
 
-    def decode(self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: object) -> bool:
-        product = unmask(answer, effects=effects, column=None, expected=None)
-        if product is None or int(product.long().abs().max()) >= _PLAUSIBLE:
-            return False
+    def decode(self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: object) -> list[int]:
+        product = unmask(answer, effects)
         self.product[start : start + len(product)] = product
-        return True
+        wrong: list[int] = (product.long().abs().amax(dim=1) >= _PLAUSIBLE).nonzero()[:, 0].tolist()
+        return wrong
 
     with mock.patch.object(RingRows, "decode", decode):
         yield

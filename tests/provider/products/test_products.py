@@ -230,6 +230,25 @@ def test_waiting_requests_share_a_product(
         assert answer.rows == request.rows
 
 
+def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    """Beside wide ones, in one product; an effect as well."""
+    execute, effect = requests
+    client, helper = connect(), connect(role="helper")
+    for rows in (1, 70):
+        x = ring_rows(rows, store.manifest().groups[0].inputs)
+        wide, narrow = execute(0, rows), msgspec.structs.replace(execute(0, rows), ring_bits=24)
+        want = oracle(store, 0, "forward", x)
+        assert torch.equal(client.product(wide, x), want)
+        assert torch.equal(client.product(narrow, x), want << 8 >> 8)
+        seeded = effect(0, rows, seed=bytes(32), first_row=5)
+        low = msgspec.structs.replace(seeded, ring_bits=24, nonce=secrets.token_bytes(16))
+        assert torch.equal(helper.product(low), helper.product(seeded) << 8 >> 8)
+    floats = msgspec.structs.replace(execute(0, 1, arithmetic="float"), ring_bits=24)
+    reply = client.ask(floats, wire.FLOAT32.pack(torch.ones(1, store.manifest().groups[0].inputs)))
+    assert isinstance(reply, wire.Failure)
+    assert reply.code == wire.ErrorCode.BAD_REQUEST
+
+
 def test_a_failing_product_is_answered_and_forgotten(
     connect: Connect, store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from tests import drawn
+from tests.builds import BUILDS, build
 
 counts = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=512).filter(lambda text: len(text.encode()) <= 2048)
@@ -279,7 +280,7 @@ def test_a_report_with_a_value_that_is_not_a_number_is_refused(change: dict[str,
 
 def test_no_message_has_a_field_for_a_secret() -> None:
     """Rule 5. A new field must be justified here."""
-    binding = {"nonce", "group", "direction", "arithmetic", "rows", "counts"}
+    binding = {"nonce", "group", "direction", "arithmetic", "rows", "counts", "ring_bits"}
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
         "Hello": {"version", "role", "model_digest"},
@@ -328,6 +329,23 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
     assert encoding.unpack(memoryview(received), rows=count).data_ptr() == got.data_ptr()
     again = torch.frombuffer(sent, dtype=matrix.dtype)
     assert again.data_ptr() == matrix.data_ptr()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@given(st.data(), drawn.widths(), testing.row_counts())
+def test_narrow_payloads_hold_the_low_24_bits(name: str, data: st.DataObject, width: int, count: int) -> None:
+    """Also in the memory of the matrix that they become."""
+    matrix = data.draw(testing.ring_rows(width=width, count=count))
+    into = torch.empty_like(matrix)
+    with build(name):
+        sent = wire.RING24.pack(matrix)
+        got = wire.RING24.unpack(bytearray(sent), rows=count)
+        wire.RING24.space(into.numpy())[:] = sent
+        wire.RING24.settle(into.numpy())
+    assert len(sent) == wire.RING24.size(count, width) == 3 * matrix.numel()
+    assert torch.equal(into, matrix << 8 >> 8)
+    assert torch.equal(got.view(-1), into.view(-1))
+    assert bytes(sent) == b"".join((int(item) & 0xFFFFFF).to_bytes(3, "little") for item in matrix.view(-1))
 
 
 def test_payloads_are_little_endian_and_row_major() -> None:

@@ -337,7 +337,7 @@ def test_an_unchecked_answer_is_found(
 
     def forget_to_check(
         self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: Any
-    ) -> bool:
+    ) -> list[int]:
         return check(self, start, answer, effects=effects)
 
     monkeypatch.setattr(RingRows, "decode", forget_to_check)

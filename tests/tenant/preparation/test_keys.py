@@ -29,7 +29,7 @@ from tenant.preparation.own_tensors import own_digest
 from tenant.preparation.slim import write_slim
 
 DIRECT = ["gpt2_store", "store"]
-KEYS = ["keys.safetensors", "blame.safetensors"]
+KEYS = ["keys.safetensors", "blame.safetensors", "second.safetensors"]
 
 
 def prepared(store: WeightStore | None, digest: str, cache: Path, *, columns: int = 16) -> Preparation:
@@ -243,7 +243,7 @@ def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: 
     digest = store.manifest().digest
     for name in ("one", "other"):
         prepared(store, digest, tmp_path / name)
-    for name in ("facts.safetensors", "blame.safetensors", "seal", "keys.safetensors"):
+    for name in ("facts.safetensors", "blame.safetensors", "second.safetensors", "seal", "keys.safetensors"):
         (folder_of(tmp_path / "one") / name).write_bytes((folder_of(tmp_path / "other") / name).read_bytes())
         if name != "keys.safetensors":
             continue
@@ -261,6 +261,7 @@ def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: 
         ("facts.safetensors", 0o666),
         ("keys.safetensors", 0o640),
         ("blame.safetensors", 0o644),
+        ("second.safetensors", 0o644),
         ("known", 0o777),
     ],
 )
@@ -301,7 +302,7 @@ def test_a_cache_below_a_folder_that_others_can_change_is_refused(
     place.chmod(0o777)
     with pytest.raises(ConfigError, match="other users can change"):
         prepared(store, digest, cache)
-    assert preparing or len(list(folder_of(cache).iterdir())) == 7  # nothing was written or deleted
+    assert preparing or len(list(folder_of(cache).iterdir())) == 8  # nothing was written or deleted
 
 
 def test_files_replaced_while_keys_are_made_are_not_used(

@@ -630,7 +630,7 @@ def test_keys_are_deleted_after_a_lie(
     prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
     session = new_session("none", [executor], prepared=prepared)
     (folder,) = (tmp_path / "tenant").iterdir()
-    keys = [folder / "keys.safetensors", folder / "blame.safetensors"]
+    keys = [folder / f"{name}.safetensors" for name in ("keys", "blame", "second")]
     before = [path.read_bytes() for path in keys]
     with pytest.raises(VerificationError):
         session.product(OUT, FORWARD, ring_rows(prepared, OUT, FORWARD, 1))

@@ -1,0 +1,101 @@
+"""Corrects wraps: entries of a product that left a narrow ring.
+
+Theory of operation. With a ring of w < 32 bits, a provider's answer and the effects are known modulo 2^w. After
+unmasking, the tenant has `y = t - 2^w k`, where t is the true product and k is zero nearly everywhere: rows are scaled
+so that few entries leave the ring (`ring.Bound`), and then `|k_o| <= J` (`Bound.most_wraps`). The check of the product
+knows `t @ R = xq @ V` modulo p = 2^61 - 1 for a secret column R, so the difference of both sides is
+
+    c = t @ R - y @ R = 2^w (k @ R)      modulo p.
+
+If one entry wrapped, c is one of the 2 J o residues `j 2^w R_o`. If two did, c minus one of them is another one. Both
+are looked up. What is found is accepted only if a second, independent column agrees, which is used for nothing else.
+
+Soundness. Let y be any vector of signed residues, made by a provider's error or not. The candidates are the vectors k
+with at most two non-zero entries of at most J: fewer than `N = (2 J o + 1)^2 / 2 + 1`. For each of them with
+`y + 2^w k != t`, the entries of the difference are below 2^33 < p, so a column accepts it with probability 2^-60 at
+most (`modular.uniform`), and both columns with 2^-120. By the union bound, a wrong vector is accepted with probability
+`N 2^-120`. With J <= 60 (d <= 2^21) and o <= 2^21, that is below 2^-65. For dense products of a stack of experts
+(`tenant.core.verifier`) the columns give 2^-59 each, and together below 2^-63. So a corrected product is the true one,
+as an accepted product is, and an error of a provider that looks like a wrap is corrected to the truth.
+
+Which rows can be corrected is a function of t alone, up to that probability: those with at most two wrapped entries.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.modular import PRIME, Column, dot, shifted
+from symbiosis_priv.limits import RingBits
+
+MOST_ENTRIES = 2
+"""Wrapped entries of a row that can be corrected."""
+
+Check = tuple[Column, int]
+"""A secret column R, and the residue `t @ R`."""
+Wrap = tuple[int, int]
+"""A wrapped entry and its k."""
+
+
+def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:
+    """The numbers of the rows, int32 `[r, o]` of true products, of which too many entries leave the ring."""
+    half = 1 << ring_bits - 1
+    outside = (products < -half) | (products >= half)
+    rows: list[int] = (outside.sum(dim=1) > MOST_ENTRIES).nonzero()[:, 0].tolist()
+    return rows
+
+
+def corrected(y: Tensor, first: Check, second: Check, *, ring_bits: RingBits, most: int) -> Tensor | None:
+    """The true product of which y holds the residues; None if more than `MOST_ENTRIES` entries wrapped.
+
+    Args:
+        y: int32 `[o]`, signed residues modulo 2^ring_bits.
+        first, second: two independent checks of the true product.
+        most: J, the largest |k| of an entry.
+    """
+    difference, other = ((expected - int(dot(y[None], column))) % PRIME for column, expected in (first, second))
+    for candidate in _explanations(difference, _Wraps(first[0], ring_bits=ring_bits, most=most)):
+        if sum((k << ring_bits) * int(second[0].values[entry]) for entry, k in candidate) % PRIME == other:
+            t = y.clone()
+            for entry, k in candidate:
+                t[entry] += k << ring_bits
+            return t
+    return None
+
+
+def _explanations(difference: int, wraps: "_Wraps") -> Iterator[list[Wrap]]:
+    if not difference:
+        yield []
+        return
+    yield from wraps.single(difference)
+    yield from wraps.pairs(difference)
+
+
+class _Wraps:
+    """The residues `j 2^w R_o` for one column R: int64 `[2 J, o]`, the multiples -J to -1 and 1 to J."""
+
+    def __init__(self, column: Column, *, ring_bits: RingBits, most: int) -> None:
+        self._factors = [*range(-most, 0), *range(1, most + 1)]
+        step = shifted(column.values, ring_bits)
+        multiples = [step]
+        for _ in range(most - 1):
+            multiples.append((multiples[-1] + step).remainder_(PRIME))
+        negative = [(PRIME - residues).remainder_(PRIME) for residues in reversed(multiples)]
+        self._width, self._residues = len(step), torch.cat(negative + multiples)
+
+    def single(self, difference: int) -> list[list[Wrap]]:
+        """Each explanation of the difference by one entry, alone."""
+        return [[self._at(place)] for place in (self._residues == difference).nonzero()[:, 0].tolist()]
+
+    def pairs(self, difference: int) -> list[list[Wrap]]:
+        """Each explanation of the difference by two entries."""
+        ordered, places = self._residues.sort()
+        rest = (difference - self._residues).remainder_(PRIME)
+        found = torch.searchsorted(ordered, rest).clamp_(max=len(ordered) - 1)
+        hits = (ordered[found] == rest).nonzero()[:, 0].tolist()
+        pairs = [(self._at(hit), self._at(int(places[found[hit]]))) for hit in hits]
+        return [[a, b] for a, b in pairs if a[0] < b[0]]
+
+    def _at(self, place: int) -> Wrap:
+        return place % self._width, self._factors[place // self._width]

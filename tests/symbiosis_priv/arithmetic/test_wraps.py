@@ -1,0 +1,123 @@
+"""Wraps of a narrow ring: found with the verification keys, or not corrected at all."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic import wraps
+from symbiosis_priv.arithmetic.modular import Column, dot, uniform
+from symbiosis_priv.arithmetic.ring import Bound, quantise_rows
+from symbiosis_priv.errors import RangeError
+from tests import drawn
+
+KEYS = bytes(range(32)), bytes(range(1, 33))
+HALF = 1 << 23
+MOST = 3
+
+
+@st.composite
+def wrapped(draw: st.DrawFn, entries: st.SearchStrategy[int]) -> tuple[Tensor, Tensor]:
+    """The residues y, and the true product t, of which so many entries left the ring."""
+    width = draw(drawn.widths(largest=90))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    y = torch.randint(-HALF, HALF, (width,), dtype=torch.int32, generator=generator)
+    t = y.clone()
+    for place in torch.randperm(width, generator=generator)[: draw(entries)].tolist():
+        t[place] += draw(st.integers(1, MOST)) * draw(st.sampled_from([-1, 1])) << 24
+    return y, t
+
+
+def corrected(y: Tensor, t: Tensor, columns: tuple[Column, Column] | None = None) -> Tensor | None:
+    first, second = columns or (uniform(KEYS[0], len(y)), uniform(KEYS[1], len(y)))
+    checks = [(column, int(dot(t[None], column))) for column in (first, second)]
+    return wraps.corrected(y, checks[0], checks[1], ring_bits=24, most=MOST)
+
+
+@given(wrapped(st.integers(0, 2)))
+def test_up_to_two_wrapped_entries_are_corrected(pair: tuple[Tensor, Tensor]) -> None:
+    y, t = pair
+    got = corrected(y, t)
+    assert got is not None
+    assert torch.equal(got, t)
+    assert wraps.uncorrectable(t[None], ring_bits=24) == []
+
+
+@given(wrapped(st.integers(3, 6)))
+def test_more_wraps_are_not_corrected(pair: tuple[Tensor, Tensor]) -> None:
+    y, t = pair
+    count = int((y != t).sum())
+    assert (corrected(y, t) is None) == (count > wraps.MOST_ENTRIES)
+    assert wraps.uncorrectable(t[None], ring_bits=24) == ([0] if count > wraps.MOST_ENTRIES else [])
+
+
+@given(wrapped(st.integers(0, 2)), st.data())
+def test_an_error_is_never_taken_for_wraps(pair: tuple[Tensor, Tensor], data: st.DataObject) -> None:
+    """An error of any valuation below 2^24, also 2^23, beside wraps."""
+    y, t = pair
+    lie = y.clone()
+    for place in data.draw(st.sets(st.integers(0, len(y) - 1), min_size=1, max_size=3)):
+        error = data.draw(st.one_of(st.integers(0, 23).map(lambda v: 1 << v), st.integers(1, 2**24 - 1)))
+        lie[place] = (int(lie[place]) + error + HALF) % (2 * HALF) - HALF
+    assert corrected(lie, t) is None
+
+
+def test_the_second_column_decides_between_explanations() -> None:
+    """Planted: R has the same entry twice, so the first column cannot tell which entry wrapped."""
+    y = torch.zeros(9, dtype=torch.int32)
+    t = y.clone()
+    t[7] += 1 << 24
+    values = uniform(KEYS[0], 9).values.clone()
+    values[7] = values[2]
+    got = corrected(y, t, (Column(values), uniform(KEYS[1], 9)))
+    assert got is not None
+    assert torch.equal(got, t)
+    other = uniform(KEYS[1], 9)
+    checks = (Column(values), int(dot(t[None], Column(values)))), (other, int(dot(y[None], other)) + 1)
+    assert wraps.corrected(y, *checks, ring_bits=24, most=MOST) is None
+
+
+@given(
+    st.integers(1, 3000), st.integers(1, 511), st.floats(1.0, 24.0), st.integers(0, 2**32), st.sampled_from([0.0, 4.0])
+)
+def test_a_narrow_bound_holds(width: int, absmax: int, spread: float, seed: int, heavy: float) -> None:
+    """No product of a row is beyond `reach`, wraps more than `most_wraps` times, or wraps at the smallest scale."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-absmax, absmax + 1, (5, width), generator=generator)
+    norm = math.sqrt(int(weight.square().sum(dim=1).max()))
+    rows = torch.randn(3, width, generator=generator).double()
+    rows = torch.cat([rows * (heavy * rows).exp(), weight[:1].double(), -weight[1:2].double()])
+    bound = Bound(width, int(weight.abs().max()), norm, 24, spread)
+    while True:
+        xq, scale = quantise_rows(rows, bound)
+        t = xq.long() @ weight.t()
+        assert int(t.abs().max()) <= bound.reach < 2**31
+        assert int(((t + HALF) >> 24).abs().max()) <= bound.most_wraps
+        assert torch.allclose(xq * scale, rows, atol=float(scale.max()))
+        if not bound.most_wraps:
+            return
+        try:
+            bound = bound.halved()
+        except RangeError:
+            return
+
+
+def test_rows_are_scaled_by_statistics() -> None:
+    """At width 4096, a row in a ring of 24 bits keeps a rms of 2^6 and more; the worst case would leave 2^4."""
+    norm = 150.0 * math.sqrt(4096)
+    wide, narrow = Bound(4096, 511, norm), Bound(4096, 511, norm, 24)
+    rows = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    rms = [quantise_rows(rows, bound)[0].double().square().mean().sqrt() for bound in (wide, narrow)]
+    assert rms[0] > 1500
+    assert rms[1] > 64
+    assert narrow.most_wraps == 3
+    assert wide.most_wraps == 0
+
+
+@pytest.mark.parametrize("width", [1, 64, 143])
+def test_narrow_layers_never_wrap(width: int) -> None:
+    """Up to 143 inputs, kappa standard deviations are beyond the worst case."""
+    assert Bound(width, 511, 511.0, 24).most_wraps == 0

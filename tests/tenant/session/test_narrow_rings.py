@@ -1,0 +1,193 @@
+"""Sessions with `ring_bits = 24`: the same bits as the simulation, a quarter fewer bytes, and only liars are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
+from tenant.masking.backend import RingBackend, Simulation
+from tenant.session.session import Session
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+
+QKV, OUT, MLP, DOWN = 0, 1, 2, 3
+
+
+def crowded(facts: Sequence[GroupFacts], *, spread: float = 2.5) -> list[GroupFacts]:
+    """Facts for a ring that holds so few standard deviations that products wrap all the time."""
+    return [
+        replace(group, bounds={d: replace(bound.narrowed(24), spread=spread) for d, bound in group.bounds.items()})
+        for group in facts
+    ]
+
+
+def reference(session: Session, store: WeightStore, spread: float = 2.5) -> RingBackend:
+    return RingBackend(crowded(session.preparation.facts, spread=spread), Simulation(store))
+
+
+def backend_of(session: Session, spread: float = 2.5) -> RingBackend:
+    return RingBackend(crowded(session.preparation.facts, spread=spread), session)
+
+
+def floats(session: Session, index: int, direction: Direction, count: int, seed: int = 0) -> Tensor:
+    width = session.preparation.facts[index].inputs(direction)
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+def test_every_scheme_has_the_bits_of_the_simulation(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+) -> None:
+    """Rows that wrap once or twice are corrected, and rows that wrap more often are multiplied again."""
+    session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)], ring_bits=24)
+
+    @given(st.data(), st.sampled_from(range(9)), testing.directions(), st.integers(1, 40), st.sampled_from([1.5, 2.5]))
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+    def exact(data: st.DataObject, index: int, direction: Direction, count: int, spread: float) -> None:
+        rows = data.draw(testing.float_rows(width=session.preparation.facts[index].inputs(direction), count=count))
+        want = reference(session, store, spread).linear(index, direction, rows)
+        assert torch.equal(backend_of(session, spread).linear(index, direction, rows), want)
+
+    exact()
+    for direction in DIRECTIONS:
+        rows = floats(session, DOWN, direction, 200)
+        got = backend_of(session, 1.5).linear(DOWN, direction, rows)
+        assert torch.equal(got, reference(session, store, 1.5).linear(DOWN, direction, rows))
+    ledger = session.ledger()
+    assert ledger.rows_corrected > 0
+    assert ledger.rows_repeated > 0
+    assert ledger.answers_rejected == 0
+
+
+def test_pieces_and_buckets_and_limits_do_not_change_bits(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    executors = [new_provider(max_rows=7), new_provider(max_payload=4096)]
+    session = new_session("pad", executors, [new_provider()], ring_bits=24, piece_bytes=8192, row_bucket=8)
+    rows = floats(session, MLP, BACKWARD, 93)
+    want = reference(session, store).linear(MLP, BACKWARD, rows)
+    assert torch.equal(backend_of(session).linear(MLP, BACKWARD, rows), want)
+    assert session.ledger().rows_repeated > 0
+
+
+def test_three_bytes_per_integer_travel(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("pad", [executor], [helper], ring_bits=24)
+    facts = session.preparation.facts[QKV].narrowed(24)
+    rows = floats(session, QKV, FORWARD, 5)
+    backend = RingBackend([facts], session)
+    assert torch.equal(
+        backend.linear(QKV, FORWARD, rows), RingBackend([facts], Simulation(store)).linear(QKV, FORWARD, rows)
+    )
+    heard = executor.executed[0]
+    assert len(heard.payload) == 3 * 5 * facts.inputs(FORWARD)
+    assert {h.request.ring_bits for h in executor.heard + helper.heard} == {24}
+    assert {hello.version for hello in executor.hellos + helper.hellos} == {wire.NARROW_VERSION}
+    ledger, size = session.ledger(), wire.RING24.size(5, facts.outputs(FORWARD))
+    assert size < ledger.bytes_from_executors < size + 400
+
+
+def test_a_wide_ring_speaks_version_3(executor: ScriptedProvider, new_session: NewSession) -> None:
+    """A request is the same bytes as before narrow rings."""
+    session = new_session("none", [executor])
+    session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
+    (heard,) = executor.executed
+    assert b"ring_bits" not in heard.header
+    assert {hello.version for hello in executor.hellos} == {3}
+
+
+def test_an_older_provider_refuses_with_a_message(executor: ScriptedProvider, new_session: NewSession) -> None:
+    refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks version 3, not 4")
+    executor.refusal = lambda hello: refusal if hello.version != wire.VERSION else None
+    session = new_session("none", [executor], ring_bits=24)
+    with pytest.raises(ProviderError, match="not 4"):
+        session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
+
+
+def test_integers_beyond_the_ring_are_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor], ring_bits=24)
+    assert session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32)).shape[0] == 1
+    with pytest.raises(RangeError, match="24 bits"):
+        session.product(QKV, FORWARD, torch.full((1, 64), 1 << 20, dtype=torch.int32))
+    assert not session.routes.quarantined
+
+
+def test_only_liars_are_named(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """An executor and two helpers in a ring that wraps all the time; errors of any valuation up to 2^20."""
+    parties = {"executor": new_provider(), "first": new_provider(), "second": new_provider()}
+
+    @given(
+        st.sets(st.sampled_from(sorted(parties)), max_size=2),
+        st.lists(st.integers(1, 2**24 - 1).filter(lambda error: error % (1 << 21)), min_size=3, max_size=3),
+        st.integers(1, 12),
+        st.integers(0, 99),
+    )
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
+    def named(liars: set[str], errors: list[int], count: int, seed: int) -> None:
+        for error, (name, party) in zip(errors, parties.items(), strict=True):
+
+            def lie(heard: Heard, reply: wire.Result, answer: Tensor, error: int = error) -> bytes:
+                answer[seed % len(answer), seed % answer.shape[1]] += error
+                return frames(reply, answer)
+
+            party.behaviour = lie if name in liars else lambda heard, reply, answer: frames(reply, answer)
+        session = new_session(
+            "pad", [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
+        )
+        rows = floats(session, OUT, FORWARD, count, seed)
+        want = reference(session, store).linear(OUT, FORWARD, rows)
+        ports = {f"{'executor' if name == 'executor' else 'helper'} {parties[name].port}" for name in liars}
+        found = set[str]()
+        try:
+            got = backend_of(session).linear(OUT, FORWARD, rows)
+        except VerificationError as error:
+            found = set(error.provider.split(" and "))
+        assert bool(session.routes.quarantined) == bool(found)
+        if not found:
+            assert torch.equal(got, want)
+        cancel = len(liars) == 2 and not found  # the errors of two liars may cancel
+        assert found == (set() if cancel else ports)
+        session.close()
+
+    named()
+
+
+def test_an_error_that_the_blame_keys_miss_is_not_used(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted: the blame keys accept everything. A refused row is multiplied again until no product can wrap."""
+    asked = []
+
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        asked.append(len(answer))
+        answer[0, 0] += 1 << 23
+        return frames(reply, answer)
+
+    monkeypatch.setattr("tenant.core.verifier.BlameKeys.accepts", lambda *_, **__: True)
+    executor.behaviour = lie
+    session = new_session("pad", [executor], [helper], ring_bits=24)
+    with pytest.raises(VerificationError, match=" or "):
+        backend_of(session).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 3))
+    assert asked == [3, 1, 1]  # the ring holds 2.5, 5 and 10 standard deviations; no product of 64 inputs leaves 8

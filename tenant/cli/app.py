@@ -1,4 +1,4 @@
-"""`symbiosis-priv tenant`: finetune, generate, chat, prepare, check."""
+"""`symbiosis-priv tenant`: finetune, generate, chat, serve, prepare, check."""
 
 import typer
 
@@ -7,7 +7,8 @@ from tenant.cli.check import check
 from tenant.cli.finetune import finetune
 from tenant.cli.generate import generate
 from tenant.cli.prepare import prepare
+from tenant.cli.serve import serve
 
 app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate with a base model that providers serve.")
-for command in (finetune, generate, chat, prepare, check):
+for command in (finetune, generate, chat, serve, prepare, check):
     app.command()(command)

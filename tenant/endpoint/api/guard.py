@@ -12,7 +12,7 @@ import traceback
 from hashlib import sha256
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenant.endpoint.api.endpoint import Settings
@@ -46,7 +46,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+                MutableHeaders(raw=message["headers"])["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
         try:

@@ -50,6 +50,7 @@ class Service:
         ends = model.generation_config.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
         self.engine = engine
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.tasks = tasks

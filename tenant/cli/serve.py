@@ -1,0 +1,46 @@
+"""`tenant serve`: the model and its adapters behind the API of OpenAI, on this machine."""
+
+import logging
+import signal
+from contextlib import ExitStack
+
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.display import terminal
+from symbiosis_priv.network.addresses import bound_address
+from tenant.cli.options import Model, Remote, loading, takes
+from tenant.endpoint.options import Serving, check_installed
+
+
+@takes
+def serve(*, model: Model, remote: Remote, options: Serving) -> None:
+    """Serve the model and its adapters to OpenAI's clients: chats, completions, embeddings, and a page at /.
+
+    Ctrl-C and SIGTERM let the answers in progress end.
+    """
+    check_installed()
+    name = options.name or resolve(model).name
+    adapters, keys = options.adapters(), options.keys()
+    remote.check()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with ExitStack() as opened:
+        listener = opened.enter_context(options.listener())
+        with loading():
+            from tenant.endpoint import serving
+
+        signal.signal(signal.SIGTERM, _end)
+        with terminal.working(f"loading {name}"):
+            service = opened.enter_context(
+                serving.opened(model, remote.config(), name=name, adapters=adapters, options=options)
+            )
+        server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options)
+        address = bound_address(listener)
+        terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
+        if options.api_key_file is None:  # shown here and nowhere else
+            terminal.say(f"page: http://{address}/#key={keys[0]}")
+            terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")
+        server.run()
+
+
+def _end(*_: object) -> None:
+    """End the program as usual, so that the session is closed."""
+    raise SystemExit(0)

@@ -1,0 +1,99 @@
+"""The options of `tenant serve`, and the checks that need no torch."""
+
+import importlib.util
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from symbiosis_priv.checkpoints.vetting import vet_adapter
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.network import addresses
+from symbiosis_priv.system.files import read_text
+
+_MODULES = ("fastapi", "llguidance", "sse_starlette", "uvicorn")
+_KEY_LENGTH = 16
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What an endpoint serves, where, and to whom.
+
+    Every check raises `ConfigError`.
+    """
+
+    adapter: Annotated[
+        list[str], Option("--adapter", "-a", help="NAME=FOLDER: a PEFT folder and its model name; repeatable.")
+    ] = field(default_factory=list)
+    name: Annotated[str | None, Option(help="The base model's name for clients; by default its folder's.")] = None
+    listen: Annotated[str, Option(help="host:port to answer at.")] = "127.0.0.1:8000"
+    public: Annotated[
+        bool, Option("--public", help="Allow --listen to be no loopback address. Without TLS: put a proxy before it.")
+    ] = False
+    host: Annotated[
+        list[str], Option(help="A name by which clients reach this endpoint, besides localhost; repeatable.")
+    ] = field(default_factory=list)
+    api_key_file: Annotated[
+        Path | None,
+        Option(help="File with one key per line; each key is a client. By default, a key is made and printed."),
+    ] = None
+    allow_loading: Annotated[
+        Path | None,
+        Option(help="Let clients load adapters from this folder (/v1/load_lora_adapter), and unload adapters."),
+    ] = None
+    memory_mib: Annotated[int, Option("--memory", min=1, help="MiB of memory for keys and values.")] = 1024
+    pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
+        "mean"
+    )
+    drain_s: Annotated[float, Option(min=0, help="Seconds that answers may go on after SIGTERM or Ctrl-C.")] = 30.0
+
+    def adapters(self) -> dict[str, Path]:
+        """Return the folders of the adapters by name, after a check of each."""
+        found: dict[str, Path] = {}
+        for one in self.adapter:
+            name, _, folder = one.partition("=")
+            if not name or not folder or name in found:
+                raise ConfigError(f"--adapter {one}: write NAME=FOLDER, and each name once")
+            found[name] = Path(folder)
+            vet_adapter(found[name])
+        if self.allow_loading is not None and not self.allow_loading.is_dir():
+            raise ConfigError(f"--allow-loading {self.allow_loading} is no folder; name the folder of the adapters")
+        return found
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys in the file, or a new one."""
+        if self.api_key_file is None:
+            return (f"sk-{secrets.token_urlsafe(32)}",)
+        keys = tuple(line.strip() for line in read_text(self.api_key_file).splitlines() if line.strip())
+        if not keys or not all(key.isascii() and len(key) >= _KEY_LENGTH and len(key.split()) == 1 for key in keys):
+            raise ConfigError(
+                f"{self.api_key_file}: write one key per line, at least {_KEY_LENGTH} characters without spaces"
+            )
+        if self.api_key_file.stat().st_mode & 0o077:
+            raise ConfigError(
+                f"other users of this machine can read the keys in {self.api_key_file}: chmod 600 {self.api_key_file}"
+            )
+        return keys
+
+    def listener(self) -> socket.socket:
+        """Return the listening socket."""
+        listener = addresses.listen(self.listen, backlog=_BACKLOG)
+        if self.public or ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            return listener
+        listener.close()
+        raise ConfigError(
+            f"--listen {self.listen} lets other machines connect, and prompts, answers and keys would travel without "
+            f"TLS; listen on 127.0.0.1, or put a proxy with TLS before this endpoint and pass --public"
+        )
+
+
+def check_installed() -> None:
+    """Refuse to start without the packages of the extra `serve`."""
+    missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is not installed; run: pip install symbiosis-priv[serve]")

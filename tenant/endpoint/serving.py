@@ -1,0 +1,76 @@
+"""Loads a model and its adapters, and serves them."""
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
+from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.endpoint import Settings
+from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.service import Service
+from tenant.endpoint.engine.continuous import Limits
+from tenant.endpoint.engine.opening import open_engine
+from tenant.endpoint.options import Serving
+from tenant.endpoint.page.router import FILES, page_router
+from tenant.masking.registry import scheme_named
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of
+from tenant.model.loading import load_language_model, load_tokenizer
+from tenant.tasks import Tasks
+
+
+@contextmanager
+def opened(
+    model: str | Path, remote: RemoteConfig, *, name: str, adapters: Mapping[str, Path], options: Serving
+) -> Iterator[Service]:
+    """Context manager: a split model with an engine. Each adapter is loaded once, to see that it fits the model.
+
+    Args:
+        model: a checkpoint folder, or a name on the hub.
+        remote: how to split the model.
+        name: the base model's name for clients.
+        adapters: PEFT folders by name.
+        options: memory and pooling.
+
+    Raises:
+        SymbiosisError: the model or an adapter cannot be loaded.
+    """
+    tokenizer = load_tokenizer(model)
+    loaded = load_language_model(model, remote=remote)
+    try:
+        tasks = Tasks(loaded, tag=name)
+        for task, folder in adapters.items():
+            tasks.register(task, folder)
+            tasks.load(task)
+        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=Limits(memory=options.memory_mib << 20))
+        try:
+            yield Service(engine, loaded, tokenizer, name=name, tasks=tasks, pooling=options.pooling)
+        finally:
+            engine.close()
+    finally:
+        backend_of(loaded).close()
+
+
+def server(
+    service: Service, listener: socket.socket, *, keys: tuple[str, ...], masking: str, options: Serving
+) -> Server:
+    """Return a server with the API and the page.
+
+    Args:
+        service: the engine and its models.
+        listener: the listening socket.
+        keys: the API keys.
+        masking: name of the masking scheme, for the page.
+        options: hosts, the folder of adapters and the time to drain.
+    """
+    settings = Settings(
+        keys=keys,
+        hosts=frozenset({"localhost", *(host.lower() for host in options.host)}),
+        drain_s=options.drain_s,
+        adapters=options.allow_loading,
+        open_paths=frozenset({"/health", "/openapi.json", *FILES}),
+    )
+    page = page_router(scheme_named(masking), lambda: ledger_of(service.model))
+    return Server(create_app(service, settings, routers=[page]), listener, drain_s=options.drain_s)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -56,6 +56,7 @@ class Adapter:
 
     Attributes:
         number: differs for every adapter that this process makes.
+        keys: by the layer's name, what `operator_key` says of an adapter that is not trained; grows.
         bytes: memory of the layers' tensors, without the buffers that tasks share.
 
     Raises:
@@ -64,6 +65,7 @@ class Adapter:
 
     def __init__(self, peft: PeftModel, skeleton: nn.Module, *, trainable: bool, on_disk: bool) -> None:
         self.number = next(_numbers)
+        self.keys: dict[str, Hashable] = {}
         config: PeftConfig = peft.peft_config[NAME]
         method = getattr(config.peft_type, "value", str(config.peft_type))
         self.method, self.training, self.trainable = method, peft.training, trainable

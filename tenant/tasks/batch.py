@@ -93,7 +93,7 @@ class Composition:
             if layer is None:
                 rest.append(task)
             else:
-                groups[operator_key(layer), len(rows) if self._block is None else None].append(task)
+                groups[self._key(task, name), len(rows) if self._block is None else None].append(task)
         members = tuple(map(tuple, groups.values()))
         places = self._places.get((members, device))
         if places is None:
@@ -103,6 +103,14 @@ class Composition:
             layers = [self._adapters[task].layers[name] for task in tasks for _ in range(self._blocks(task))]
             parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
         return _Plan(parts, places.rest, places.order)
+
+    def _key(self, task: str, name: str) -> Hashable:
+        adapter = self._adapters[task]
+        if adapter.trainable or adapter.training:
+            return operator_key(adapter.layers[name])
+        if name not in adapter.keys:
+            adapter.keys[name] = operator_key(adapter.layers[name])
+        return adapter.keys[name]
 
     def _blocks(self, task: str) -> int:
         return 1 if self._block is None else -(-len(self._rows[task]) // self._block)

@@ -12,7 +12,7 @@ result does not depend on the other blocks.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from itertools import repeat
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,13 +67,17 @@ class _Grouped(Operator):
         """Stack one tensor per task along a new first dimension; a single tensor is not copied."""
         return _stacked([tensor(layer) for layer in self.layers])
 
-    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
-        """Apply one linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
-        if self.in_blocks:
-            every = zip(x.unbind(), weights, biases or repeat(None), strict=False)
-            return _stacked([F.linear(*one) for one in every])
-        weight = _stacked(weights).transpose(1, 2)
-        return x @ weight if biases is None else torch.baddbmm(_stacked(biases).unsqueeze(1), x, weight)
+    def linears(self, x: Tensor, *chain: Sequence[Tensor]) -> Tensor:
+        """Apply linears one after the other, each with a weight per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
+        if not self.in_blocks:
+            for weights in chain:
+                x = x @ _stacked(weights).transpose(1, 2)
+            return x
+        with torch._C.DisableTorchFunction():  # a mode that puts rows into blocks need not look at each product
+            outputs = list(x.unbind())
+            for weights in chain:
+                outputs = [F.linear(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
+            return _stacked(outputs)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
         """Repeat one vector per task `[tasks, width]` for its rows; for `like` `[tasks * rows, ..., width]`."""
@@ -97,13 +101,17 @@ class Lora(_Grouped):
         return a.shape, a.dtype, layer.scaling[NAME], _dropout(layer.lora_dropout[NAME])
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        a = [layer.lora_A[NAME].weight for layer in self.layers]
-        b = [layer.lora_B[NAME].weight for layer in self.layers]
-        first = self.layers[0]
+        first, (a, b) = self.layers[0], self._weights
         dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
-        delta = self.linears(self.linears(self.by_task(dropped), a), b) * first.scaling[NAME]
+        delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
         out: Tensor = (y + delta.view_as(y)).to(y.dtype)
         return out
+
+    @cached_property
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [layer.lora_A[NAME].weight for layer in self.layers], [
+            layer.lora_B[NAME].weight for layer in self.layers
+        ]
 
 
 class IA3(_Grouped):
@@ -218,7 +226,10 @@ class Bottleneck(_Grouped):
         return y + self._linears(inner, up).view_as(y).to(y.dtype)
 
     def _linears(self, rows: Tensor, modules: Sequence[Any]) -> Tensor:
-        return self.linears(rows, [module.weight for module in modules], [module.bias for module in modules])
+        if self.in_blocks:
+            return _stacked([module(part) for part, module in zip(rows.unbind(), modules, strict=True)])
+        weight, bias = (_stacked([getattr(module, name) for module in modules]) for name in ("weight", "bias"))
+        return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
 
 
 class BitFit(_Grouped):

@@ -28,7 +28,7 @@ from tenant.endpoint.engine.answer import Answer
 from tenant.endpoint.engine.packed import Output, PackedModel, Rows
 from tenant.endpoint.engine.prefixes import Prefixes
 from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
-from tenant.endpoint.engine.sequence import Drafter, Sequence, charge
+from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, full_length
 from tenant.endpoint.engine.turns import Turns
 from tenant.model.ledger import ledger_of, since
 from tenant.session.tally import Ledger
@@ -97,8 +97,8 @@ class ContinuousEngine(Engine):
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> Sequence:
+        self._check(request)
         sequence = Sequence(Answer(request, sink, self._tokenizer))
-        self._check(sequence)
         with self._changed:
             if self._closed:
                 raise OverloadedError("the endpoint is stopping")
@@ -130,8 +130,7 @@ class ContinuousEngine(Engine):
         self._thread.join(_STOP_S)
         self._packed.close()
 
-    def _check(self, sequence: Sequence) -> None:
-        request = sequence.request
+    def _check(self, request: Request) -> None:
         if request.adapter is not None and (self._tasks is None or request.adapter not in self._tasks):
             raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
         if not request.prompt:
@@ -140,11 +139,12 @@ class ContinuousEngine(Engine):
             raise ConfigError(f"the prompt has token ids outside the vocabulary of {self._packed.vocabulary:,}")
         context = getattr(self._packed.config, "max_position_embeddings", None)
         sizes = f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens"
-        if context is not None and sequence.length > context:
+        length = full_length(request)
+        if context is not None and length > context:
             raise ConfigError(
                 f"{sizes} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
             )
-        if (needed := self._bytes(sequence)) > self._limits.memory:
+        if (needed := self._bytes(request)) > self._limits.memory:
             raise ConfigError(
                 f"{sizes} need {needed:,} bytes of keys and values, and the endpoint's limit is "
                 f"{self._limits.memory:,}; shorten the prompt or ask for fewer"
@@ -173,7 +173,7 @@ class ContinuousEngine(Engine):
     def _admit(self) -> None:
         """Let requests run whose keys and values fit. The first one that does not fit is waited for."""
         while len(self._running) < self._limits.running and (sequence := self._waiting.first()) is not None:
-            needed = self._bytes(sequence) + self._reserved()
+            needed = self._bytes(sequence.request) + self._reserved()
             if needed > self._limits.memory:
                 return
             while needed + self._prefixes.bytes > self._limits.memory and self._prefixes.drop_one():
@@ -274,13 +274,14 @@ class ContinuousEngine(Engine):
             sequence.answer.fail(error)
 
     def _reserved(self) -> int:
-        return sum(map(self._bytes, self._running))
+        return sum(self._bytes(sequence.request) for sequence in self._running)
 
-    def _bytes(self, sequence: Sequence) -> int:
+    def _bytes(self, request: Request) -> int:
         """Memory of a sequence at its full length, with a guess after it."""
+        length = full_length(request)
         if self._drafter is None:
-            return self._packed.shape.bytes(sequence.length)
-        length = sequence.length + self._drafter.ahead
+            return self._packed.shape.bytes(length)
+        length += self._drafter.ahead
         return self._packed.shape.bytes(length) + self._drafter.bytes(length)
 
     def _session_ledger(self) -> Ledger:

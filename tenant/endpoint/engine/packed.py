@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant.endpoint.engine.attention import attend
 from tenant.endpoint.engine.kv import KeyValues, Shape
-from tenant.endpoint.engine.row_blocks import RowBlocks
+from tenant.endpoint.engine.row_blocks import ROWS, RowBlocks
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
 
@@ -119,7 +119,7 @@ class PackedModel:
 
         plain = self._tasks is None or set(names) == {BASE}
         try:
-            with nullcontext() if plain or self._tasks is None else self._tasks.batch(names), self._blocks:
+            with nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS), self._blocks:
                 output = self.model(
                     input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
                 )

@@ -70,11 +70,6 @@ class Sequence:
         return self.answer.request
 
     @property
-    def length(self) -> int:
-        """Largest number of tokens that the sequence can get."""
-        return len(self.request.prompt) + self.request.max_tokens * (self.request.pooling is None)
-
-    @property
     def decoding(self) -> bool:
         """True if the prompt has been read."""
         return self.kv is not None and self.kv.length() >= len(self.request.prompt)
@@ -145,6 +140,11 @@ class Sequence:
                 break
         self.kv.truncate(len(self.tokens) - 1)
         return len(self.tokens) - before
+
+
+def full_length(request: Request) -> int:
+    """Return the largest number of tokens that a request can get, those of its prompt included."""
+    return len(request.prompt) + request.max_tokens * (request.pooling is None)
 
 
 def charge(sequences: Tokens[Sequence], rows: Tokens[int], spent: Ledger) -> None:

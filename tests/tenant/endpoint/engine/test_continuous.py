@@ -1,0 +1,365 @@
+"""The engine that computes all requests together."""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+
+from symbiosis_priv.errors import ConfigError, DeadlineExceededError, NonFiniteError, OverloadedError, TaskError
+from tenant import RemoteConfig, backend_of
+from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.kv import BLOCK
+from tenant.endpoint.engine.packed import PackedModel
+from tenant.endpoint.engine.requests import Embedded, Sampling, Started
+from tenant.model.loading import load_adapter, load_language_model
+from tenant.tasks import Tasks
+from tests.tenant.endpoint.engine.conftest import METHODS, Asked, WriteAdapter
+
+ADAPTERS = [None, *METHODS]
+LOGPROBS = Sampling(logprobs=3)
+PROMPT = tuple(range(5, 25))
+
+
+def prompt(seed: int, tokens: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 320, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Any, adapters: Path) -> Iterator[Tasks]:
+    tasks = Tasks(model)
+    tasks.register_all(adapters)
+    yield tasks
+    tasks.close()
+
+
+Open = Callable[..., ContinuousEngine]
+
+
+@pytest.fixture
+def opened(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Open]:
+    """`opened(**limits)`: an engine, closed after the test."""
+    engines = []
+
+    def open_engine(**limits: int) -> ContinuousEngine:
+        engines.append(ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(**limits)))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[ContinuousEngine]:
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(step_rows=48))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, adapters: Path) -> Callable[..., list[list[int]]]:
+    """`expected(adapter, prompts, new)`: greedy tokens of `model.generate()` with PEFT's own model."""
+
+    def generate(adapter: str | None, prompts: list[tuple[int, ...]], new: int) -> list[list[int]]:
+        model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
+        model = model if adapter is None else load_adapter(model, adapters / adapter)
+        ids = torch.tensor(prompts)
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
+        )
+        tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
+        return tokens
+
+    return generate
+
+
+def test_32_streams_over_8_adapters_get_the_tokens_of_generate(
+    engine: ContinuousEngine, expected: Callable[..., list[list[int]]]
+) -> None:
+    prompts = {name: [prompt(4 * i + j, 9 + i) for j in range(4)] for i, name in enumerate(ADAPTERS)}
+    steps = engine.load().steps
+    asked = {
+        name: [Asked(engine, each, adapter=name, client=str(j), max_tokens=6) for j, each in enumerate(prompts[name])]
+        for name in ADAPTERS
+    }
+    for name in ADAPTERS:
+        assert [one.tokens for one in asked[name]] == expected(name, prompts[name], 6), name
+    # every step gives a token to all answers; the other steps read 400 tokens of prompt, at least 16 in a step
+    assert engine.load().steps - steps <= 6 + 400 // 16
+
+
+neighbours = st.lists(
+    st.tuples(st.sampled_from(ADAPTERS), st.integers(1, 40), st.integers(1, 5), st.integers(0, 9), st.booleans()),
+    max_size=7,
+)
+
+
+@settings(max_examples=6)
+@given(adapter=st.sampled_from(ADAPTERS), length=st.integers(1, 40), others=neighbours, seed=st.integers(0, 9))
+def test_log_probabilities_have_the_same_bits_in_any_company(
+    engine: ContinuousEngine,
+    adapter: str | None,
+    length: int,
+    others: list[tuple[str | None, int, int, int, bool]],
+    seed: int,
+) -> None:
+    """Neighbours join while the sequence decodes, and leave at their end or by cancellation."""
+    joined: list[Asked] = []
+
+    def join(token: int) -> None:
+        for index, (name, tokens, new, start, cancels) in enumerate(others):
+            if start == token:
+                leave = {1: lambda: joined[-1].handle.cancel()} if cancels else {}
+                joined.append(Asked(engine, prompt(100 + index, tokens), adapter=name, max_tokens=new, at=leave))
+
+    # log probabilities of the prompt are asked for, so that no known keys and values are used
+    said: dict[str, Any] = {"adapter": adapter, "max_tokens": 10, "sampling": Sampling(logprobs=3, prompt_logprobs=1)}
+    alone = Asked(engine, prompt(seed, length), **said)
+    alone.done()
+    join(0)
+    company = Asked(engine, prompt(seed, length), at={token: partial(join, token) for token in range(1, 10)}, **said)
+    assert company.logprobs == alone.logprobs
+    assert company.events[0] == alone.events[0]  # the log probabilities of the prompt
+    for other in joined:
+        other.last()
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole_pass(engine: ContinuousEngine, model: Any) -> None:
+    asked = Asked(engine, PROMPT, max_tokens=1, sampling=Sampling(prompt_logprobs=2))
+    asked.done()
+    (started, *_) = asked.events
+    assert isinstance(started, Started)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([PROMPT])).logits[0].double().log_softmax(-1)
+    assert started.prompt_logprobs[0] is None
+    for place, (token, said) in enumerate(zip(PROMPT, started.prompt_logprobs, strict=True)):
+        assert said is None or said.logprob == pytest.approx(float(logprobs[place - 1, token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_hidden_states(engine: ContinuousEngine, model: Any, pooling: Any) -> None:
+    asked = Asked(engine, PROMPT, pooling=pooling, adapter=None)
+    assert asked.done().new_tokens == 0
+    (embedded, _) = asked.events
+    assert isinstance(embedded, Embedded)
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=torch.tensor([PROMPT])).last_hidden_state[0]
+    expected = hidden[-1] if pooling == "last" else hidden.mean(dim=0)
+    torch.testing.assert_close(torch.tensor(embedded.vector), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_known_beginning_is_not_computed_again_and_gives_the_same_bits(opened: Open) -> None:
+    engine, text = opened(), prompt(1, 30)
+    first = {name: Asked(engine, text, adapter=name, max_tokens=4, sampling=LOGPROBS) for name in (None, "lora", "oft")}
+    before = {name: one.logprobs for name, one in first.items()}
+    assert len({str(logprobs) for logprobs in before.values()}) == 3
+    assert [one.done().ledger.cached_tokens for one in first.values()] == [0, 0, 0]
+    for name in first:
+        again = Asked(engine, text, adapter=name, max_tokens=4, sampling=LOGPROBS)
+        assert again.logprobs == before[name]
+        assert again.done().ledger.cached_tokens == 29
+    # the answer is known, too: a second question in a conversation
+    conversation = (*text, *first["lora"].tokens, 7, 8)
+    assert Asked(engine, conversation, adapter="lora").done().ledger.cached_tokens == 33
+
+
+def test_an_adapter_that_was_loaded_again_shares_no_beginning(
+    model: Any, tokenizer: Any, adapters: Path, tmp_path: Path, write_adapter: WriteAdapter
+) -> None:
+    tasks = Tasks(model)
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+    tasks.register("mine", adapters / "lora")
+    first = Asked(engine, PROMPT, adapter="mine", max_tokens=4, sampling=LOGPROBS).logprobs
+    tasks.unregister("mine")
+    tasks.register("mine", adapters / "lora-b")
+    other = Asked(engine, PROMPT, adapter="mine", max_tokens=4, sampling=LOGPROBS)
+    assert other.logprobs != first
+    assert other.done().ledger.cached_tokens == 0
+    tasks.register("same", adapters / "lora-b")
+    assert other.logprobs == Asked(engine, PROMPT, adapter="same", max_tokens=4, sampling=LOGPROBS).logprobs
+    engine.close()
+    tasks.close()
+
+
+def test_an_adapter_cannot_be_unloaded_while_an_answer_uses_it(engine: ContinuousEngine, tasks: Tasks) -> None:
+    refused: list[Exception] = []
+
+    def unload() -> None:
+        try:
+            tasks.unload("ia3")
+        except TaskError as error:
+            refused.append(error)
+
+    Asked(engine, PROMPT, adapter="ia3", max_tokens=3, at={2: unload}).done()
+    assert len(refused) == 1
+    tasks.unload("ia3")
+
+
+def test_cancellation_ends_a_request_within_a_step(engine: ContinuousEngine) -> None:
+    asked: list[Asked] = []
+    asked.append(Asked(engine, PROMPT, max_tokens=100, at={3: lambda: asked[0].handle.cancel()}))
+    assert asked[0].done().finish == "cancelled"
+    assert len(asked[0].got) == 3
+    assert engine.load().running == 0
+
+
+def test_a_waiting_request_can_be_cancelled(opened: Open) -> None:
+    engine = opened(running=1)
+    other: list[Asked] = []
+    first = Asked(engine, PROMPT, max_tokens=3, at={1: lambda: other[0].handle.cancel()})
+    other.append(Asked(engine, PROMPT, max_tokens=3))
+    assert first.done().finish == "length"
+    assert other[0].done().new_tokens == 0
+
+
+def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, model: Any) -> None:
+    block = PackedModel(model).shape.block_bytes
+    engine = opened(memory=block)
+    with pytest.raises(ConfigError, match=f"{2 * block:,}.*{block:,}"):
+        Asked(engine, PROMPT, max_tokens=BLOCK)
+    running: list[int] = []
+    watch = {2: lambda: running.append(engine.load().running)}
+    asked = [Asked(engine, prompt(i, 20), max_tokens=3, at=watch) for i in range(3)]
+    for one in asked:
+        one.done()
+    assert running == [1, 1, 1]
+    assert engine.load().memory <= block
+
+
+def test_a_full_queue_refuses_requests(opened: Open) -> None:
+    engine = opened(running=1, waiting=1)
+    errors: list[Exception] = []
+
+    def ask_more() -> None:
+        try:
+            for _ in range(3):
+                Asked(engine, PROMPT, max_tokens=1)
+        except OverloadedError as error:
+            errors.append(error)
+
+    Asked(engine, PROMPT, max_tokens=3, at={1: ask_more}).done()
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"adapter": "unknown"}, TaskError),
+        ({"prompt": ()}, ConfigError),
+        ({"prompt": (10**6,)}, ConfigError),
+        ({"prompt": (-1,)}, ConfigError),
+        ({"max_tokens": 10**6}, ConfigError),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    engine: ContinuousEngine, said: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        Asked(engine, **({"prompt": PROMPT} | said))
+
+
+def test_a_failed_product_fails_its_requests_and_the_engine_lives(
+    engine: ContinuousEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Asked(engine, PROMPT, max_tokens=4).tokens
+    lost = DeadlineExceededError("no answer from executor 'one' within 1 s")
+
+    def fail(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()  # only this product
+        raise lost
+
+    backend = backend_of(model)
+    asked = [
+        Asked(engine, PROMPT, max_tokens=4, at={2: lambda: monkeypatch.setattr(backend, "multiply", fail)}),
+    ]
+    assert asked[0].error() is lost
+    assert Asked(engine, PROMPT, max_tokens=4).tokens == right
+
+
+def test_a_request_whose_own_numbers_overflow_fails_alone(
+    model: Any, tokenizer: Any, tmp_path: Path, write_adapter: WriteAdapter
+) -> None:
+    config = LoraConfig(r=2, lora_alpha=10**40, target_modules=["v_proj"])
+    tasks = Tasks(model)
+    tasks.register("huge", write_adapter(tmp_path / "huge", config, 0))
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+    right = Asked(engine, PROMPT, max_tokens=5).tokens
+    asked: list[Asked] = []
+    other = Asked(
+        engine,
+        PROMPT,
+        max_tokens=5,
+        at={2: lambda: asked.append(Asked(engine, PROMPT, adapter="huge", max_tokens=5))},
+    )
+    assert other.tokens == right
+    assert isinstance(asked[0].error(), NonFiniteError)
+    engine.close()
+    tasks.close()
+
+
+def test_a_long_prompt_does_not_stop_the_tokens_of_others(opened: Open) -> None:
+    engine, began = opened(step_rows=16, prompt_rows=8), threading.Event()
+    during: list[int] = []
+    long: list[Asked] = []
+
+    def count() -> None:
+        if began.is_set() and not long[0].events:
+            during.append(1)
+
+    short = Asked(engine, PROMPT, max_tokens=40, at=dict.fromkeys(range(1, 41), count))
+    long.append(Asked(engine, prompt(3, 200), max_tokens=1))
+    began.set()
+    short.done()
+    long[0].done()
+    assert len(during) >= 10
+
+
+def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:
+    """A client with many prompts does not delay another one's only prompt."""
+    engine = opened(step_rows=8, prompt_rows=8)
+    order: list[str] = []
+    started = {client: {1: partial(order.append, client)} for client in "ab"}
+    asked = [Asked(engine, prompt(i, 40), client="a", max_tokens=1, at=started["a"]) for i in range(6)]
+    asked.append(Asked(engine, prompt(9, 40), client="b", max_tokens=1, at=started["b"]))
+    for one in asked:
+        one.done()
+    assert order.index("b") <= 3
+
+
+def test_closing_drains_and_then_cancels(opened: Open) -> None:
+    engine = opened()
+    short, long = Asked(engine, PROMPT, max_tokens=3), Asked(engine, PROMPT, max_tokens=480)
+    engine.close(drain_s=0.2)
+    assert short.done().finish == "length"
+    assert long.done().finish == "cancelled"
+    with pytest.raises(OverloadedError):
+        Asked(engine, PROMPT)
+
+
+def test_two_models_and_the_model_outside_the_engine(
+    engine: ContinuousEngine, tokenizer: Any, checkpoint: Path
+) -> None:
+    """A second engine does not disturb the first one, and `generate()` of an engine's model still works."""
+    model = load_language_model(checkpoint, dtype=torch.float32)
+    ids = torch.tensor([PROMPT, PROMPT])
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    said = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    before = model.generate(**said)
+    second = ContinuousEngine(PackedModel(model), tokenizer)
+    assert Asked(second, PROMPT, max_tokens=6).tokens == before[1, len(PROMPT) :].tolist()
+    assert torch.equal(model.generate(**said), before)
+    second.close()
+    assert model.config._attn_implementation == "sdpa"

@@ -33,7 +33,7 @@ demo: venv
 
 test: check
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: venv
 	@echo "==> ruff"

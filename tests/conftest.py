@@ -1,5 +1,6 @@
 """Shared by all tests: no network, a separate cache, and Hypothesis without time limits."""
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -15,14 +16,6 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # tests the GPU kernel without a GPU; read when Triton is imported
-
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.system.processes import end_quickly
 from tests.warm import Popen
 
@@ -45,7 +38,13 @@ LONGEST = (
     "tests/provider/shards/",
     "tests/end_to_end/",
     "tests/compatibility/",
+    "tests/tenant/cli/",
+    "tests/tenant/demo/",
+    "tests/provider/gateway/",
     "tests/symbiosis_priv/kernels/",
+    "tests/examples/",
+    "tests/tenant/",
+    "tests/provider/",
 )
 ONE_REPORT = ("tests/threat_model/active/test_lying_providers.py", "tests/threat_model/test_suite.py")
 
@@ -59,10 +58,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     end_quickly()  # the command line's processes set this, too
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # pytest-xdist's controller runs no test, and its workers wait while it imports torch
+    gc.disable()  # until `pytest_collection_finish`: imports free next to nothing
+    import torch
+
     # Matrices in tests are tiny, and providers need the other core. Set here, because session fixtures run first.
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # tests the GPU kernel without a GPU; read when Triton is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,6 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.freeze()  # torch and transformers make a million objects; later collections skip them
 
 
@@ -105,10 +112,22 @@ def _services_are_forks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _templates_are_compiled_once() -> Iterator[None]:
+    """PEFT compiles the template of a model card whenever it saves an adapter, which takes longer than the saving."""
+    from jinja2 import Environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", functools.lru_cache(Environment.compile))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Set torch back to one thread for each module."""
     yield
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -116,6 +135,9 @@ def _one_thread() -> Iterator[None]:
 def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`save_llama(...)` writes a Llama with grouped queries and an untied head: 2 blocks of 4 layer groups, and the
     head."""
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     def save(**changes: Any) -> Path:
         path = tmp_path_factory.mktemp("llama")
@@ -138,6 +160,8 @@ def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama trained on the demo's text, with its tokenizer."""
+    from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+
     return make_base_model(
         tmp_path_factory.mktemp("trained") / "base",
         recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2),
@@ -147,6 +171,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def save_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`save_gpt2(...)` writes a GPT-2: transposed weights (`Conv1D`), a tied head, biases that are not zero."""
+
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     def save(*, bias_std: float = 1.0, **sizes: Any) -> Path:
         path = tmp_path_factory.mktemp("gpt2")

@@ -1,5 +1,6 @@
 """Mixtures of experts in miniature, one for each layout of experts in transformers."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
     """Write a checkpoint of a family, with biases, and weights that are large enough to make experts differ."""
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
-    model = kind(getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes))
+    model = kind(getattr(transformers, f"{family}Config")(**deepcopy(SIZES | FAMILIES[family] | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or name.endswith("bias"):

@@ -41,14 +41,19 @@ LIBRARIES = (
     "transformers.generation",
     "transformers.trainer",
     "peft",
+    "cryptography.hazmat.primitives.kdf.hkdf",
+    "cryptography.hazmat.primitives.serialization.ssh",
     "cryptography.x509",
     "hypothesis",
     "jinja2",
     "msgspec",
+    "numpy.typing",
     "prometheus_client",
     "rich.progress",
     "rich.table",
     "safetensors.torch",
+    "sqlite3",
+    "tomllib",
     "typer",
     "zmq",
 )
@@ -243,11 +248,13 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
 
 def main() -> None:
     """Run the parent of the forks; and each fork, until it ends."""
+    gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()
+    gc.enable()
     request = _forked_with(socket.socket(fileno=int(sys.argv[1])))
     status: Any = 0
     try:

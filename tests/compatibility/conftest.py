@@ -83,7 +83,7 @@ _GROUPED = _SIZES | {"num_key_value_heads": 2}
 
 
 def _config(kind: str, **sizes: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: getattr(transformers, kind)(**sizes)
+    return lambda: getattr(transformers, kind)(**copy.deepcopy(sizes))
 
 
 def _decoder(
@@ -277,7 +277,7 @@ class Pair:
     def __init__(self, architecture: Architecture, method: str, *, checkpoint: Path, folder: Path) -> None:
         self.architecture = architecture
         self.kind, options = METHODS[method]
-        self.options = dict(options)
+        self.options = copy.deepcopy(options)
         self.checkpoint = checkpoint
         self.folder = folder
         self.extra = {"task_ids": torch.zeros(2, dtype=torch.long)} if self.kind in _TASKS else {}

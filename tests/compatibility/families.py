@@ -7,6 +7,7 @@ its classes.
 
 import dataclasses
 import itertools
+from copy import deepcopy
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -225,7 +226,7 @@ def small(kind: str | type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
         more: values for fields; a dictionary for a nested configuration.
     """
     cls = CONFIG_MAPPING[kind] if isinstance(kind, str) else kind
-    given = HINTS.get(cls.model_type, {}) | more
+    given = deepcopy(HINTS.get(cls.model_type, {})) | more  # configurations change and share what they are given
     special = itertools.count(TEXT.stop)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

@@ -1,6 +1,7 @@
 """Which parameters stay with the tenant: each is counted once, under the right kind."""
 
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _TIED = LlamaConfig(**_SIZES, vocab_size=97, tie_word_embeddings=True)
 def test_every_parameter_is_counted_once(
     kind: type[PreTrainedModel], config: Any, kept: dict[str, int] | None, device: str
 ) -> None:
+    config = deepcopy(config)
     config.architectures = [kind.__name__]
     with torch.device(device):
         model = kind(config)
@@ -60,7 +62,7 @@ def test_every_parameter_is_counted_once(
 
 
 def test_loading_logs_what_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    LlamaForCausalLM(_LLAMA).save_pretrained(tmp_path)
+    LlamaForCausalLM(deepcopy(_LLAMA)).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "tenant.model.hf"):
         model = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=RemoteConfig(masking="simulate"), trust_remote_code=False

@@ -387,7 +387,7 @@ def test_methods_that_read_base_weights_share_the_product_too(llama: Path, tmp_p
     expected = {}
     for name, config in FROM_WEIGHTS.items():
         torch.manual_seed(0)
-        adapted: Any = get_peft_model(load_model(llama, remote=remote, dtype=torch.float32), config)
+        adapted: Any = get_peft_model(load_model(llama, remote=remote, dtype=torch.float32), copy.deepcopy(config))
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_experts_at_a_high_price_stay_by_default(tmp_path: Path, caplog: pytest.
 
 
 def test_experts_outside_the_interface_stay_or_are_refused_by_name(tmp_path: Path) -> None:
-    config = transformers.DbrxConfig(**DBRX)
+    config = transformers.DbrxConfig(**deepcopy(DBRX))
     transformers.DbrxForCausalLM(config).save_pretrained(tmp_path)
     backend_of(load(tmp_path)).close()
     with pytest.raises(UnsupportedModelError, match=r"DbrxExperts.*experts='local'"):

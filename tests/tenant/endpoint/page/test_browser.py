@@ -1,0 +1,151 @@
+"""The page in Chromium, with real providers: answers, adapters, and a ledger that counts what the session counts."""
+
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from symbiosis_priv.harness.local import LocalFederation
+from tenant import RemoteConfig
+from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.endpoint import Settings
+from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.service import Service
+from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.page.router import FILES, page_router
+from tenant.masking.registry import scheme_named
+from tenant.model.hf import backend_of
+from tenant.model.ledger import ledger_of
+from tenant.model.loading import load_language_model
+from tenant.session.tally import Ledger
+from tenant.tasks import Tasks
+
+INSTALL = "to test the page, install Chromium and `pip install playwright`"
+playwright: Any = pytest.importorskip("playwright.sync_api", reason=INSTALL)
+KEY = "sk-test"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@dataclass(frozen=True)
+class Served:
+    model: Any
+    url: str
+
+    def ledger(self) -> Ledger:
+        ledger = ledger_of(self.model)
+        assert ledger is not None
+        return ledger
+
+    def answer(self, model: str, message: str) -> str | None:
+        messages: Any = [{"role": "user", "content": message}]
+        with OpenAI(base_url=self.url + "/v1", api_key=KEY, max_retries=0) as client:
+            answer = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=8)
+        return answer.choices[0].message.content
+
+
+@pytest.fixture(scope="module")
+def served(
+    checkpoint: Path, tokenizer: Any, adapters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    tokenizer.chat_template = TEMPLATE
+    with LocalFederation(checkpoint, tmp_path_factory.mktemp("page")) as local:
+        model = load_language_model(checkpoint, remote=RemoteConfig(federation=local.federation))
+        tasks = Tasks(model)
+        tasks.register("lora", adapters / "lora")
+        engine = WholeEngine(model, tokenizer, tasks=tasks)
+        settings = Settings(keys=(KEY,), drain_s=1.0, open_paths=frozenset(FILES))
+        router = page_router(scheme_named("pad"), lambda: ledger_of(model))
+        listener = socket.create_server(("127.0.0.1", 0))
+        app = create_app(Service(engine, model, tokenizer, name="tiny", tasks=tasks), settings, routers=[router])
+        server = Server(app, listener, drain_s=1.0)
+        server.start()
+        yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        server.stop()
+        engine.close()
+        backend_of(model).close()
+    tokenizer.chat_template = None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip(INSTALL)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, chromium_sandbox=False)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, served: Served) -> Iterator[Any]:
+    """The page, signed in by its address."""
+    page = browser.new_page()
+    page.set_default_timeout(60_000)
+    hosts: set[str] = set()
+    errors: list[str] = []
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{served.url}/#key={KEY}")
+    page.get_by_role("option", name="lora").wait_for(state="attached")
+    assert page.url == served.url + "/"
+    page.get_by_label("New tokens").fill("8")
+    yield page
+    assert hosts == {served.url.split("/")[2]}
+    assert errors == []
+    page.close()
+
+
+def ask(page: Any, message: str) -> str:
+    """Send a message and return the answer."""
+    page.get_by_label("Message").fill(message)
+    page.keyboard.press("Enter")
+    page.locator("#chat [aria-busy]").wait_for()
+    page.locator("#chat [aria-busy]").wait_for(state="detached")
+    return str(page.locator("#chat .assistant p").last.text_content())
+
+
+def figure(page: Any, place: str, name: str) -> int:
+    return int(page.locator(f"{place} [data-figure={name}]").inner_text().replace(",", ""))
+
+
+def test_answers_are_those_of_the_api_and_the_ledger_that_of_the_session(page: Any, served: Served) -> None:
+    before = served.ledger()
+    found = ask(page, "The weather")
+    after = served.ledger()
+    assert figure(page, "#costs", "rows") == after.rows - before.rows > 0
+    assert figure(page, "#costs", "answers_verified") == after.answers_verified - before.answers_verified
+    assert figure(page, "#costs", "answers_rejected") == 0
+    for one, then in zip(after.providers, before.providers, strict=True):
+        assert figure(page, f"[data-provider={one.name}]", "verified") == one.verified - then.verified > 0
+        assert one.operator in page.locator(f"[data-provider={one.name}]").inner_text()
+    assert found == served.answer("tiny", "The weather")
+    page.get_by_label("Model").select_option("lora")
+    page.get_by_role("button", name="New chat").click()
+    assert ask(page, "The weather") == served.answer("lora", "The weather") != found
+
+
+def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any, served: Served) -> None:
+    page.get_by_label("New tokens").fill("400")
+    page.get_by_label("Message").fill("The <b>weather</b>")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    assert page.locator("#chat .user p").inner_text() == "The <b>weather</b>"
+    page.get_by_label("Temperature").fill("9")
+    ask(page, "The weather")
+    assert "temperature" in page.get_by_role("alert").inner_text()
+
+
+def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:
+    page = browser.new_page()
+    page.goto(f"{served.url}/#key=wrong")
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.get_by_role("option", name="tiny").wait_for(state="attached")
+    page.close()

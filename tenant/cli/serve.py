@@ -20,10 +20,10 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
     check_installed()
     name = options.name or resolve(model).name
     adapters, keys = options.adapters(), options.keys()
-    remote.check()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as opened:
         listener = opened.enter_context(options.listener())
+        remote.check()
         with loading():
             from tenant.endpoint import serving
 

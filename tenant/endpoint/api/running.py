@@ -194,6 +194,6 @@ def choices(request: Request, n: int) -> list[Request]:
     for index in range(n):
         changed: dict[str, Any] = {}
         if index and sampling.seed is not None:
-            changed["sampling"] = dataclasses.replace(sampling, seed=(sampling.seed + index + 2**63) % 2**64 - 2**63)
+            changed["sampling"] = dataclasses.replace(sampling, seed=sampling.seed + index)
         found.append(dataclasses.replace(request, id=f"{request.id}-{index}", **changed))
     return found

@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 FINETUNE = "tenant finetune -m model -f none.toml -t notes.txt"
+SERVE = "tenant serve -m model -f none.toml --listen 127.0.0.1:0"
 GENERATE = "tenant generate -m model -f none.toml -p words"
 
 
@@ -46,6 +47,12 @@ WRONG = (
     (GENERATE.replace("-p words", ""), "--prompt"),
     (f"{GENERATE} -a absent", "absent does not exist"),
     (GENERATE, "none.toml"),
+    (f"{SERVE} -a used", "NAME=FOLDER"),
+    (f"{SERVE} -a x=absent", "absent does not exist"),
+    (f"{SERVE} --api-key-file notes.txt", "one key per line"),
+    (f"{SERVE} --allow-loading absent", "--allow-loading absent"),
+    (f"{SERVE} --listen 0.0.0.0:0", "--public"),
+    (SERVE, "none.toml"),
     ("tenant check -m model -t absent.txt", "absent.txt"),
     ("tenant prepare -m model -f none.toml", "none.toml"),
     ("federation check -f none.toml", "none.toml"),

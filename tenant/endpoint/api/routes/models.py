@@ -1,6 +1,7 @@
 """`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health` and `/metrics`."""
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,6 +16,7 @@ from tenant.tasks import Tasks
 
 router = APIRouter(route_class=JsonRoute)
 open_router = APIRouter()
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/v1/models")
@@ -31,8 +33,8 @@ async def model(model: str, http: Request) -> Model:
     return next(one for one in service.models() if one.id == model)
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-async def load_adapter(asked: LoadRequest, http: Request) -> str:
+@router.post("/v1/load_lora_adapter", response_model=None, responses=_TEXT)
+async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
     """Add an adapter of any method from a folder, if the endpoint was started with `--allow-loading`."""
     endpoint = endpoint_of(http)
     tasks, folder = _loading(endpoint)
@@ -45,11 +47,11 @@ async def load_adapter(asked: LoadRequest, http: Request) -> str:
         tasks.register(asked.lora_name, path)
     except (SymbiosisError, OSError, ValueError) as error:
         raise ApiError(400, _said(error), param="lora_path") from error
-    return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_adapter(asked: UnloadRequest, http: Request) -> str:
+@router.post("/v1/unload_lora_adapter", response_model=None, responses=_TEXT)
+async def unload_adapter(asked: UnloadRequest, http: Request) -> PlainTextResponse:
     """Drop an adapter. Requests that use it end first."""
     tasks, _ = _loading(endpoint_of(http))
     if asked.lora_name not in tasks:
@@ -58,10 +60,10 @@ async def unload_adapter(asked: UnloadRequest, http: Request) -> str:
         tasks.unregister(asked.lora_name)
     except TaskError as error:
         raise ApiError(409, str(error), param="lora_name") from error
-    return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_model=None, responses=_TEXT)
 async def metrics(http: Request) -> Response:
     """Figures for Prometheus."""
     return Response(endpoint_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,106 @@
+"""`tenant serve` over real providers with pads, and the official client."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from peft import LoraConfig, get_peft_model
+
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.local import LocalFederation
+from tenant import RemoteConfig
+from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
+from tests.warm import Popen
+
+SECRET = "zyxwvut"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model `tiny` and an adapter `lora`."""
+    folder = tmp_path_factory.mktemp("serve")
+    make_base_model(
+        folder / "tiny", recipe=Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320, width=64, blocks=2)
+    )
+    torch.manual_seed(0)
+    adapted: Any = get_peft_model(load_language_model(folder / "tiny"), LoraConfig(target_modules="all-linear"))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(folder / "lora")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[tuple[Popen, str, str]]:
+    """The process, its URL, and its key."""
+    with LocalFederation(folder / "tiny", folder / "federation") as local:
+        command = [sys.executable, "-m", "symbiosis_priv.cli", "tenant", "serve", "--model", str(folder / "tiny")]
+        command += ["--federation", str(local.federation), "--adapter", f"lora={folder / 'lora'}"]
+        with (folder / "log").open("w") as log:
+            process = Popen(
+                [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+            )
+        assert process.stdout is not None
+        text = ""
+        while "OPENAI_API_KEY" not in text:
+            line = process.stdout.readline()
+            assert line, (folder / "log").read_text()
+            text += line
+        found = re.search(r"OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S+)", text)
+        assert found is not None
+        assert "serving tiny, lora at" in text
+        yield process, found[1], found[2]
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_tokens_are_those_of_generate_and_a_stream_outlives_sigterm(
+    folder: Path, serving: tuple[Popen, str, str]
+) -> None:
+    process, url, key = serving
+    tokenizer = load_tokenizer(folder / "tiny")
+    model = load_language_model(folder / "tiny", remote=RemoteConfig(masking="simulate"))
+    prompt = f"Hello {SECRET}"
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    expected = {}
+    for name in ("tiny", "lora"):
+        model = model if name == "tiny" else load_adapter(model, folder / "lora")
+        tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        expected[name] = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+    with OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        found: dict[str, str] = {}
+        asked: Any = {"prompt": prompt, "max_tokens": 40, "temperature": 0}
+
+        def ask(name: str) -> None:
+            answer: Any = client.completions.create(model=name, **asked)
+            found[name] = answer.choices[0].text
+            assert answer.usage.ledger["answers_verified"] >= answer.usage.ledger["rows"] > 0
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == expected
+
+        pieces = client.completions.create(model="lora", stream=True, **asked)
+        text = next(pieces).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        text += "".join(piece.choices[0].text for piece in pieces)
+        assert text == expected["lora"]
+    assert process.wait(60) == 0
+    shown = (folder / "log").read_text()
+    assert SECRET not in shown
+    assert key not in shown

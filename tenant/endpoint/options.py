@@ -47,6 +47,14 @@ class Serving:
         Option(help="Let clients load adapters from this folder (/v1/load_lora_adapter), and unload adapters."),
     ] = None
     memory_mib: Annotated[int, Option("--memory", min=1, help="MiB of memory for keys and values.")] = 1024
+    draft: Annotated[
+        str | None,
+        Option(
+            help="A smaller model with the same tokenizer that guesses tokens on this machine, for fewer round trips; "
+            "'prompt' guesses from the text itself. Executors see how many steps an answer takes."
+        ),
+    ] = None
+    draft_tokens: Annotated[int, Option(min=1, max=32, help="Guessed tokens per step, with --draft.")] = 4
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )

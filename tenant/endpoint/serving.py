@@ -12,6 +12,7 @@ from tenant.endpoint.api.server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.continuous import Limits
 from tenant.endpoint.engine.opening import open_engine
+from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -32,7 +33,7 @@ def opened(
         remote: how to split the model.
         name: the base model's name for clients.
         adapters: PEFT folders by name.
-        options: memory and pooling.
+        options: memory, draft model and pooling.
 
     Raises:
         SymbiosisError: the model or an adapter cannot be loaded.
@@ -44,7 +45,9 @@ def opened(
         for task, folder in adapters.items():
             tasks.register(task, folder)
             tasks.load(task)
-        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=Limits(memory=options.memory_mib << 20))
+        drafter = open_drafter(options.draft, tokenizer, ahead=options.draft_tokens) if options.draft else None
+        limits = Limits(memory=options.memory_mib << 20)
+        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
         try:
             yield Service(engine, loaded, tokenizer, name=name, tasks=tasks, pooling=options.pooling)
         finally:

@@ -85,8 +85,6 @@ class ContinuousEngine(Engine):
     ) -> None:
         self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
         self._drafter = drafter
-        if drafter is not None:
-            drafter.check(packed.vocabulary)
         self._waiting, self._running = Turns(), Turns()
         self._prefixes = Prefixes()
         self._steps = self._tokens = 0

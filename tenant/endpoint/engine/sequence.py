@@ -36,9 +36,6 @@ class Drafter(ABC):
         """Return the memory of a sequence of `tokens`."""
         return 0
 
-    def check(self, vocabulary: int) -> None:  # noqa: B027 - most drafters guess tokens that the sequence has
-        """Raise `ConfigError` if the guesses do not suit a model with so many token ids."""
-
 
 class Sequence:
     """A request in work, and the `Handle` of it.

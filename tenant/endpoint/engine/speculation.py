@@ -16,11 +16,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed import PackedModel, Rows
 from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.model.loading import load_language_model, load_tokenizer
 
 _LONGEST = 3  # tokens of an n-gram
 _READ = 256  # tokens of a sequence that a draft model reads in one step
@@ -51,25 +53,19 @@ class DraftModel(Drafter):
     """Guesses with a small model that the tenant holds: its most probable tokens.
 
     Args:
-        packed: the small model, with the vocabulary of the large one.
+        packed: the small model.
+        vocabulary: number of token ids that mean the same to both models. Embeddings may have more rows.
         ahead: tokens of a guess.
     """
 
-    def __init__(self, packed: PackedModel, *, ahead: int = 4) -> None:
+    def __init__(self, packed: PackedModel, *, vocabulary: int, ahead: int = 4) -> None:
         self.ahead = ahead
-        self._packed = packed
+        self._packed, self._vocabulary = packed, vocabulary
         self._context = getattr(packed.config, "max_position_embeddings", None)
         self._read: WeakKeyDictionary[Sequence, KeyValues] = WeakKeyDictionary()
 
     def bytes(self, tokens: int) -> int:
         return self._packed.shape.bytes(tokens)
-
-    def check(self, vocabulary: int) -> None:
-        if self._packed.vocabulary != vocabulary:
-            raise ConfigError(
-                f"the draft model has {self._packed.vocabulary:,} token ids and the model has {vocabulary:,}; "
-                f"use a draft model with the same tokenizer"
-            )
 
     def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Read what is new in each sequence, and guess where the small model has read everything.
@@ -86,18 +82,41 @@ class DraftModel(Drafter):
             outputs = self._packed(list(parts.values()))
             for sequence, output in zip(parts, outputs, strict=True):
                 if len(output.logits):
-                    guesses.setdefault(sequence, []).append(int(output.logits[-1].argmax()))
+                    guesses.setdefault(sequence, []).append(int(output.logits[-1, : self._vocabulary].argmax()))
             parts = {s: Rows(kv=self._read[s], tokens=guess[-1:]) for s, guess in guesses.items()}
         return {s: guesses.get(s) or s.tokens[-1:] * self.ahead for s in sequences if s.decoding}
 
     def _unread(self, sequence: Sequence) -> Rows:
         kv = self._read.setdefault(sequence, self._packed.new_kv())
         kv.truncate(max(0, len(sequence.tokens) - 2))
-        tokens = sequence.tokens[kv.length() :][:_READ]
+        tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length() :][:_READ]]
         if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
             tokens = []
         complete = kv.length() + len(tokens) == len(sequence.tokens)
         return Rows(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
+
+
+def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, ahead: int) -> Drafter:
+    """Open what guesses tokens.
+
+    Args:
+        draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`.
+        tokenizer: the large model's.
+        ahead: tokens of a guess.
+
+    Raises:
+        ConfigError: the small model has another tokenizer.
+        SymbiosisError: the small model cannot be loaded, or not be computed token by token.
+    """
+    if draft == "prompt":
+        return PromptLookup(ahead=ahead)
+    if load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"the draft model {draft} has another tokenizer; use a smaller model of the same family")
+    try:
+        packed = PackedModel(load_language_model(draft))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{draft} cannot guess tokens, because {error}") from error
+    return DraftModel(packed, vocabulary=len(tokenizer), ahead=ahead)
 
 
 def _continued(tokens: npt.NDArray[np.int64], ahead: int) -> list[int]:

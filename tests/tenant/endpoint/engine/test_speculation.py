@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.packed import Output, PackedModel
 from tenant.endpoint.engine.requests import Done, Event, Failed, Request, Sampling, Token
 from tenant.endpoint.engine.sequence import Drafter
-from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued
+from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued, open_drafter
 from tenant.model.loading import load_language_model
 
 AHEAD = 4
@@ -28,12 +29,14 @@ HOT = Sampling(temperature=0.1, top_p=0.9, seed=5, presence_penalty=0.1, logprob
 
 
 class Recorded(PackedModel):
-    """Keeps the numbers of rows of each step, per sequence."""
+    """Keeps the numbers of rows of each step, per sequence, and the guessed tokens."""
 
     steps: list[list[int]]
+    guessed: set[int]
 
     def __call__(self, rows: Any) -> list[Output]:
         self.steps.append([len(part.tokens) for part in rows])
+        self.guessed |= {token for part in rows if part.logits > 1 for token in part.tokens[1:]}
         return super().__call__(rows)
 
 
@@ -45,15 +48,13 @@ def packed(checkpoint: Path) -> Iterator[Recorded]:
 
 
 @pytest.fixture(scope="module")
-def draft(checkpoint: Path) -> Iterator[PackedModel]:
-    packed = PackedModel(load_language_model(checkpoint))
-    yield packed
-    packed.close()
+def draft(checkpoint: Path, tokenizer: Any) -> Drafter:
+    return open_drafter(str(checkpoint), tokenizer, ahead=AHEAD)
 
 
 def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: Any) -> list[list[Event]]:
     """Generate for all prompts together, and return the tokens of each. The steps are in `packed.steps`."""
-    packed.steps = []
+    packed.steps, packed.guessed = [], set()
     with running(packed, tokenizer, drafter) as engine:
         found: list[list[Event]] = [[] for _ in PROMPTS]
         ended = [threading.Event() for _ in PROMPTS]
@@ -82,10 +83,10 @@ def running(packed: PackedModel, tokenizer: Any, drafter: Drafter | None, **limi
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
-def test_guesses_change_no_token(packed: Recorded, draft: PackedModel, tokenizer: Any, sampling: Sampling) -> None:
+def test_guesses_change_no_token(packed: Recorded, draft: Drafter, tokenizer: Any, sampling: Sampling) -> None:
     said = {"max_tokens": 26, "sampling": sampling}
     expected, plain = answers(packed, tokenizer, None, **said), len(packed.steps)
-    for drafter in (PromptLookup(ahead=AHEAD), DraftModel(draft, ahead=AHEAD)):
+    for drafter in (PromptLookup(ahead=AHEAD), draft):
         assert answers(packed, tokenizer, drafter, **said) == expected
         assert len(packed.steps) < plain
         assert {size for step in packed.steps[1:] for size in step} == {1 + AHEAD}
@@ -117,24 +118,32 @@ def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
     assert answers(packed, tokenizer, PromptLookup(ahead=AHEAD), max_tokens=4) == expected
 
 
-def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: PackedModel, tokenizer: Any) -> None:
+def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: Drafter, tokenizer: Any) -> None:
     memory = packed.shape.bytes(20)
     with running(packed, tokenizer, PromptLookup(), memory=memory) as engine:
         engine.submit(Request(id="1", prompt=(1,), max_tokens=1), lambda event: None)
     with (
-        running(packed, tokenizer, DraftModel(draft), memory=memory) as engine,
+        running(packed, tokenizer, draft, memory=memory) as engine,
         pytest.raises(ConfigError, match="bytes"),
     ):
         engine.submit(Request(id="1", prompt=(1,), max_tokens=1), lambda event: None)
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(packed: Recorded, tokenizer: Any) -> None:
-    small = LlamaConfig(
-        vocab_size=packed.vocabulary + 1, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+def test_a_draft_model_needs_the_same_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    recipe = Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        open_drafter(str(make_base_model(tmp_path / "other", recipe=recipe)), tokenizer, ahead=1)
+
+
+def test_a_draft_model_may_have_more_rows_of_embeddings(packed: Recorded, tokenizer: Any) -> None:
+    """Its guesses are tokens that both models have, and unknown tokens of the large model do not stop it."""
+    config = LlamaConfig(
+        vocab_size=packed.vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
-    other = PackedModel(LlamaForCausalLM(small).eval())
-    with pytest.raises(ConfigError, match="tokenizer"), running(packed, tokenizer, DraftModel(other)):
-        pass
+    drafter = DraftModel(PackedModel(LlamaForCausalLM(config).eval()), vocabulary=10, ahead=AHEAD)
+    expected = answers(packed, tokenizer, None, max_tokens=6)
+    assert answers(packed, tokenizer, drafter, max_tokens=6) == expected
+    assert packed.guessed <= set(range(10))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6))

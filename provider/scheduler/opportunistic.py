@@ -132,7 +132,7 @@ class Opportunistic(Discipline[J]):
 
     def batch(self, leader: J) -> list[Piece[J]]:
         room = self._room(leader)
-        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader and self._may_join(job, leader)]
         if not others:
             return [Piece.next_of(leader, room)]
         others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
@@ -149,6 +149,11 @@ class Opportunistic(Discipline[J]):
             pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
+
+    def _may_join(self, job: J, leader: J) -> bool:
+        """False if a row of the job takes longer than a row of the leader, which the room is for: the job's rows go to
+        more experts."""
+        return not leader.key.by_expert or self._pace.rows(job) >= self._pace.rows(leader)
 
     def _is_near_its_turn(self, job: J) -> bool:
         """True if the tenant was charged at most one slice more than the next tenant of its stage."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # commands look at a folder before they load torch
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _LONGEST_NAME = 1024  # of a tensor; transformers matches names with patterns and reads numbers from them
+T = TypeVar("T")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -123,18 +125,24 @@ class Checkpoint:
         """The names of the files that hold the tensors."""
         return sorted(set(self._location.values()))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, which is not read."""
+        return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
+
     def tensor(self, name: str) -> Tensor:
         """Read one tensor in its stored dtype."""
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def _read(self, name: str, read: Callable[[safe_open], T]) -> T:
         try:
             file_name = self._location[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?") from None
         try:
-            tensor: Tensor = self._file(file_name).get_tensor(name)
+            return read(self._file(file_name))
         except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             # The index names a missing tensor, or this torch does not know the tensor's dtype.
             raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
-        return tensor
 
     def identity(self) -> str:
         """A hash of inodes, sizes, times and the JSON files, which changes when a file is replaced or written to.

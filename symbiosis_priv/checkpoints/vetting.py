@@ -33,6 +33,7 @@ _MAX_COUNT = 1 << 14  # limit of experts and the like, because Python builds a m
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
 _SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
 _MAX_REPEATS = 2
+_METHOD = re.compile(r"[A-Za-z0-9_]{1,64}")
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -125,7 +126,10 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     for key in config:
         if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
             _check_patterns(path, key, config[key])
-    if str(config.get("peft_type")).upper() == "XLORA":
+    method = config.get("peft_type")
+    if not isinstance(method, str) or not _METHOD.fullmatch(method):
+        raise CheckpointError(f"{path} states no PEFT method (peft_type = {str(method)[:40]!r}); fetch it again")
+    if method.upper() == "XLORA":
         raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from any folder; use LoRA")
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(

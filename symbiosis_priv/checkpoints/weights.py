@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a prov
 
 log = logging.getLogger(__name__)
 
-_DISCOVERY = 2  # raised when `discover` finds other layer groups than before, so that no old manifest is read
+_DISCOVERY = 3  # raised when `discover` finds other layer groups than before, so that no old manifest is read
 _MAX_MANIFEST = 1 << 30  # bytes; it has a few hundred for each layer group
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -270,7 +270,7 @@ class WeightStore:
             source = stored.get(parameter)
             if source is None:
                 return checkpoint.tensor(parameter)  # raises an error that names what is missing
-            return source.read(checkpoint.tensor, parameter)
+            return source.read(checkpoint, parameter)
 
         for name in members:
             group, transposed = skeleton.group_of[name], name in skeleton.transposed

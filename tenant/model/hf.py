@@ -9,6 +9,7 @@ checkpoint without these weights load alike.
 """
 
 import contextlib
+import copy
 import logging
 import math
 import re
@@ -26,6 +27,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
+from symbiosis_priv.checkpoints.discovery.architecture import build
+from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, isolated
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import tied_head
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
@@ -115,7 +118,10 @@ class RemoteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Refuse kernels that config.json names. transformers calls this method before it fetches kernels."""
+        """Refuse kernels that config.json names, and sizes that take too long to build.
+
+        transformers calls this method before it fetches kernels and builds the model.
+        """
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for part in parts:
             for kind in ("_attn_implementation", "_experts_implementation"):
@@ -125,6 +131,8 @@ class RemoteQuantizer(HfQuantizer):
                         f"transformers would fetch and run; delete that entry from config.json. If you trust the "
                         f"kernel, call model.set_attn_implementation(...) once the model is loaded"
                     )
+        with isolated(), KnownValues():
+            build(copy.deepcopy(config))
         return config
 
     update_tp_plan = update_attn_implementation  # transformers 5.17 calls this hook before it builds the model

@@ -26,8 +26,8 @@ from symbiosis_priv.errors import UnsupportedModelError
 _aten = torch.ops.aten
 
 _MOST_VALUES = 1 << 16
-_BUDGET = 1 << 20  # operations; a model of 100 layers takes about 50,000
-_VALUES_PER_OPERATION = 1 << 6  # an operation on many values counts as several
+_BUDGET = 1 << 17  # operations, of some 0.1 ms each; a Llama of 126 layers takes 27,000, a Mamba 2 of 64 takes 50,000
+_VALUES_PER_OPERATION = 1 << 12  # an operation on many values takes the time of several
 
 _UNINITIALISED = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty))
 _BY_SHAPE = frozenset(

@@ -1,7 +1,8 @@
 """Maps the tensors of a checkpoint to the parameters of its model, by the rules of transformers."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +12,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import GroupSpec, is_offloaded
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
-
-Read = Callable[[str], Tensor]
-"""Reads a stored tensor by its name."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,23 @@ class Source:
         first, *others = self.converter.target_patterns
         return [self.parameter, *(self.parameter.replace(first, other) for other in others)]
 
-    def read(self, read: Read, parameter: str) -> Tensor:
-        """The value of one of the parameters.
+    def read(self, checkpoint: Checkpoint, parameter: str) -> Tensor:
+        """The value of one of the parameters. The sizes of the stored tensors are checked before they are read.
 
         Raises:
             CheckpointError: a stored tensor is missing or damaged, or the tensors do not fit together.
         """
         if self.converter is None:
-            return read(self.parts[0][1])
+            return checkpoint.tensor(self.parts[0][1])
+        stored = sum(math.prod(checkpoint.shape(name)) for _, name in self.parts)
+        if stored > sum(self.model.get_parameter_or_buffer(target).numel() for target in self.targets()):
+            raise CheckpointError(
+                f"{parameter} would be made of {len(self.parts)} tensors with {stored:,} numbers, more than config.json"
+                f" says; fetch the checkpoint again"
+            )
         converter: Any = copy.deepcopy(self.converter)
         for pattern, name in self.parts:
-            converter.add_tensor(self.parameter, name, pattern, partial(read, name))
+            converter.add_tensor(self.parameter, name, pattern, partial(checkpoint.tensor, name))
         try:
             made: Mapping[str, Tensor | list[Tensor]] = converter.convert(
                 self.parameter, model=self.model, config=self.model.config

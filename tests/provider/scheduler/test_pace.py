@@ -88,3 +88,15 @@ def test_one_row_for_each_expert_costs_more_than_as_many_rows_for_one(policy: Po
         for piece in subject.take(1.0):
             served[piece.job.tenant] += piece.rows
     assert served["together"] / served["spread"] == pytest.approx(16, rel=0.2)
+
+
+def test_rows_for_many_experts_do_not_join_a_product_for_one() -> None:
+    """Each of them would read the weights of one more expert, beyond the slice that the leader's rows fill."""
+    subject = with_experts()
+    subject.put(job("together", rows=750, matrices=1))
+    subject.put(job("spread", rows=40, matrices=40))
+    assert [(p.job.tenant, p.rows) for p in subject.take(1.0)] == [("together", 750)]
+    subject = with_experts()
+    subject.put(job("spread", rows=8, matrices=8))
+    subject.put(job("together", rows=20, matrices=1))
+    assert sum(piece.rows for piece in subject.take(1.0)) == 28

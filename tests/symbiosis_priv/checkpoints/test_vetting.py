@@ -127,6 +127,8 @@ ADAPTER = {"peft_type": "LORA", "r": 4}
         {"peft_type": "XLORA", "adapters": {"one": "evil/adapter"}},
         {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "/elsewhere/evil.bin"},
         {"corda_config": {"cache_file": "/elsewhere/evil.pt"}},
+        {"peft_type": "LORA" * 17},  # a task's name is made of it
+        {"peft_type": ["LORA"]},
     ],
 )
 def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:

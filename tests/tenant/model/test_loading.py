@@ -33,9 +33,12 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
@@ -51,9 +54,11 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.albert import modeling_albert
 from typer.testing import CliRunner
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.discovery import known_values
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
@@ -210,6 +215,28 @@ def test_no_kernel_is_fetched_for_a_folder(key: str, hostile: Hostile, federatio
     remote = RemoteConfig(federation=federation)
     with pytest.raises(CheckpointError, match=r"fetch(ed)? and run"):
         AutoModelForCausalLM.from_pretrained(hostile(**{key: "somebody/kernel"}), quantization_config=remote)
+
+
+def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = 0
+
+    class Counted(modeling_albert.AlbertLayerGroup):
+        def __init__(self, config: Any) -> None:
+            nonlocal built
+            built += 1
+            super().__init__(config)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 96}
+    AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=8)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_groups": 100}))
+    monkeypatch.setattr(modeling_albert, "AlbertLayerGroup", Counted)
+    monkeypatch.setattr(known_values, "_BUDGET", 1000)
+    with pytest.raises(UnsupportedModelError, match="too many operations"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, quantization_config=RemoteConfig(masking="simulate"))
+    assert 0 < built < 100
 
 
 def test_the_callers_configuration_is_used(llama: Path) -> None:

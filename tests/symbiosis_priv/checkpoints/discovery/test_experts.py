@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import MergeModulelist
 
 from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.checkpoints.layers import GroupSpec
@@ -81,6 +82,19 @@ def test_a_missing_expert_is_an_error(tmp_path: Path) -> None:
     del tensors[lost]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="experts"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+def test_experts_of_other_sizes_are_refused_before_they_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("Mixtral", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    large = next(name for name in tensors if "experts.3." in name)
+    tensors[large] = torch.zeros(2 * len(tensors[large]), tensors[large].shape[1])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(MergeModulelist, "convert", None)
+    with pytest.raises(CheckpointError, match="more than config"):
         WeightStore(path, cache=tmp_path / "cache").manifest()
 
 

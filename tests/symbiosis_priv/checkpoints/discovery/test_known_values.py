@@ -100,6 +100,18 @@ def test_too_many_operations_and_large_unknown_values_are_refused(program: Calla
         program()
 
 
+def test_operations_on_many_values_are_charged_their_time() -> None:
+    """65,536 additions take the time of some ten operations on one number each."""
+    values = KnownValues()
+    budget = values._left
+    with values:
+        x = torch.zeros(1 << 16)
+        before = values._left
+        x = x + 1
+    assert 10 < before - values._left < 100
+    assert budget <= 1 << 17  # 10 seconds
+
+
 def test_tied_parameters_stay_tied() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight

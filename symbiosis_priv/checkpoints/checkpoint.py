@@ -131,7 +131,8 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor in its stored dtype."""
-        return self._read(name, lambda file: file.get_tensor(name))
+        tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
+        return tensor
 
     def _read(self, name: str, read: Callable[[safe_open], T]) -> T:
         try:

@@ -228,7 +228,7 @@ def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(
             built += 1
             super().__init__(config)
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 96}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 96}
     AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=8)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_groups": 100}))

@@ -17,9 +17,9 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
+WHOLE = BeforeValidator(_whole)
 Texts = Annotated[list[str], Field(min_length=1, max_length=128)]
-Ids = Annotated[list[Annotated[Int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0), WHOLE]], Field(min_length=1)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -55,18 +55,18 @@ class Decoding(Strict):
         ]
         | None
     ) = None
-    max_tokens: Annotated[Int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     metadata: None = None
-    n: Annotated[Int, Field(ge=1, le=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    seed: Annotated[Int, Field(ge=-(2**53), le=2**53)] | None = None
+    seed: Annotated[int, Field(ge=-(2**53), le=2**53), WHOLE] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     user: str | None = None
 
@@ -77,7 +77,7 @@ class CompletionRequest(Decoding):
     prompt: str | Texts | Ids | ManyIds
     best_of: Literal[1] | None = None
     echo: bool | None = None
-    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     suffix: None = None
 
 
@@ -151,7 +151,7 @@ class ChatRequest(Decoding):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     logprobs: bool | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
@@ -159,7 +159,7 @@ class ChatRequest(Decoding):
     store: Literal[False] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
 
 class EmbeddingRequest(Strict):

@@ -65,22 +65,24 @@ class ApiError(Exception):
 
 
 def refused(error: SymbiosisError) -> ApiError:
-    """Return the answer to a request that the engine has refused or could not finish.
+    """Return the answer to a request that the engine has not taken."""
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="overloaded")
+    if isinstance(error, TaskError):
+        return ApiError(404, str(error), code="model_not_found", param="model")
+    return failed(error)
 
-    Errors of providers and checkpoints are the operator's business: the client learns their kind, the log has the rest.
+
+def failed(error: SymbiosisError) -> ApiError:
+    """Return the answer to a request that the engine could not finish.
+
+    Errors of providers and adapters are the operator's business: the client learns their kind, the log has the rest.
     """
-    kinds: tuple[tuple[type[SymbiosisError], int, str | None], ...] = (
-        (OverloadedError, 429, "overloaded"),
-        (TaskError, 404, "model_not_found"),
-        (CheckpointError, 500, "adapter_refused"),
-        (UnsupportedMethodError, 500, "adapter_refused"),
-        (NonFiniteError, 500, None),
-        (ConfigError, 400, None),
-    )
-    for kind, status, code in kinds:
-        if isinstance(error, kind):
-            message = str(error) if status < 500 else f"{kind.__name__}: see the log of the endpoint"
-            return ApiError(status, message, code=code)
-    return ApiError(
-        503, f"the providers gave no answer ({type(error).__name__}): see the log of the endpoint", code="providers"
-    )
+    kind = type(error).__name__
+    if isinstance(error, TaskError | CheckpointError | UnsupportedMethodError):
+        return ApiError(500, f"the adapter cannot be used ({kind}): see the log of the endpoint", code="adapter")
+    if isinstance(error, NonFiniteError):
+        return ApiError(500, "the model computes inf or nan for this prompt")
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error))
+    return ApiError(503, f"the providers gave no answer ({kind}): see the log of the endpoint", code="providers")

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.answers import Ledger, PromptTokensDetails, Usage
-from tenant.endpoint.api.errors import ApiError, refused
+from tenant.endpoint.api.errors import ApiError, failed, refused
 from tenant.endpoint.api.metrics import Metrics
 from tenant.endpoint.engine.requests import (
     Done,
@@ -39,14 +40,17 @@ class Running:
 
     Args:
         engine: the engine.
-        requests: the choices of one HTTP request.
+        requests: the choices of one HTTP request, all of one adapter.
         metrics: counts them.
+        users: number of running requests of each adapter.
 
     Raises:
         ApiError: the engine has refused one of the requests; the others are cancelled.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], metrics: Metrics, users: Counter[str | None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._unread = _UNREAD * len(requests)
@@ -54,6 +58,9 @@ class Running:
         self._handles: list[Handle] = []
         self._ended: dict[int, RequestLedger] = {}
         self._begun = self._loop.time()
+        self._users, self._adapter = users, requests[0].adapter
+        users[self._adapter] += 1
+        self._left = False
         try:
             for index, request in enumerate(requests):
                 self._handles.append(engine.submit(request, partial(self._sink, index)))
@@ -63,6 +70,9 @@ class Running:
 
     def cancel(self) -> None:
         """End all requests that have not ended."""
+        if not self._left:
+            self._left = True
+            self._users[self._adapter] -= 1
         for handle in self._handles:
             handle.cancel()
 
@@ -84,7 +94,7 @@ class Running:
             index, event = await self._events.get()
             if isinstance(event, Failed):
                 log.error("a request failed: %s: %s", type(event.error).__name__, event.error)
-                raise refused(event.error)
+                raise failed(event.error)
             if isinstance(event, Token) and index not in first:
                 first.add(index)
                 self._metrics.first_token(self._loop.time() - self._begun)

@@ -1,6 +1,7 @@
 """What an endpoint serves: an engine, its models, and how their prompts are made."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ class Service:
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
         self._tokenizing = anyio.CapacityLimiter(1)
-        self._templates: dict[str, str | None] = {}
+        self.users: Counter[str | None] = Counter()  # running requests of each adapter
         if tasks is not None and name in tasks:
             raise ConfigError(f"an adapter has the name of the base model, {name}; choose another name")
 

@@ -26,7 +26,7 @@ async def completions(asked: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
     prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
-    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics)
+    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
     if asked.stream:
         return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
     answers = await while_connected(http, running, collected(running, len(prepared.requests)))

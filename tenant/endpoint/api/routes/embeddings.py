@@ -31,7 +31,7 @@ async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
         )
         for prompt in prompts
     ]
-    running = Running(service.engine, requests, endpoint.metrics)
+    running = Running(service.engine, requests, endpoint.metrics, service.users)
     answers = await while_connected(http, running, collected(running, len(requests)))
     count = sum(map(len, prompts))
     return Embeddings(

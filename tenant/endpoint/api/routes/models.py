@@ -52,10 +52,13 @@ async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
 
 @router.post("/v1/unload_lora_adapter", response_model=None, responses=_TEXT)
 async def unload_adapter(asked: UnloadRequest, http: Request) -> PlainTextResponse:
-    """Drop an adapter. Requests that use it end first."""
-    tasks, _ = _loading(endpoint_of(http))
+    """Drop an adapter that no request uses."""
+    endpoint = endpoint_of(http)
+    tasks, _ = _loading(endpoint)
     if asked.lora_name not in tasks:
         raise ApiError(404, f"there is no adapter {asked.lora_name[:80]!a}", code="model_not_found", param="lora_name")
+    if users := endpoint.service.users[asked.lora_name]:
+        raise ApiError(409, f"{users} requests use this adapter; wait for their end", param="lora_name")
     try:
         tasks.unregister(asked.lora_name)
     except TaskError as error:

@@ -1,0 +1,89 @@
+"""The engine's events in the event loop."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from symbiosis_priv.errors import QuarantinedError
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.running import Running, collected
+from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Load, Request, RequestLedger, Sink, Token
+
+REQUEST = Request(id="1", prompt=(1,), adapter="lora")
+
+
+class Scripted(Engine):
+    """Gives events when it is told to."""
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+        self.cancelled = 0
+
+    def submit(self, request: Request, sink: Sink) -> "Scripted":
+        self.sinks.append(sink)
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def ledger(self) -> RequestLedger:
+        return RequestLedger(rows=2)
+
+    def load(self) -> Load:
+        return Load()
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        pass
+
+
+async def running(engine: Scripted, *events: Event) -> Running:
+    found = Running(engine, [REQUEST], Metrics(engine), Counter())
+    for event in events:
+        await asyncio.to_thread(engine.sinks[0], event)
+    return found
+
+
+def test_a_client_that_does_not_read_is_cancelled() -> None:
+    async def run() -> None:
+        engine = Scripted()
+        slow = await running(engine)
+        for _ in range(4097):
+            engine.sinks[0](Token(id=1, text="x"))
+        await asyncio.sleep(0)
+        assert engine.cancelled
+        with pytest.raises(ApiError, match="slowly"):
+            await collected(slow, 1)
+
+    asyncio.run(run())
+
+
+def test_a_failure_is_an_error_without_its_text() -> None:
+    async def run() -> None:
+        found = await running(Scripted(), Failed(error=QuarantinedError("provider 'alpha' has lied")))
+        with pytest.raises(ApiError) as failed:
+            await collected(found, 1)
+        assert failed.value.status == 503
+        assert "QuarantinedError" in str(failed.value)
+        assert "alpha" not in str(failed.value)
+
+    asyncio.run(run())
+
+
+def test_costs_are_those_of_running_and_ended_requests() -> None:
+    async def run() -> None:
+        users: Counter[str | None] = Counter()
+        engine = Scripted()
+        both = Running(engine, [REQUEST, REQUEST], Metrics(engine), users)
+        assert both.ledger().rows == 4
+        assert users["lora"] == 1
+        for sink in engine.sinks:
+            sink(Done(finish="stop", ledger=RequestLedger(rows=5)))
+        await collected(both, 2)
+        assert both.ledger().rows == 10
+        both.cancel()
+        both.cancel()
+        assert users["lora"] == 0
+
+    asyncio.run(run())

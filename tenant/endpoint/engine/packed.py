@@ -156,10 +156,11 @@ class _Step(Cache):
 
     def attend(self, queries: Tensor, layer: int, **options: Any) -> Tensor:
         """Attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
-        results = [
-            attend(queries[place, :, 0], part.kv.blocks(layer), part.kv.length(layer), **options)
-            for part, place in self._places()
-        ]
+        with torch._C.DisableTorchFunction():  # `RowBlocks` has nothing to do there, and delays each call
+            results = [
+                attend(queries[place, :, 0], part.kv.blocks(layer), part.kv.length(layer), **options)
+                for part, place in self._places()
+            ]
         return torch.cat(results).unsqueeze(1)
 
     @property

@@ -1,0 +1,124 @@
+"""Which engine drives which family of models; either gives the greedy tokens of `generate()`."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from symbiosis_priv.errors import UnsupportedMethodError
+from tenant import RemoteConfig
+from tenant.endpoint.engine.continuous import ContinuousEngine
+from tenant.endpoint.engine.opening import open_engine
+from tenant.endpoint.engine.whole import WholeEngine
+from tenant.model.loading import load_language_model
+from tests.tenant.endpoint.engine.conftest import Asked
+
+WINDOW = 8
+TOKENS: dict[str, Any] = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    **TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+HEADS: dict[str, Any] = {**SIZES, "head_dim": 16}
+GEMMA: dict[str, Any] = {**HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+EXPERTS: dict[str, Any] = {**HEADS, "num_experts_per_tok": 2}
+GPT: dict[str, Any] = {**TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+OPT: dict[str, Any] = {
+    **TOKENS,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 112,
+    "word_embed_proj_dim": 64,
+}
+MIXED = ["sliding_attention", "full_attention"]
+LONG_ROPE: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+FAMILIES: dict[str, tuple[PreTrainedConfig, type]] = {
+    "qwen2": (Qwen2Config(**SIZES), ContinuousEngine),
+    "qwen3": (Qwen3Config(**HEADS), ContinuousEngine),
+    "mistral": (MistralConfig(**SIZES, sliding_window=WINDOW), ContinuousEngine),
+    "gemma2": (Gemma2Config(**GEMMA, layer_types=MIXED), ContinuousEngine),
+    "gemma3": (Gemma3TextConfig(**GEMMA, layer_types=MIXED), ContinuousEngine),
+    "gpt2": (GPT2Config(**GPT), ContinuousEngine),
+    "opt": (OPTConfig(**OPT), ContinuousEngine),
+    "gpt-oss": (
+        GptOssConfig(**EXPERTS, num_local_experts=4, sliding_window=WINDOW, layer_types=MIXED),
+        ContinuousEngine,
+    ),
+    "gptj": (GPTJConfig(**GPT, rotary_dim=16), WholeEngine),
+    "falcon": (FalconConfig(**SIZES), WholeEngine),
+    "dynamic rope": (LlamaConfig(**SIZES, rope_parameters=LONG_ROPE), WholeEngine),
+}
+
+
+class Letters:
+    """Stands for a tokenizer."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+def save(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)  # so that tokens differ
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, kind = FAMILIES[family]
+    remote = RemoteConfig(masking="simulate", experts="all" if hasattr(config, "num_experts_per_tok") else None)
+    model = load_language_model(save(config, tmp_path), remote=remote, dtype=torch.float32)
+    prompts = [(5, 6, 7, 8, 9), (3, 9, 27) * 5]  # shorter and longer than the window
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=None
+        )
+        expected.append(output[0, len(prompt) :].tolist())
+    tokenizer: Any = Letters()
+    with caplog.at_level(logging.INFO, logger="tenant.endpoint"):
+        engine = open_engine(model, tokenizer)
+    assert type(engine) is kind
+    assert ("because" in caplog.text) == (kind is WholeEngine)
+    asked = [Asked(engine, prompt, max_tokens=10) for prompt in prompts]
+    assert [one.tokens for one in asked] == expected
+    engine.close()
+
+
+def test_experts_that_would_show_routes_are_refused_in_decoding_as_by_generate(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=48)
+    remote = RemoteConfig(masking="simulate", experts="counts")
+    model = load_language_model(save(config, tmp_path), remote=remote, dtype=torch.float32)
+    tokenizer: Any = Letters()
+    with pytest.raises(UnsupportedMethodError, match="counts"):
+        open_engine(model, tokenizer)

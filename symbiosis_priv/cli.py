@@ -30,6 +30,7 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system'
 # Kept here, in the order of `--help`, because asking a command for its own help would import its module.
 _SHORT_HELP = {
     "demo": "Fine-tune and generate on untrusted providers, and prove it.",
+    "serve-demo": "Chat with SmolLM2 in a browser, on untrusted providers on this machine.",
     "keys": "Create, request, sign, rotate and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
     "registry": "Run a registry, which lists executors to tenants, or show its list.",

@@ -7,4 +7,6 @@ claims   the measurements, and the claims that are computed from them
 screen   the summary at the end
 
 Nothing is downloaded: `symbiosis_priv.harness` generates the texts and pretrains the base model.
+
+`symbiosis-priv serve-demo` is in `serve`; it fetches a real model once (`smollm2`).
 """

@@ -13,7 +13,7 @@ from symbiosis_priv import cli
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 COMMAND = re.compile(r"(?<![\w.-])symbiosis-priv((?: +(?:\\\n *)?[^\s`#;]+)+)")
-TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def typed(text: str) -> list[list[str]]:
@@ -35,7 +35,7 @@ def test_commands_targets_and_links_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for words in typed(text):
         check(words)
-    assert set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)) <= TARGETS
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= TARGETS
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert link.startswith("https://") or (document.parent / link).exists(), link
 

@@ -6,6 +6,7 @@ step costs the round trips of one token, however many requests there are.
 """
 
 import logging
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.packed import Output, PackedModel, Rows
 from tenant.endpoint.engine.prefixes import Prefixes
 from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
@@ -52,6 +54,8 @@ class Limits:
         memory: bytes of keys and values: those of running requests at their full length, and those of the cache.
         step_rows: rows of a step. More rows read prompts with fewer round trips, and delay the tokens of other answers.
         prompt_rows: rows of a step that prompts get at least, and rows that a prompt gets in one turn.
+        step_work: floating-point operations of a step for the attention of prompts while other requests run. A long
+            prompt gets fewer rows the more tokens it has behind it, so that the tokens of others keep coming.
         running: requests that run at the same time.
         waiting: requests that wait; more are refused.
     """
@@ -59,6 +63,7 @@ class Limits:
     memory: int = 1 << 30
     step_rows: int = 256
     prompt_rows: int = 64
+    step_work: int = 20_000_000_000
     running: int = 128
     waiting: int = 256
 
@@ -87,6 +92,8 @@ class ContinuousEngine(Engine):
         self._drafter = drafter
         self._waiting, self._running = Turns(), Turns()
         self._prefixes = Prefixes()
+        shape, heads = packed.shape, packed.config.num_attention_heads
+        self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
         self._steps = self._tokens = 0
         self._counted = self._session_ledger()
         self._closed = False
@@ -201,15 +208,18 @@ class ContinuousEngine(Engine):
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
         free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
+        pairs = self._pairs if len(self._running) > 1 else sys.maxsize
         shares: dict[Sequence, int] = {}
         reading = Turns(s for s in self._running if not s.decoding)
-        while free > 0 and (sequence := reading.first()) is not None:
+        while free > 0 and (pairs > 0 or not shares) and (sequence := reading.first()) is not None:
             assert sequence.kv is not None
             had = shares.get(sequence, 0)
-            left = len(sequence.tokens) - sequence.kv.length() - had
-            share = min(self._limits.prompt_rows, left, free)
+            done = sequence.kv.length() + had
+            left = len(sequence.tokens) - done
+            share = min(self._limits.prompt_rows, left, free, max(ROWS, pairs // (done + 1)))
             shares[sequence] = had + share
             free -= share
+            pairs -= share * done
             reading.remove(sequence)
             if share < left:
                 reading.add(sequence)

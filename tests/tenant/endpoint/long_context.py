@@ -134,7 +134,7 @@ def measure(tokens: int, folder: Path) -> dict[str, Any]:
     answer, gaps, seconds = read_beside_others(engine, prompt)
     grown = peak_bytes() - before
     try:
-        engine.submit(Request(id="too long", prompt=(*prompt, 1), max_tokens=BLOCK), Answers())
+        engine.submit(Request(id="too long", prompt=(*prompt, 1), max_tokens=2 * BLOCK), Answers())
         refusal = ""
     except ConfigError as error:
         refusal = str(error)

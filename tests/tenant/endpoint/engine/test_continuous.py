@@ -326,6 +326,17 @@ def test_a_long_prompt_does_not_stop_the_tokens_of_others(opened: Open) -> None:
     assert len(during) >= 10
 
 
+def test_a_long_prompt_gets_fewer_rows_per_step_only_while_others_run(opened: Open) -> None:
+    alone, beside, begun = opened(step_work=1), opened(step_work=1), threading.Event()
+    Asked(alone, prompt(4, 400), max_tokens=1).done()
+    assert alone.load().steps == 2
+    other = Asked(beside, PROMPT, max_tokens=480, at={1: begun.set})
+    assert begun.wait(60)
+    Asked(beside, prompt(4, 400), max_tokens=1).done()
+    other.handle.cancel()
+    assert 400 // 16 <= beside.load().steps < 400 // 8
+
+
 def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:
     """A client with many prompts does not delay another one's only prompt."""
     engine = opened(step_rows=8, prompt_rows=8)

@@ -1,0 +1,114 @@
+"""The process of one job: `python -m tenant.endpoint.jobs.child`.
+
+It reads its work from the first line of stdin, and writes its progress to stdout, a JSON object per line. When stdin
+closes, the endpoint has ended: the process gets SIGTERM, and saves the completed steps as `tenant finetune` does. So
+no command line has a name of the tenant's, and no process outlives its endpoint by more than a step.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+from symbiosis_priv.system.parent_watch import when_stdin_closes
+from tenant.training.options import FineTuning
+from tenant.training.output import last_checkpoint
+
+_EARLIER_PROCESS_S = 120.0
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has to do.
+
+    Args:
+        model: the base model's folder.
+        data: the training file.
+        output: the output folder; the folder above it has the lock.
+        remote: arguments of `RemoteConfig`.
+        options: arguments of `FineTuning`.
+    """
+
+    model: str
+    data: str
+    output: str
+    remote: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of progress: a step, or the end of the run with `tokens`, or an `error`."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens: int | None = None
+    error: str | None = None
+
+
+def main() -> None:
+    """Run the work that stdin describes."""
+    work = msgspec.json.decode(sys.stdin.buffer.readline(), type=Work)
+    when_stdin_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    output = Path(work.output)
+    try:
+        with (output.parent / "lock").open("wb") as lock:
+            _wait_for(lock)
+            _run(work, output, resume=_can_resume(output))
+    except SymbiosisError as error:
+        _say(Report(error=one_line(str(error))))
+        raise SystemExit(1) from None
+
+
+def _run(work: Work, output: Path, *, resume: bool) -> None:
+    from tenant.model.hf import RemoteConfig
+    from tenant.training.finetune import finetune
+
+    result = finetune(
+        work.model,
+        Path(work.data),
+        output,
+        remote=RemoteConfig(**work.remote),
+        options=FineTuning(**work.options, resume=resume),
+        on_progress=lambda step, total, loss: _say(Report(step=step, total_steps=total, loss=loss)),
+    )
+    _say(Report(tokens=result.tokens))
+
+
+def _wait_for(lock: BinaryIO) -> None:
+    """Wait until an earlier process of the same job has ended, whose endpoint was killed."""
+    end = time.monotonic() + _EARLIER_PROCESS_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigError("an earlier process of this job does not end; kill it") from None
+            time.sleep(0.1)
+
+
+def _can_resume(output: Path) -> bool:
+    """Returns True if there is a checkpoint. Without one, an earlier run left nothing of use, which is deleted."""
+    try:
+        last_checkpoint(output)
+        return True
+    except ConfigError:
+        shutil.rmtree(output, ignore_errors=True)
+        return False
+
+
+def _say(report: Report) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The files that clients upload. Each is stored under a name of our own, beside a small file that describes it."""
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import UNDECODABLE, storing, write_atomically
+from symbiosis_priv.system.private import PrivateFolder
+from tenant.endpoint.api.errors import ApiError
+
+_PIECE = 1 << 20
+_NAME_LENGTH = 255
+_LINES = re.compile(r"\.(jsonl|ndjson)\Z", re.IGNORECASE)
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a file.
+
+    Args:
+        id: our name of it.
+        filename: the client's name of it, which is shown and never used as a path.
+        bytes: size.
+        created_at: seconds since 1970.
+    """
+
+    id: str
+    filename: str
+    bytes: int
+    created_at: int
+
+
+class Files:
+    """The files in a folder. The methods may be called from several threads.
+
+    Args:
+        folder: a private folder.
+        file_limit: bytes of one file.
+        limit: bytes of all files.
+    """
+
+    def __init__(self, folder: Path, *, file_limit: int = 256 << 20, limit: int = 4 << 30) -> None:
+        self.file_limit = file_limit
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._folder = private_folder(folder)
+        self._files = {file.id: file for file in _stored(self._folder)}
+        for path in self._folder.iterdir():
+            if path.stem not in self._files:  # left by an upload that did not end
+                path.unlink()
+
+    def add(self, source: BinaryIO, filename: str) -> File:
+        """Store a file.
+
+        Args:
+            source: its content.
+            filename: the client's name; a name that ends in .jsonl or .ndjson means JSON lines.
+
+        Raises:
+            ApiError: the file, or all files together, would be too large.
+            StorageError: it cannot be written.
+        """
+        name = f"file-{secrets.token_hex(12)}"
+        content = self._folder / f"{name}{'.jsonl' if _LINES.search(filename) else '.txt'}"
+        try:
+            with (
+                storing(content),
+                os.fdopen(os.open(content, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out,
+            ):
+                size = self._copied(source, out)
+            file = File(id=name, filename=_shown(filename), bytes=size, created_at=int(time.time()))
+            with self._lock:
+                if sum(one.bytes for one in self._files.values()) + size > self._limit:
+                    raise ApiError(
+                        413, f"all files together exceed {self._limit:,} bytes; delete some", code="too_large"
+                    )
+                write_atomically(self._folder / f"{name}.json", msgspec.json.encode(file), mode=0o600)
+                self._files[name] = file
+        except BaseException:
+            content.unlink(missing_ok=True)
+            raise
+        return file
+
+    def list(self) -> list[File]:
+        """Return all files, the oldest first."""
+        with self._lock:
+            return list(self._files.values())
+
+    def get(self, name: str, *, param: str | None = None) -> File:
+        """Return a file. Raises ApiError if there is none of this name."""
+        with self._lock:
+            if name not in self._files:
+                raise ApiError(404, f"there is no file {name[:80]!a}", code="not_found", param=param)
+            return self._files[name]
+
+    def path(self, name: str, *, param: str | None = None) -> Path:
+        """Return the path of a file's content. Raises ApiError if there is no such file."""
+        path = self._folder / f"{self.get(name, param=param).id}.jsonl"
+        return path if path.exists() else path.with_suffix(".txt")
+
+    def delete(self, name: str) -> None:
+        """Delete a file. Raises ApiError if there is no such file."""
+        path = self.path(name)
+        with self._lock:
+            self._files.pop(name, None)
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+    def _copied(self, source: BinaryIO, out: BinaryIO) -> int:
+        size = 0
+        while piece := source.read(_PIECE):
+            size += len(piece)
+            if size > self.file_limit:
+                raise ApiError(413, f"the file exceeds {self.file_limit:,} bytes", code="too_large", param="file")
+            out.write(piece)
+        return size
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder that no other user can read or change, if it is missing. Returns its path.
+
+    Raises:
+        ConfigError: it belongs to another user, or another user could replace it.
+        StorageError: it cannot be made.
+    """
+    with storing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with PrivateFolder.open(folder):
+            if folder.stat().st_uid != os.geteuid():
+                raise ConfigError(f"{folder} belongs to another user; choose another folder")
+            folder.chmod(0o700)
+    return folder.resolve()
+
+
+def _stored(folder: Path) -> Iterator[File]:
+    found = []
+    for path in folder.glob("file-*.json"):
+        try:
+            file = msgspec.json.decode(path.read_bytes(), type=File)
+        except (OSError, *UNDECODABLE):
+            continue
+        if file.id == path.stem:
+            found.append(file)
+    yield from sorted(found, key=lambda file: (file.created_at, file.id))
+
+
+def _shown(filename: str) -> str:
+    """Return the last part of a client's file name, without what cannot be printed."""
+    last = re.split(r"[/\\]", filename)[-1]
+    return "".join(char for char in last if char.isprintable())[:_NAME_LENGTH] or "file"

@@ -1,0 +1,120 @@
+"""One fine-tuning job and its events, as they are stored.
+
+FOLDER/job.json       the job; replaced at each change of its state
+FOLDER/events.jsonl   its events; grows
+FOLDER/adapter/       the output folder of `tenant.training.finetune`: the adapter and its checkpoints
+FOLDER/lock           locked by the job's process while it runs
+FOLDER/log            what the process wrote to stderr
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from symbiosis_priv.system.files import UNDECODABLE, write_atomically
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client has asked for. The hyperparameters are those of `FineTuning`."""
+
+    training_file: str
+    suffix: str | None
+    seed: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    rank: int
+    sequence_length: int
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """The state of one job.
+
+    Args:
+        created_at, finished_at: seconds since 1970.
+        model: name of the base model.
+        fine_tuned_model: name of the result, once there is one.
+        trained_tokens: number of tokens, once the job has succeeded.
+        error: why the job failed.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    asked: Asked
+    status: Status = "queued"
+    finished_at: int | None = None
+    fine_tuned_model: str | None = None
+    trained_tokens: int | None = None
+    error: str | None = None
+
+
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a job; with `step`, one step of training and its loss in nats per token."""
+
+    created_at: int
+    message: str
+    level: Literal["info", "error"] = "info"
+    step: int | None = None
+    total_steps: int | None = None
+    train_loss: float | None = None
+
+
+class StoredJob:
+    """A job and its events, with their folder.
+
+    Args:
+        folder: the job's folder.
+        job: the state.
+        events: the events so far.
+    """
+
+    def __init__(self, folder: Path, job: Job, events: list[JobEvent]) -> None:
+        self.folder = folder
+        self.job = job
+        self.events = events
+
+    @classmethod
+    def read(cls, folder: Path) -> "StoredJob | None":
+        """Read a job; None if it was never completely written."""
+        try:
+            job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
+        except (OSError, *UNDECODABLE):
+            return None
+        return cls(folder, job, _events(folder / "events.jsonl")) if job.id == folder.name else None
+
+    @property
+    def adapter(self) -> Path:
+        """The output folder of the run."""
+        return self.folder / "adapter"
+
+    def change(self, status: Status) -> None:
+        """Set the status, and store the job."""
+        self.job.status = status
+        if status in ENDED:
+            self.job.finished_at = int(time.time())
+        write_atomically(self.folder / "job.json", msgspec.json.encode(self.job), mode=0o600)
+
+    def tell(self, event: JobEvent) -> None:
+        """Add an event, and store it."""
+        self.events.append(event)
+        descriptor = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+def _events(path: Path) -> list[JobEvent]:
+    """Read events. The last line may be incomplete, after a crash."""
+    events = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            events.append(msgspec.json.decode(line, type=JobEvent))
+        except UNDECODABLE:
+            continue
+    return events

@@ -1,0 +1,295 @@
+"""Runs fine-tuning jobs, each in a process of its own, one after the other.
+
+A job's process may crash or be killed without harm to the endpoint. The state of every job is on disk: an endpoint that
+starts again continues queued jobs, and running ones from their last checkpoint.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError
+from symbiosis_priv.system.files import UNDECODABLE
+from symbiosis_priv.system.processes import command
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.jobs.child import Report, Work
+from tenant.endpoint.jobs.files import Files, private_folder
+from tenant.endpoint.jobs.job import ENDED, Asked, Job, JobEvent, StoredJob
+from tenant.tasks import Tasks
+from tenant.training import corpus
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING = 100
+_LINE_BYTES = 1 << 16
+
+
+class Jobs:
+    """The fine-tuning jobs of one endpoint. A context manager; the methods may be called from several threads.
+
+    Args:
+        folder: where files, jobs and adapters are kept; made, if it is missing. Nobody but this user may read it.
+        model: the base model's folder.
+        name: the base model's name for clients.
+        remote: arguments of `RemoteConfig` for the processes, as JSON can hold them.
+        tasks: gets the adapters that jobs make, those of earlier runs too.
+        end_s: seconds that a process may take to save its steps after SIGTERM; then it is killed.
+        start: starts a process, as `subprocess.Popen` does.
+
+    Raises:
+        ConfigError: the folder belongs to another user, or another endpoint uses it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: Path,
+        name: str,
+        remote: Mapping[str, Any],
+        tasks: Tasks,
+        end_s: float = 30.0,
+        start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+    ) -> None:
+        self.name = name
+        self._model, self._remote, self._tasks = model, remote, tasks
+        self._end_s, self._start = end_s, start
+        self._folder = private_folder(folder)
+        self._lock_folder()
+        self.files = Files(self._folder / "files")
+        runs = private_folder(self._folder / "jobs")
+        found = [StoredJob.read(path) for path in runs.iterdir()]
+        stored = sorted((one for one in found if one), key=lambda one: (one.job.created_at, one.job.id))
+        self._runs = runs
+        self._jobs = {one.job.id: one for one in stored}
+        self._changed = threading.Condition()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running: StoredJob | None = None
+        self._closing = False
+        for one in stored:
+            if one.job.status == "running":
+                one.change("queued")
+            elif one.job.status == "succeeded":
+                self._register(one)
+        self._thread = threading.Thread(target=self._run_all, name="fine-tuning", daemon=True)
+        self._thread.start()
+
+    def create(self, asked: Asked) -> StoredJob:
+        """Queue a job.
+
+        Raises:
+            ApiError: the training file is missing or malformed, or too many jobs wait.
+        """
+        path = self.files.path(asked.training_file, param="training_file")
+        try:
+            corpus.read(path)
+        except ConfigError as error:
+            said = str(error).replace(str(path), asked.training_file)
+            raise ApiError(400, said, code="invalid_training_file", param="training_file") from error
+        name = f"ftjob-{secrets.token_hex(12)}"
+        job = Job(id=name, created_at=int(time.time()), model=self.name, asked=asked)
+        with self._changed:
+            if sum(one.job.status not in ENDED for one in self._jobs.values()) >= _MAX_WAITING:
+                raise ApiError(429, f"{_MAX_WAITING} jobs are waiting; try again later", code="overloaded")
+            stored = StoredJob(private_folder(self._runs / name), job, [])
+            stored.change("queued")
+            stored.tell(_event("the job is waiting"))
+            self._jobs[name] = stored
+            self._changed.notify_all()
+        return stored
+
+    def list(self) -> list[StoredJob]:
+        """Return all jobs, the oldest first."""
+        with self._changed:
+            return list(self._jobs.values())
+
+    def get(self, name: str) -> StoredJob:
+        """Return a job. Raises ApiError if there is none of this name."""
+        with self._changed:
+            if name not in self._jobs:
+                raise ApiError(404, f"there is no fine-tuning job {name[:80]!a}", code="not_found")
+            return self._jobs[name]
+
+    def cancel(self, name: str) -> StoredJob:
+        """End a job. What its process has saved is kept in its folder.
+
+        Raises:
+            ApiError: there is no such job, or it has ended.
+        """
+        stored = self.get(name)
+        with self._changed:
+            if stored.job.status in ENDED:
+                raise ApiError(400, f"the job has {stored.job.status} already", code="ended")
+            stored.change("cancelled")
+            stored.tell(_event("the job was cancelled"))
+            if self._running is stored:
+                self._stop_process()
+        return stored
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file.
+
+        Raises:
+            ApiError: there is no such file, or a job that has not ended needs it.
+        """
+        self.files.get(name)
+        with self._changed:
+            if any(one.job.asked.training_file == name and one.job.status not in ENDED for one in self._jobs.values()):
+                raise ApiError(409, "a fine-tuning job that has not ended needs this file; cancel it first")
+            self.files.delete(name)
+
+    def close(self) -> None:
+        """Stop. The job that runs saves its steps, and goes on when an endpoint opens this folder again."""
+        with self._changed:
+            self._closing = True
+            self._stop_process()
+            self._changed.notify_all()
+        self._thread.join()
+        os.close(self._lock)
+
+    def __enter__(self) -> "Jobs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock_folder(self) -> None:
+        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"another endpoint uses {self._folder}; stop it, or name another folder") from None
+
+    # In the thread of the jobs
+
+    def _run_all(self) -> None:
+        while True:
+            with self._changed:
+                while not (waiting := self._waiting()) and not self._closing:
+                    self._changed.wait()
+                if self._closing or waiting is None:
+                    return
+                waiting.change("running")
+                waiting.tell(_event("the job has started"))
+                self._running = waiting
+            try:
+                self._run(waiting)
+            except Exception as error:
+                log.exception("fine-tuning job %s", waiting.job.id)
+                self._end(waiting, Report(error=f"an error of the endpoint ({type(error).__name__}); see its log"))
+            with self._changed:
+                self._running = None
+
+    def _waiting(self) -> StoredJob | None:
+        return next((one for one in self._jobs.values() if one.job.status == "queued"), None)
+
+    def _run(self, stored: StoredJob) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(os.open(stored.folder / "log", flags, 0o600), "wb") as errors, self._changed:
+            if self._closing or stored.job.status != "running":
+                return
+            process = self._process = self._start(
+                command("tenant.endpoint.jobs.child"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C at the terminal goes to the endpoint alone
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        last = Report()
+        with process.stdout, process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(self._work(stored)) + b"\n")
+                process.stdin.flush()
+            while line := process.stdout.readline(_LINE_BYTES):
+                with contextlib.suppress(*UNDECODABLE):
+                    last = msgspec.json.decode(line, type=Report)
+                    if last.step is not None:
+                        stored.tell(_step(last))
+        code = process.wait()
+        with self._changed:
+            self._process = None
+        if last.tokens is None and last.error is None:
+            last = Report(error=f"the process of the job ended with code {code}; see {stored.folder / 'log'}")
+        self._end(stored, last)
+
+    def _work(self, stored: StoredJob) -> Work:
+        asked = stored.job.asked
+        options = msgspec.structs.asdict(asked)
+        return Work(
+            model=str(self._model),
+            data=str(self.files.path(asked.training_file)),
+            output=str(stored.adapter),
+            remote=self._remote,
+            options={name: options[name] for name in options if name not in ("training_file", "suffix")},
+        )
+
+    def _end(self, stored: StoredJob, last: Report) -> None:
+        job = stored.job
+        with self._changed:
+            if job.status != "running":  # cancelled
+                return
+            if last.tokens is not None:
+                job.trained_tokens = last.tokens
+                job.fine_tuned_model = f"ft-{job.asked.suffix or 'model'}-{job.id[-6:]}"
+                if self._register(stored):
+                    stored.tell(_event(f"the job has succeeded: model {job.fine_tuned_model}"))
+                    stored.change("succeeded")
+                    for checkpoint in stored.adapter.glob("checkpoint-*"):
+                        shutil.rmtree(checkpoint, ignore_errors=True)
+                    return
+                job.fine_tuned_model = None
+                last = Report(error="the adapter cannot be used; the log of the endpoint says why")
+            if self._closing:  # an endpoint that opens this folder continues the job
+                return
+            job.error = last.error
+            stored.tell(
+                JobEvent(created_at=int(time.time()), message=f"the job has failed: {job.error}", level="error")
+            )
+            stored.change("failed")
+
+    def _register(self, stored: StoredJob) -> bool:
+        assert stored.job.fine_tuned_model is not None
+        try:
+            self._tasks.register(stored.job.fine_tuned_model, stored.adapter)
+            return True
+        except (SymbiosisError, OSError) as error:
+            log.warning("the adapter of fine-tuning job %s cannot be used: %s", stored.job.id, error)
+            return False
+
+    def _stop_process(self) -> None:
+        """Send SIGTERM, and SIGKILL after a time."""
+        process = self._process
+        if process is not None:
+            process.terminate()
+            timer = threading.Timer(self._end_s, process.kill)
+            timer.daemon = True
+            timer.start()
+
+
+def _event(message: str) -> JobEvent:
+    return JobEvent(created_at=int(time.time()), message=message)
+
+
+def _step(report: Report) -> JobEvent:
+    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+    return JobEvent(
+        created_at=int(time.time()),
+        message=f"step {report.step} of {report.total_steps}{loss}",
+        step=report.step,
+        total_steps=report.total_steps,
+        train_loss=report.loss,
+    )

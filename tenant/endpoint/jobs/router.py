@@ -1,0 +1,178 @@
+"""The routes of files and fine-tuning jobs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import FileResponse
+from fastapi.routing import APIRoute
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.exceptions import HTTPException
+from starlette.types import Message
+
+from tenant.endpoint.api.bodies import JsonRoute
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.jobs.bodies import (
+    DeletedFile,
+    EventAnswer,
+    EventList,
+    FileAnswer,
+    FileList,
+    JobAnswer,
+    JobList,
+    JobRequest,
+    Upload,
+)
+from tenant.endpoint.jobs.job import ENDED
+from tenant.endpoint.jobs.jobs import Jobs
+
+T = TypeVar("T")
+
+UPLOAD = "/v1/files"
+"""The path whose bodies this router limits itself."""
+_FORM_BYTES = 16 << 10  # of a multipart body besides the file
+_UPLOAD_S = 600.0
+_POLL_S = 0.25
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_CONTENT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+Limit = Annotated[int, Query(ge=1, le=100)]
+After = Annotated[str | None, Query(max_length=200)]
+
+
+def jobs_router(jobs: Jobs) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(route_class=JsonRoute)
+    files = jobs.files
+    uploads = APIRouter(route_class=_limited(files.file_limit + _FORM_BYTES))
+
+    @uploads.post(UPLOAD)
+    def upload(form: Annotated[Upload, Form(media_type="multipart/form-data")]) -> FileAnswer:
+        """Store a training file: JSON lines (.jsonl) or plain text."""
+        return FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
+
+    @router.get(UPLOAD)
+    def list_files(
+        purpose: Literal["fine-tune"] | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        after: After = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> FileList:
+        """List the files."""
+        found = files.list()
+        page, more = _page(found if order == "asc" else found[::-1], lambda file: file.id, after, limit)
+        return FileList(data=[FileAnswer.of(file) for file in page], has_more=more)
+
+    @router.get(UPLOAD + "/{file_id}")
+    def file(file_id: str) -> FileAnswer:
+        """Describe a file."""
+        return FileAnswer.of(files.get(file_id))
+
+    @router.get(UPLOAD + "/{file_id}/content", response_model=None, responses=_CONTENT)
+    def content(file_id: str) -> Response:
+        """Return the content of a file."""
+        return FileResponse(files.path(file_id), media_type="application/octet-stream")
+
+    @router.delete(UPLOAD + "/{file_id}")
+    def delete(file_id: str) -> DeletedFile:
+        """Delete a file."""
+        jobs.delete_file(file_id)
+        return DeletedFile(id=file_id)
+
+    @router.post("/v1/fine_tuning/jobs")
+    def create(asked: JobRequest) -> JobAnswer:
+        """Queue a fine-tuning job of the base model."""
+        if asked.model != jobs.name:
+            raise ApiError(400, f"only the base model, {jobs.name}, can be fine-tuned", param="model")
+        return JobAnswer.of(jobs.create(asked.asked()))
+
+    @router.get("/v1/fine_tuning/jobs")
+    def list_jobs(after: After = None, limit: Limit = 20) -> JobList:
+        """List the jobs, the newest first."""
+        page, more = _page(jobs.list()[::-1], lambda stored: stored.job.id, after, limit)
+        return JobList(data=[JobAnswer.of(stored) for stored in page], has_more=more)
+
+    @router.get("/v1/fine_tuning/jobs/{job_id}")
+    def job(job_id: str) -> JobAnswer:
+        """Describe a job."""
+        return JobAnswer.of(jobs.get(job_id))
+
+    @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
+    def cancel(job_id: str) -> JobAnswer:
+        """End a job."""
+        return JobAnswer.of(jobs.cancel(job_id))
+
+    @router.get("/v1/fine_tuning/jobs/{job_id}/events", response_model=EventList, responses=_STREAM)
+    async def events(http: Request, job_id: str, after: After = None, limit: Limit = 20, stream: bool = False) -> Any:
+        """List the events of a job, the newest first; or stream them, the oldest first, until the job has ended."""
+        stored = jobs.get(job_id)
+        if stream:
+            return EventSourceResponse(_events(jobs, job_id), sep="\n")
+        found = [EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
+        page, more = _page(found[::-1], lambda event: event.id, after, limit)
+        return EventList(data=list(page), has_more=more)
+
+    router.include_router(uploads)
+    return router
+
+
+async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
+    stored, sent = jobs.get(name), 0
+    while True:
+        ended = stored.job.status in ENDED  # its last event is there already
+        for number, event in enumerate(stored.events[sent:], start=sent):
+            yield ServerSentEvent(EventAnswer.of(number, event).model_dump_json())
+            sent = number + 1
+        if ended:
+            yield ServerSentEvent("[DONE]")
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def _page(found: Sequence[T], name: Callable[[T], str], after: str | None, limit: int) -> tuple[Sequence[T], bool]:
+    """Return what follows the entry `after`, at most `limit` entries, and whether there are more."""
+    if after is not None:
+        names = [name(one) for one in found]
+        if after not in names:
+            raise ApiError(400, "after is no name in this list", param="after")
+        found = found[names.index(after) + 1 :]
+    return found[:limit], len(found) > limit
+
+
+def _limited(limit: int) -> type[APIRoute]:
+    """A route whose body has at most `limit` bytes, and arrives in time. A file goes to disk while it arrives."""
+
+    class Limited(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def limited(request: Request) -> Response:
+                return await handle(Request(request.scope, _receiver(request, limit)))
+
+            return limited
+
+    return Limited
+
+
+def _receiver(request: Request, limit: int) -> Callable[[], Coroutine[Any, Any, Message]]:
+    too_large = HTTPException(413, f"the body of the request exceeds {limit:,} bytes")
+    end = asyncio.get_running_loop().time() + _UPLOAD_S
+    size = 0
+
+    async def receive() -> Message:
+        nonlocal size
+        if int(request.headers.get("content-length", "0")) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout_at(end):
+                message = await request.receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body of the request did not arrive in {_UPLOAD_S:g} s") from None
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise too_large
+        return message
+
+    return receive

@@ -1,0 +1,125 @@
+"""Jobs run in their own processes; a restart continues them, and nothing of the data is seen elsewhere."""
+
+import http.client
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.jobs.job import Asked, JobEvent
+from tenant.endpoint.jobs.jobs import Jobs
+from tenant.tasks import Tasks
+from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs, wait_until
+
+SHORT = {"n_epochs": 1, "batch_size": 4, "sequence_length": 64}
+
+
+def steps(events: list[JobEvent]) -> list[int]:
+    return [event.step for event in events if event.step is not None]
+
+
+def test_the_official_client_fine_tunes_a_model(
+    client: Any, port: int, jobs: Jobs, chats: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = client.files.create(file=("chats.jsonl", chats), purpose="fine-tune")
+    assert client.files.retrieve(file.id) == file
+    assert [one.id for one in client.files.list(purpose="fine-tune")] == [file.id]
+    assert client.files.content(file.id).read() == chats
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file.id, suffix="key", seed=3, hyperparameters=SHORT
+    )
+    with pytest.raises(openai.ConflictError, match="needs this file"):
+        client.files.delete(file.id)
+    streamed = stream(port, f"/v1/fine_tuning/jobs/{job.id}/events?stream=true")
+    job = client.fine_tuning.jobs.retrieve(job.id)
+    assert (job.status, job.error, job.seed) == ("succeeded", None, 3), (jobs.get(job.id).folder / "log").read_text()
+    assert job.trained_tokens > 0
+    assert job.hyperparameters.n_epochs == 1
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=2))
+    assert [event.id for event in events] == [event["id"] for event in reversed(streamed)]
+    assert [event.data["step"] for event in reversed(events) if event.type == "metrics"] == [1, 2]
+    assert [one.id for one in client.fine_tuning.jobs.list()] == [job.id]
+    assert job.fine_tuned_model.startswith("ft-key-")
+    assert job.fine_tuned_model in [one.id for one in client.models.list()]
+    assert client.completions.create(model=job.fine_tuned_model, prompt="Where", max_tokens=2).usage
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    folder = jobs.get(job.id).folder
+    assert not list(folder.glob("adapter/checkpoint-*"))
+    written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in data for data in written)
+    assert SECRET not in caplog.text
+
+
+def stream(port: int, path: str) -> list[dict[str, Any]]:
+    """Read a stream of events to its end."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
+    lines = connection.getresponse().read().decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    connection.close()
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def long_job(jobs: Jobs, chats: bytes, *, epochs: int) -> Any:
+    """Start a job, and wait for its second step."""
+    import io
+
+    file = jobs.files.add(io.BytesIO(chats), "chats.jsonl")
+    asked = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
+    stored = jobs.create(Asked(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
+    wait_until(lambda: len(steps(stored.events)) >= 2 or stored.job.error is not None)
+    assert stored.job.error is None
+    return stored
+
+
+def test_a_cancelled_job_ends_and_the_next_one_runs(client: Any, jobs: Jobs, chats: bytes) -> None:
+    stored = long_job(jobs, chats, epochs=1000)
+    process = jobs._process
+    assert process is not None
+    assert client.fine_tuning.jobs.cancel(stored.job.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="cancelled already"):
+        client.fine_tuning.jobs.cancel(stored.job.id)
+    wait_until(lambda: process.poll() is not None)
+    assert stored.job.status == "cancelled"
+    assert stored.job.fine_tuned_model is None
+    wait_until(lambda: jobs._running is None)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_job_goes_on_when_the_endpoint_starts_again(
+    open_jobs: OpenJobs, tasks: Tasks, chats: bytes, tmp_path: Path, crash: bool
+) -> None:
+    """After `close`, from the step at which it was stopped. After a crash of the process, it starts from a checkpoint
+    or anew."""
+    folder = tmp_path / "private"
+    with open_jobs(folder) as jobs:
+        stored = long_job(jobs, chats, epochs=10)
+        with pytest.raises(ConfigError, match="another endpoint"):
+            open_jobs(folder)
+        if crash:
+            assert jobs._process is not None
+            jobs._closing = True  # the endpoint dies with its process: nothing more is written
+            os.kill(jobs._process.pid, signal.SIGKILL)
+    assert stored.job.status == "running"
+    before = steps(stored.events)
+    with open_jobs(folder) as jobs:
+        again = jobs.get(stored.job.id)
+        wait_until(lambda: again.job.status in ("succeeded", "failed"))
+        assert again.job.error is None
+        assert steps(again.events)[: len(before)] == before
+        after = steps(again.events)[len(before) :]
+        assert after[-1] == 20
+        assert after[0] == 1 if crash else before[-1] < after[0] <= before[-1] + 2
+        name = str(again.job.fine_tuned_model)
+    tasks.unregister(name)
+    with open_jobs(folder):
+        assert name in tasks
+        tasks.unregister(name)

@@ -32,7 +32,11 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
             service = opened.enter_context(
                 serving.opened(model, remote.config(), name=name, adapters=adapters, options=options)
             )
-        server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options)
+        jobs = None
+        if options.fine_tuning is not None:
+            folder = options.fine_tuning
+            jobs = opened.enter_context(serving.jobs(service, model, remote.config(), folder=folder))
+        server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options, jobs=jobs)
         address = bound_address(listener)
         terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
         if options.api_key_file is None:  # shown here and nowhere else

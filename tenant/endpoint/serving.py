@@ -3,9 +3,13 @@
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
+import msgspec
+
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.endpoint.api.app import create_app
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.server import Server
@@ -13,6 +17,8 @@ from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.continuous import Limits
 from tenant.endpoint.engine.opening import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
+from tenant.endpoint.jobs.jobs import Jobs
+from tenant.endpoint.jobs.router import UPLOAD, jobs_router
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -56,8 +62,32 @@ def opened(
         backend_of(loaded).close()
 
 
+def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: Path) -> Jobs:
+    """Open the fine-tuning jobs of a folder; their models are added to those of the service.
+
+    Args:
+        service: the engine and its models.
+        model: the base model: a checkpoint folder, or a name on the hub.
+        remote: how the processes of jobs split the model.
+        folder: a private folder, made if it is missing.
+
+    Raises:
+        ConfigError: the folder is not private, or another endpoint uses it.
+    """
+    assert service.tasks is not None
+    given = {one.name: getattr(remote, one.name) for one in fields(remote) if one.name != "wiretap"}
+    plain = msgspec.to_builtins(given, enc_hook=str)  # paths
+    return Jobs(folder, model=resolve(model), name=service.name, remote=plain, tasks=service.tasks)
+
+
 def server(
-    service: Service, listener: socket.socket, *, keys: tuple[str, ...], masking: str, options: Serving
+    service: Service,
+    listener: socket.socket,
+    *,
+    keys: tuple[str, ...],
+    masking: str,
+    options: Serving,
+    jobs: Jobs | None = None,
 ) -> Server:
     """Return a server with the API and the page.
 
@@ -67,6 +97,7 @@ def server(
         keys: the API keys.
         masking: name of the masking scheme, for the page.
         options: hosts, the folder of adapters and the time to drain.
+        jobs: the fine-tuning jobs; None to offer none.
     """
     settings = Settings(
         keys=keys,
@@ -74,6 +105,8 @@ def server(
         drain_s=options.drain_s,
         adapters=options.allow_loading,
         open_paths=frozenset({"/health", "/openapi.json", *FILES}),
+        streamed_paths=frozenset({UPLOAD} if jobs else ()),
     )
     page = page_router(scheme_named(masking), lambda: ledger_of(service.model))
-    return Server(create_app(service, settings, routers=[page]), listener, drain_s=options.drain_s)
+    routers = [page, jobs_router(jobs)] if jobs else [page]
+    return Server(create_app(service, settings, routers=routers), listener, drain_s=options.drain_s)

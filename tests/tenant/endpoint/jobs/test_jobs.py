@@ -1,9 +1,9 @@
 """Jobs run in their own processes; a restart continues them, and nothing of the data is seen elsewhere."""
 
 import http.client
+import io
 import json
-import os
-import signal
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.jobs.job import Asked, JobEvent
+from tenant.endpoint.jobs.job import Asked, Job, JobEvent, StoredJob
 from tenant.endpoint.jobs.jobs import Jobs
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs, wait_until
@@ -70,8 +70,6 @@ def stream(port: int, path: str) -> list[dict[str, Any]]:
 
 def long_job(jobs: Jobs, chats: bytes, *, epochs: int) -> Any:
     """Start a job, and wait for its second step."""
-    import io
-
     file = jobs.files.add(io.BytesIO(chats), "chats.jsonl")
     asked = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
     stored = jobs.create(Asked(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
@@ -93,33 +91,58 @@ def test_a_cancelled_job_ends_and_the_next_one_runs(client: Any, jobs: Jobs, cha
     wait_until(lambda: jobs._running is None)
 
 
-@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("end", ["closed", "orphaned", "killed"])
 def test_a_job_goes_on_when_the_endpoint_starts_again(
-    open_jobs: OpenJobs, tasks: Tasks, chats: bytes, tmp_path: Path, crash: bool
+    open_jobs: OpenJobs, chats: bytes, tmp_path: Path, end: str
 ) -> None:
-    """After `close`, from the step at which it was stopped. After a crash of the process, it starts from a checkpoint
-    or anew."""
+    """From the step at which it was stopped; after a SIGKILL of its process, from a checkpoint or anew."""
     folder = tmp_path / "private"
     with open_jobs(folder) as jobs:
-        stored = long_job(jobs, chats, epochs=10)
+        stored = long_job(jobs, chats, epochs=1000)
         with pytest.raises(ConfigError, match="another endpoint"):
             open_jobs(folder)
-        if crash:
-            assert jobs._process is not None
-            jobs._closing = True  # the endpoint dies with its process: nothing more is written
-            os.kill(jobs._process.pid, signal.SIGKILL)
+        process = jobs._process
+        assert process is not None
+        assert process.stdin is not None
+        if end != "closed":
+            jobs._closing = True  # the endpoint has died, and writes nothing more
+            process.stdin.close() if end == "orphaned" else process.kill()
+            wait_until(lambda: process.poll() is not None)
     assert stored.job.status == "running"
     before = steps(stored.events)
     with open_jobs(folder) as jobs:
         again = jobs.get(stored.job.id)
-        wait_until(lambda: again.job.status in ("succeeded", "failed"))
+        wait_until(lambda: len(steps(again.events)) > len(before) or again.job.error is not None)
         assert again.job.error is None
         assert steps(again.events)[: len(before)] == before
-        after = steps(again.events)[len(before) :]
-        assert after[-1] == 20
-        assert after[0] == 1 if crash else before[-1] < after[0] <= before[-1] + 2
-        name = str(again.job.fine_tuned_model)
-    tasks.unregister(name)
-    with open_jobs(folder):
-        assert name in tasks
-        tasks.unregister(name)
+        first = steps(again.events)[len(before)]
+        assert first == 1 if end == "killed" else before[-1] < first <= before[-1] + 2
+        jobs.cancel(again.job.id)
+
+
+def test_a_finished_jobs_model_is_there_when_the_endpoint_starts_again(
+    open_jobs: OpenJobs, tasks: Tasks, adapters: Path, tmp_path: Path
+) -> None:
+    asked = Asked(
+        training_file="file-1", suffix=None, seed=0, epochs=1, batch_size=1, learning_rate=1, rank=1, sequence_length=9
+    )
+    for name in ("ftjob-good", "ftjob-damaged"):
+        folder = tmp_path / "private" / "jobs" / name
+        folder.mkdir(parents=True)
+        job = Job(id=name, created_at=1, model="tiny", asked=asked, fine_tuned_model=name.replace("ftjob", "ft"))
+        StoredJob(folder, job, []).change("succeeded")
+    shutil.copytree(adapters / "lora", tmp_path / "private" / "jobs" / "ftjob-good" / "adapter")
+    with open_jobs(tmp_path / "private"):
+        assert "ft-good" in tasks
+        assert "ft-damaged" not in tasks
+        tasks.unregister("ft-good")
+
+
+def test_a_job_that_cannot_run_says_why(client: Any, jobs: Jobs) -> None:
+    pairs = b'{"prompt": "a", "completion": "b"}'
+    file = client.files.create(file=("pairs.jsonl", pairs), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file.id, hyperparameters={"sequence_length": 65536}
+    )
+    wait_until(lambda: jobs.get(job.id).job.status == "failed")
+    assert "positions" in client.fine_tuning.jobs.retrieve(job.id).error.message

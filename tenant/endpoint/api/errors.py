@@ -59,6 +59,8 @@ class ApiError(Exception):
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = "1"
+        if self.status in (408, 413):
+            headers["Connection"] = "close"  # otherwise the rest of the body is read and dropped
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)

@@ -21,11 +21,10 @@ LINE = json.dumps({"text": SECRET}).encode()
 
 
 def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(method, path, body, {"Authorization": f"Bearer {KEY}", **headers})
-    answer = connection.getresponse()
-    data = answer.read()
-    connection.close()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request(method, path, body, {"Authorization": f"Bearer {KEY}", **headers})
+        answer = connection.getresponse()
+        data = answer.read()
     return answer.status, json.loads(data)["error"] if answer.status >= 400 else json.loads(data)
 
 

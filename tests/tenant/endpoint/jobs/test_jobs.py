@@ -71,7 +71,7 @@ def stream(port: int, path: str) -> list[dict[str, Any]]:
 def long_job(jobs: Jobs, chats: bytes, *, epochs: int) -> Any:
     """Start a job, and wait for its second step."""
     file = jobs.files.add(io.BytesIO(chats), "chats.jsonl")
-    asked = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
+    asked: Any = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
     stored = jobs.create(Asked(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
     wait_until(lambda: len(steps(stored.events)) >= 2 or stored.job.error is not None)
     assert stored.job.error is None

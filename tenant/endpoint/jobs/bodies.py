@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenant.endpoint.api.bodies import Int, Strict
+from tenant.endpoint.api.bodies import WHOLE, Strict
 from tenant.endpoint.jobs.files import File
 from tenant.endpoint.jobs.job import Asked, JobEvent, StoredJob
 from tenant.training.options import FineTuning
@@ -64,11 +64,11 @@ class Hyperparameters(Strict):
         sequence_length: tokens of an example; longer ones are cut.
     """
 
-    n_epochs: Literal["auto"] | Annotated[Int, Field(ge=1, le=1000)] | None = None
-    batch_size: Literal["auto"] | Annotated[Int, Field(ge=1, le=256)] | None = None
+    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
     learning_rate_multiplier: Literal["auto"] | Annotated[float, Field(gt=0, le=1000)] | None = None
-    rank: Annotated[Int, Field(ge=1, le=256)] | None = None
-    sequence_length: Annotated[Int, Field(ge=2, le=65536)] | None = None
+    rank: Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=65536), WHOLE] | None = None
 
 
 class Supervised(Strict):
@@ -93,7 +93,7 @@ class JobRequest(Strict):
     integrations: None = None
     metadata: None = None
     method: Method | None = None
-    seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32), WHOLE] | None = None
     suffix: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,40}$")] | None = None
     validation_file: None = None
 

@@ -16,7 +16,7 @@ class ProviderFigures:
         address: `host:port`.
         state: the provider's state, in a word or two.
         latency_s: smoothed latency of a small request; None before the first answer.
-        verified, rejected: number of rows in its answers that passed the check, and that failed it.
+        verified, rejected: number of its answers that passed the check, and that failed it.
         bytes_sent, bytes_received: bytes of frames to and from it.
     """
 

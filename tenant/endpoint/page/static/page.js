@@ -17,8 +17,8 @@ const COUNTED = {
   requests: ["Requests", count],
   bytes_sent: ["Sent to it", size],
   bytes_received: ["Received from it", size],
-  verified: ["Rows verified", count],
-  rejected: ["Rows refused", count],
+  verified: ["Answers verified", count],
+  rejected: ["Answers refused", count],
 };
 
 const byId = (id) => document.getElementById(id);

@@ -35,6 +35,7 @@ from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, Of
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods known to PEFT
 from tenant.tasks.folders import Stored
+from tenant.tasks.methods.sparse import Patterns
 
 NAME = "default"
 """PEFT's name of the adapter in a task's layers, each of which holds one."""
@@ -57,7 +58,7 @@ class Adapter:
     Attributes:
         number: differs for every adapter that this process makes.
         keys: by the layer's name, what `operator_key` says of an adapter that is not trained; grows.
-        bytes: memory of the layers' tensors, without the buffers that tasks share.
+        patterns: the patterns of sparse layers, which are made in the task's first batch.
 
     Raises:
         UnsupportedMethodError: the method changes more than modules of the model.
@@ -85,9 +86,16 @@ class Adapter:
                 base: Any = layer.get_base_layer()
                 base.forward = partial(_call_base, base)
             _keep_once(layer)
-        self.bytes = _bytes(tensor for tensor in self._tensors() if not _is_kept_once(tensor))
+        self._bytes = _bytes(tensor for tensor in self._tensors() if not _is_kept_once(tensor))
+        modules = (module for layer in self.layers.values() for module in layer.modules())
+        self.patterns: list[Patterns] = [vars(module)["patterns"] for module in modules if "patterns" in vars(module)]
         self._peft = peft if trainable else None
         self._saved = self._version() if on_disk else -1
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the layers' tensors and patterns, without the buffers that tasks share."""
+        return self._bytes + sum(made.bytes for made in self.patterns)
 
     @property
     def changed(self) -> bool:

@@ -45,7 +45,8 @@ class TaskInfo:
         id: the task's id.
         folder: the PEFT folder; None for a task that was never saved.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
-        bytes: memory of the loaded adapter, without the buffers that tasks share; 0 if it is not loaded.
+        bytes: memory of the loaded adapter and of what was made of it for its products, without the buffers that tasks
+            share; 0 if it is not loaded.
         batches: number of batches, and of other contexts (`Tasks.hold`), that are using the task.
     """
 
@@ -293,6 +294,10 @@ class Tasks:
             with self._lock:
                 self._used.subtract(names)
                 self._used += Counter()  # drops zeros
+                if any(name in self._loaded and self._loaded[name].patterns for name in names):
+                    idle = self._idle()
+                    while idle and self.bytes > self.memory_limit:  # the batch has made patterns
+                        self._drop(idle.pop(0))
 
     def _composition(self, names: Sequence[str], loaded: dict[str, Adapter], block: int | None) -> Composition:
         """Return the composition of a batch. It is kept, unless training can change what it depends on."""
@@ -338,7 +343,7 @@ class Tasks:
         return loaded
 
     def _make_room(self, name: str, needed: int) -> None:
-        idle = [other for other, one in self._loaded.items() if not self._used[other] and not one.changed]
+        idle = self._idle()
         free = self.memory_limit - self.bytes
         if needed > free + sum(self._loaded[other].bytes for other in idle):
             raise TaskError(
@@ -348,6 +353,10 @@ class Tasks:
             )
         while needed > free:
             free += self._drop(idle.pop(0))
+
+    def _idle(self) -> list[str]:
+        """The tasks that may be unloaded, the one used least recently first."""
+        return [name for name, one in self._loaded.items() if not self._used[name] and not one.changed]
 
     def _drop(self, name: str) -> int:
         """Forget a task's adapter. Returns its bytes."""

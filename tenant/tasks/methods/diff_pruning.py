@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
-from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, version
+from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
 from tenant.tasks.methods.registration import add, peft_type
-from tenant.tasks.methods.sparse import Pattern
+from tenant.tasks.methods.sparse import Pattern, Patterns, version
 
 _BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of the hard concrete distribution
 _START = 5.0  # log alpha at the start: nearly all gates are open
@@ -65,7 +65,7 @@ class DiffPruningLayer(MethodLayer):
     """A linear with changes: dense while their support is learned, sparse afterwards."""
 
     adapter_layer_names = ("diff_pruning_delta", "diff_pruning_gate", "diff_pruning_values")
-    other_param_names = ("diff_pruning_places", "_count", "_l0_weight", "_patterns", "_pruned")
+    other_param_names = ("diff_pruning_places", "_count", "_l0_weight", "patterns", "_pruned")
 
     def make_containers(self) -> None:
         self.diff_pruning_delta = nn.ParameterDict()
@@ -74,7 +74,7 @@ class DiffPruningLayer(MethodLayer):
         self.diff_pruning_places = BufferDict(persistent=True)
         self._count: dict[str, int] = {}
         self._l0_weight: dict[str, float] = {}
-        self._patterns: dict[str, tuple[object, Pattern]] = {}
+        self.patterns = Patterns()
         self._pruned: dict[str, tuple[object, Tensor, Tensor]] = {}
 
     def make(self, adapter: str, config: DiffPruningConfig) -> None:
@@ -99,7 +99,16 @@ class DiffPruningLayer(MethodLayer):
             return functional.linear(x.to(delta.dtype), delta)
         else:
             places, values = self.pruned(adapter)
-        return self._pattern(adapter, places).product(x, values)
+        inputs, outputs = self.widths
+        pattern, _ = self.patterns.of(adapter, places, lambda: (Pattern(places, (outputs, inputs)), places[:0]))
+        return pattern.product(x, values)
+
+    def saved(self, adapter: str) -> dict[str, Tensor | None]:
+        if adapter not in self.diff_pruning_delta:
+            return {}
+        places, values = self.pruned(adapter)
+        sparse = {"diff_pruning_values": values, "diff_pruning_places": places.to(self.integer)}
+        return {"diff_pruning_delta": None, "diff_pruning_gate": None} | sparse
 
     def penalties(self) -> Iterator[Tensor]:
         """The weighted expected number of non-zeros of each active adapter that learns its support."""
@@ -112,20 +121,13 @@ class DiffPruningLayer(MethodLayer):
     def pruned(self, adapter: str) -> tuple[Tensor, Tensor]:
         """The places and values of the largest entries of a change that is being learned."""
         delta, gate = self.diff_pruning_delta[adapter], self.diff_pruning_gate[adapter]
-        key = (*version(delta), *version(gate))
+        key = (id(delta), *version(delta), id(gate), *version(gate))
         found = self._pruned.get(adapter)
         if found is None or found[0] != key:
             change = (self._gate(adapter, sampled=False) * delta).flatten()
             places = change.abs().topk(self._count[adapter]).indices.sort().values
             found = self._pruned[adapter] = key, places, change[places]
         return found[1], found[2]
-
-    def _pattern(self, adapter: str, places: Tensor) -> Pattern:
-        found = self._patterns.get(adapter)
-        if found is None or found[0] != version(places):
-            inputs, outputs = self.widths
-            found = self._patterns[adapter] = version(places), Pattern(places, (outputs, inputs))
-        return found[1]
 
     def _gate(self, adapter: str, *, sampled: bool) -> Tensor:
         gate = self.diff_pruning_gate[adapter]
@@ -154,26 +156,6 @@ class DiffPruningTuner(MethodTuner):
     def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
         if _add_penalty not in model._forward_hooks.values():
             model.register_forward_hook(_add_penalty)
-
-    @classmethod
-    def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: PeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
-    ) -> dict[str, Tensor]:
-        """The entries to save: those of the sparse change, also while its support is learned."""
-        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        for name, layer in model.named_modules():
-            if isinstance(layer, DiffPruningLayer) and adapter_name in layer.diff_pruning_delta:
-                places, values = layer.pruned(adapter_name)
-                for dense in ("delta", "gate"):
-                    del found[f"{name}.diff_pruning_{dense}.{adapter_name}"]
-                found[f"{name}.diff_pruning_values.{adapter_name}"] = values
-                found[f"{name}.diff_pruning_places.{adapter_name}"] = places.to(layer.integer)
-        return found
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

@@ -72,6 +72,10 @@ class MethodLayer(nn.Module, BaseTunerLayer):
         """Return what an adapter adds to the linear's output `y` `[..., o]` for the input `x` `[..., d]`; None if the
         linear does not have this adapter."""
 
+    def saved(self, adapter: str) -> dict[str, Tensor | None]:
+        """Return tensors to save in place of an adapter's own, by the name of their dictionary; None leaves one out."""
+        return {}
+
     def update_layer(self, adapter_name: str, config: Any) -> None:
         """Add an adapter."""
         self.make(adapter_name, config)
@@ -141,7 +145,23 @@ class MethodTuner(BaseTuner):
         """Returns True if the method works on such a module."""
         return isinstance(module, nn.Linear | Conv1D)
 
-
-def version(tensor: Tensor) -> tuple[int, ...]:
-    """A key that changes when a tensor is replaced or written to."""
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """The tensors to save, as each layer's `saved` says."""
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        for name, layer in model.named_modules():
+            if isinstance(layer, cls.tuner_layer_cls):
+                for kind, tensor in layer.saved(adapter_name).items():
+                    key = f"{name}.{kind}.{adapter_name}"
+                    if tensor is None:
+                        del found[key]
+                    else:
+                        found[key] = tensor
+        return found

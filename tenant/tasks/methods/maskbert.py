@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import PeftConfig
 from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
-from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, version
+from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
 from tenant.tasks.methods.registration import add, peft_type
-from tenant.tasks.methods.sparse import Pattern
+from tenant.tasks.methods.sparse import Pattern, Patterns
 from tenant.tasks.methods.start import base_weight, remote_layer
 
 
@@ -57,12 +56,12 @@ class MaskBertLayer(MethodLayer):
     """A linear with binary masks over its weight."""
 
     adapter_layer_names = ("maskbert_scores",)
-    other_param_names = ("maskbert_places", "_masked_out")
+    other_param_names = ("maskbert_places", "patterns")
 
     def make_containers(self) -> None:
         self.maskbert_scores = nn.ParameterDict()
         self.maskbert_places = BufferDict(persistent=True)
-        self._masked_out: dict[str, tuple[object, Pattern, Tensor]] = {}
+        self.patterns = Patterns()
 
     def make(self, adapter: str, config: MaskBertConfig) -> None:
         inputs, outputs = self.widths
@@ -83,7 +82,8 @@ class MaskBertLayer(MethodLayer):
 
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
         if adapter in self.maskbert_places:
-            pattern, weights = self._read_once(adapter)
+            places = self.maskbert_places[adapter]
+            pattern, weights = self.patterns.of(adapter, places, lambda: self._masked_out(places))
             return -pattern.product(x, weights)
         if adapter not in self.maskbert_scores:
             return None
@@ -98,16 +98,16 @@ class MaskBertLayer(MethodLayer):
         masked_out: Tensor = self.maskbert_scores[adapter].detach() <= 0
         return masked_out.flatten().nonzero().flatten().to(self.integer)
 
-    def _read_once(self, adapter: str) -> tuple[Pattern, Tensor]:
-        """Return the places and weights that a saved mask masks out."""
-        places = self.maskbert_places[adapter]
-        found = self._masked_out.get(adapter)
-        if found is None or found[0] != version(places):
-            inputs, outputs = self.widths
-            pattern = Pattern(places, (outputs, inputs))
-            weights = base_weight(self).flatten()[places].to(torch.float32)
-            found = self._masked_out[adapter] = version(places), pattern, weights
-        return found[1], found[2]
+    def saved(self, adapter: str) -> dict[str, Tensor | None]:
+        if adapter not in self.maskbert_scores:
+            return {}
+        return {"maskbert_scores": None, "maskbert_places": self.places(adapter)}
+
+    def _masked_out(self, places: Tensor) -> tuple[Pattern, Tensor]:
+        """Return the pattern of a saved mask, and the weights that it masks out."""
+        inputs, outputs = self.widths
+        pattern = Pattern(places, (outputs, inputs))
+        return pattern, base_weight(self).flatten()[places].to(torch.float32)
 
 
 class _MaskedOut(torch.autograd.Function):
@@ -134,23 +134,6 @@ class MaskBertTuner(MethodTuner):
 
     prefix = "maskbert_"
     tuner_layer_cls = MaskBertLayer
-
-    @classmethod
-    def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: PeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
-    ) -> dict[str, Tensor]:
-        """The masks to save: places, also while scores are trained."""
-        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        for name, layer in model.named_modules():
-            if isinstance(layer, MaskBertLayer) and adapter_name in layer.maskbert_scores:
-                del found[f"{name}.maskbert_scores.{adapter_name}"]
-                found[f"{name}.maskbert_places.{adapter_name}"] = layer.places(adapter_name)
-        return found
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

@@ -15,26 +15,22 @@ from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
 from tenant.model.remote_linear import RemoteLayer
-from tenant.tasks.methods.layer import version
 from tenant.tasks.methods.registration import replace
-from tenant.tasks.methods.sparse import Pattern
+from tenant.tasks.methods.sparse import Pattern, Patterns
 from tenant.tasks.methods.start import OnOffloadedLayers
 
 
-class _Sparse:
-    """Sorted patterns of unsorted places, by adapter."""
+def _product(module: Any, adapter: str, x: Tensor, places: Tensor, entries: Tensor) -> Tensor:
+    """The product of rows with the sparse matrix of an adapter. places: integer `[n]` or `[2, n]`, in any order."""
+    shape = module.out_features, module.in_features
 
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[object, Pattern, Tensor]] = {}
+    def sorted_pattern() -> tuple[Pattern, Tensor]:
+        flat, order = _flat(places, shape).sort()
+        return Pattern(flat, shape), order
 
-    def product(self, adapter: str, x: Tensor, places: Tensor, entries: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The product of rows with the sparse matrix; see `Pattern`. places: integer `[n]` or `[2, n]`."""
-        found = self._found.get(adapter)
-        if found is None or found[0] != version(places):
-            flat, order = _flat(places, shape).sort()
-            found = self._found[adapter] = version(places), Pattern(flat, shape), order
-        _, pattern, order = found
-        return pattern.product(x, entries[order])
+    pattern, order = module.patterns.of(adapter, places, sorted_pattern)
+    product: Tensor = pattern.product(x, entries[order])
+    return product
 
 
 def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -55,15 +51,12 @@ class RemoteShiraLinear(ShiraLinear):
         result: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        sparse = self.__dict__.setdefault("sparse", _Sparse())
-        shape = self.out_features, self.in_features
         for adapter in self.active_adapters:
             if adapter in self.shira_weight:
                 entries = self.shira_weight[adapter] * self.scaling[adapter]
                 # not a buffer, so `to(device)` does not move it
                 places = self.shira_indices[adapter] = self.shira_indices[adapter].to(x.device)
-                added = sparse.product(adapter, x, places, entries, shape)
-                result = result + added.to(result.dtype)
+                result = result + _product(self, adapter, x, places, entries).to(result.dtype)
         return result
 
 
@@ -74,7 +67,8 @@ class RemoteShira(OnOffloadedLayers, ShiraModel):
         return bool(config.mask_type != "random")
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteShiraLinear  # a subclass that adds no attributes
+        module.__class__ = RemoteShiraLinear
+        vars(module).setdefault("patterns", Patterns())
 
 
 class RemoteSupertuningLinear(SupertuningLinear):
@@ -84,13 +78,11 @@ class RemoteSupertuningLinear(SupertuningLinear):
         result: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        sparse = self.__dict__.setdefault("sparse", _Sparse())
-        shape = self.out_features, self.in_features
         for adapter in self.active_adapters:
             if adapter not in self.supertuning_values:
                 continue
             values, places = self.supertuning_values[adapter], self.supertuning_indices[adapter]
-            result = result + sparse.product(adapter, x, places, values, shape).to(result.dtype)
+            result = result + _product(self, adapter, x, places, values).to(result.dtype)
             if rank := self.supertuning_rank[adapter]:
                 lora_a, lora_b = self.supertuning_lora_A[adapter], self.supertuning_lora_B[adapter]
                 dropped = self.supertuning_lora_dropout[adapter](x).to(lora_a.weight.dtype)
@@ -103,7 +95,8 @@ class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):
     """SuperTuning on offloaded layers too."""
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteSupertuningLinear  # a subclass that adds no attributes
+        module.__class__ = RemoteSupertuningLinear
+        vars(module).setdefault("patterns", Patterns())
 
 
 replace(PeftType.SHIRA, RemoteShira)

@@ -5,8 +5,10 @@ entries is a product of two dense matrices of which only n results are computed.
 """
 
 import warnings
+import weakref
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +60,12 @@ class Pattern:
         columns, order = self.columns.sort(stable=True)
         return order.to(torch.int32), _starts(columns, self.shape[1])
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the pattern."""
+        held = (self.columns, self._row_starts, vars(self).get("rows"), *vars(self).get("_by_column", ()))
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
     def product(self, x: Tensor, entries: Tensor) -> Tensor:
         """Multiply rows by the matrix: x `[..., d]`, entries `[n]` -> `[..., o]`, in float32 or wider."""
         entries = entries.to(torch.promote_types(entries.dtype, torch.float32))
@@ -80,6 +88,41 @@ class Pattern:
         step = max(1, _BLOCK // max(1, len(left)))
         blocks = zip(self.rows.split(step), self.columns.split(step), strict=True)
         return torch.cat([(left[:, i] * right[:, j]).sum(0) for i, j in blocks])
+
+
+class Patterns(dict[str, "_Made"]):
+    """The patterns of a layer's adapters, by adapter. Each is made when it is first used, and again when its places
+    change."""
+
+    def of(self, adapter: str, places: Tensor, make: Callable[[], tuple[Pattern, Tensor]]) -> tuple[Pattern, Tensor]:
+        """Return the pattern of an adapter and a tensor that goes with it.
+
+        Args:
+            adapter: name of the adapter.
+            places: the tensor that the pattern is made of.
+            make: makes the pattern and the tensor.
+        """
+        found = self.get(adapter)
+        if found is None or found.places() is not places or found.version != version(places):
+            found = self[adapter] = _Made(weakref.ref(places), version(places), *make())
+        return found.pattern, found.tensor
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all patterns, and of the tensors that go with them."""
+        return sum(made.pattern.bytes + made.tensor.nbytes for made in self.values())
+
+
+class _Made(NamedTuple):
+    places: weakref.ref[Tensor]
+    version: object
+    pattern: Pattern
+    tensor: Tensor
+
+
+def version(tensor: Tensor) -> tuple[int, ...]:
+    """A key that changes when a tensor is written to."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 class _Product(torch.autograd.Function):

@@ -203,6 +203,25 @@ def test_tasks_that_do_not_fit_in_memory_are_unloaded_and_loaded(base: Any, fold
     tasks.close()
 
 
+def test_patterns_of_sparse_tasks_count(base: Any, folders: Path) -> None:
+    """A sparse task's first batch makes the patterns of its products."""
+    tasks = Tasks(base)
+    for name in ("first", "second"):
+        tasks.register(name, folders / "diff-pruning")
+        tasks.load(name)
+        before = tasks[name].bytes
+        logits(tasks, name)
+        made = [pattern for layer in tasks._loaded[name].patterns for pattern in layer.values()]
+        assert tasks[name].bytes - before == sum(one.pattern.bytes + one.tensor.nbytes for one in made) > 0
+    tasks.unload("second")
+    tasks.load("second")
+    tasks.memory_limit = tasks.bytes  # without room for the second task's patterns
+    logits(tasks, "second")
+    assert tasks["second"].bytes
+    assert not tasks["first"].bytes
+    tasks.close()
+
+
 def test_a_task_larger_than_the_limit_is_not_read(base: Any, write_task: WriteTask, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "large", LoraConfig(r=256, target_modules="all-linear"))
     size = (folder / "adapter_model.safetensors").stat().st_size

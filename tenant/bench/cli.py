@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.system.files import output_file, write_atomically
+from symbiosis_priv.limits import RingBits
+from symbiosis_priv.system.files import output_file, read_text, write_atomically
 from tenant.bench import result_file, tables
 from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import (
@@ -355,6 +356,42 @@ def bits(
         lambda folder, tell: compare_bits(folder, scenarios=scenarios, variants=variants, seconds=seconds),
     )
     refuse_wrong(found, "wrong", "tenants_with_other_answers_alone")
+
+
+@app.command()
+def quality(
+    *,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of an encoder; all-MiniLM-L6-v2 is downloaded if left out.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to compare on; Python's own documentation if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
+    ring_bits: Annotated[str, typer.Option(help="Bits of the integers that travel, separated by commas.")] = "32,24",
+    weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
+    json: Json = None,
+) -> None:
+    """Rings and weight bits beside bfloat16, on real weights: cosines to float32, and rows that leave a narrow ring."""
+    from tenant.bench.quality import fetch, measure_quality
+
+    rings = [bits for bits in get_args(RingBits) if bits in numbers(ring_bits, "--ring-bits")]
+    if len(rings) < len(numbers(ring_bits, "--ring-bits")):
+        raise ConfigError(f"--ring-bits {ring_bits}: choose from {', '.join(map(str, get_args(RingBits)))}")
+    words = None if text is None else read_text(text)
+    counts = numbers(weight_bits, "--weight-bits")
+    measure(
+        "quality",
+        json,
+        lambda folder, tell: measure_quality(
+            fetch(folder) if model is None else model,
+            text=words,
+            tokens=tokens,
+            rings=rings,
+            weight_bits=counts,
+            tell=tell,
+        ),
+    )
 
 
 @app.command()

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
+from symbiosis_priv.limits import RingBits
 from symbiosis_priv.system.files import output_file
 from tenant.bench import goals, result_file, tables
 from tenant.bench.llama import check_width
@@ -30,7 +31,9 @@ Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 Masking = Annotated[str, typer.Option(help="The masking scheme.")]
-Maskings = Annotated[str, typer.Option("--masking", help="Masking schemes, separated by commas.")]
+Maskings = Annotated[
+    str, typer.Option("--masking", help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits.")
+]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
 
 Tell = Callable[[str], None]
@@ -48,10 +51,14 @@ class Effort:
 
 
 def scheme(name: str) -> str:
-    """Parse the name of a masking scheme that has a session."""
+    """Parse the name of a masking scheme that has a session, such as `pad`, or `pad/24` in a ring of 24 bits."""
     from tenant.masking.registry import session_scheme
 
-    return session_scheme(name.strip()).name
+    masking, _, bits = name.strip().partition("/")
+    if bits not in ("", *map(str, get_args(RingBits))):
+        raise ConfigError(f"{name!r}: after a slash, write the bits of a ring: {get_args(RingBits)}")
+    session_scheme(masking)
+    return name.strip()
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -30,10 +30,12 @@ class TurnCost:
 
     Args:
         seconds: duration of each step or token, by the tenant's clock.
+        moved_mib: bytes that the tenant sent and received, in MiB.
         tenant_cpu_s, executor_cpu_s, helper_cpu_s: CPU seconds until all processes were idle again.
     """
 
     seconds: list[float]
+    moved_mib: float
     tenant_cpu_s: float
     executor_cpu_s: float
     helper_cpu_s: float
@@ -50,9 +52,17 @@ class Contest:
         """Let one tenant do a task while the others wait."""
         pids = self._pids(name)
         before = _cpu(pids)
-        seconds = [cost.seconds for cost in self._tenants[name].ask(task, timeout_s=TURN_S)]
+        costs = self._tenants[name].ask(task, timeout_s=TURN_S)
         spent = [now - then for now, then in zip(_cpu_when_idle(pids), before, strict=True)]
-        return TurnCost(seconds=seconds, tenant_cpu_s=spent[0], executor_cpu_s=spent[1], helper_cpu_s=spent[2])
+        moved = sum(n for cost in costs for name, n in cost.counted.items() if name.startswith("bytes_"))
+        seconds = [cost.seconds for cost in costs]
+        return TurnCost(
+            seconds=seconds,
+            moved_mib=moved / 2**20,
+            tenant_cpu_s=spent[0],
+            executor_cpu_s=spent[1],
+            helper_cpu_s=spent[2],
+        )
 
     def peaks_mib(self, name: str) -> list[float]:
         """Peak memory so far of a tenant, the executor and the helper."""

@@ -34,6 +34,7 @@ def measure_step(
                 "tokens": task.tokens,
                 "variant": _variant(name),
                 "wall_s": _median(turns[name], lambda turn: sum(turn.seconds)),
+                "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
                 "tenant_cpu_s": cpu[name],
                 "executor_cpu_s": _median(turns[name], lambda turn: turn.executor_cpu_s) if split else None,
                 "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
@@ -65,6 +66,7 @@ def measure_token(
             "tokens": task.tokens,
             "variant": _variant(name),
             "token_ms": millis[name],
+            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) / task.tokens if name != WHOLE else None,
             "token_over_whole": millis[name] / millis[WHOLE],
             "tenant_cpu_ms": 1e3 * _median(turns[name], lambda turn: turn.tenant_cpu_s) / task.tokens,
         }

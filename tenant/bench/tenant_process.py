@@ -26,7 +26,8 @@ class Setup:
 
     Args:
         model: checkpoint folder.
-        masking: the masking scheme; None for the whole model in float32 in this process.
+        masking: the masking scheme, with a slash and the bits of its ring if they are not 32; None for the whole model
+            in float32 in this process.
         federation: path of federation.toml.
         cache: folder for verification keys.
         pool_memory_mib: memory for pads drawn ahead.
@@ -79,9 +80,11 @@ class _Tenant:
     def __init__(self, setup: Setup) -> None:
         remote = None
         if setup.masking is not None:
+            masking, _, bits = setup.masking.partition("/")
             remote = RemoteConfig(
                 federation=setup.federation,
-                masking=setup.masking,
+                masking=masking,
+                ring_bits=24 if bits == "24" else 32,
                 cache=setup.cache,
                 pool_memory_mib=setup.pool_memory_mib,
             )

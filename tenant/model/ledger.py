@@ -42,8 +42,13 @@ def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
         ("answer rows verified", f"{ledger.answers_verified:,}"),
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
+        *([("rows that left a narrow ring", _wraps(ledger))] * (ledger.rows_corrected + ledger.rows_repeated > 0)),
         *([("takeovers by another executor", f"{ledger.takeovers:,}, in {ledger.takeover_s:.1f} s")] * takeovers),
     ]
+
+
+def _wraps(ledger: Ledger) -> str:
+    return f"{ledger.rows_corrected:,} corrected, {ledger.rows_repeated:,} sent again"
 
 
 def one_line(ledger: Ledger) -> str:

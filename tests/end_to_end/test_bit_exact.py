@@ -89,6 +89,21 @@ def test_logits_and_gradients(
     assert all(equal(expected[0], other) for other in (*expected[1:], *seen(scheme)))
 
 
+@pytest.mark.parametrize("scheme", ["pad-2", "none"])
+def test_a_narrow_ring_has_the_bits_of_its_simulation(
+    llama: Path, llama_federation: LocalFederation, scheme: str, config_for: Config, open_model: Open, equal: Equal
+) -> None:
+    def seen(config: RemoteConfig) -> dict[str, Tensor]:
+        model = open_model(llama, config)
+        out = model(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits}
+
+    expected = seen(RemoteConfig(masking="simulate", ring_bits=24))
+    assert equal(seen(config_for(llama_federation, scheme, ring_bits=24)), expected)
+    assert not equal(seen(RemoteConfig(masking="simulate")), expected)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_20_steps_of_training(
     base: Base,

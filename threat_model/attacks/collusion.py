@@ -35,8 +35,9 @@ class _Collusion(DirectedAttack[CollusionView, Rows], RowsAttack[CollusionView])
             if not len(pads):
                 continue
             exchanges = view.executor.of(group=group, direction=self.direction)
-            masked = torch.cat([e.rows for e in exchanges])
-            rows |= deal((masked - pads[matching(masked, pads)]).double(), exchanges)
+            shift = view.executor.unused_bits
+            masked, pads = torch.cat([e.rows for e in exchanges]) << shift, pads << shift
+            rows |= deal((masked - pads[matching(masked, pads)] >> shift).double(), exchanges)
         return rows or None
 
 
@@ -84,6 +85,8 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
         for helper in view.helpers:
             share = game.shares[helper.effects[0].helper]
             known, unknown = known - share[:half], unknown - share[half:]
+        shift = view.executor.unused_bits
+        known, unknown = known << shift >> shift, unknown << shift >> shift
         left = replace(game, known=known, unknown=unknown)
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 

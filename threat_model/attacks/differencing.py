@@ -50,12 +50,14 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
             _, online = noises(view, group, self.direction)
             place = torch.tensor([(e.order, i) for e in online for i in range(len(e.rows))])
             x = torch.cat([e.rows for e in online])
+            if shift := view.unused_bits:
+                x = x << shift
             i, j = torch.randint(len(x), (2, _PAIRS), generator=rng)
             gap = x[i] - x[j]  # int32 wraps, as the ring does
             size = gap.double().abs().amax(dim=1) if online[0].arithmetic == "ring" else gap.double().norm(dim=1)
             limit = float(_SMALL) if online[0].arithmetic == "ring" else _valley(size)
             near = (size < limit) & (i != j)
-            claims.append(Differences(place[i[near]], place[j[near]], gap[near].double()))
+            claims.append(Differences(place[i[near]], place[j[near]], gap[near].double() / (1 << shift)))
         return claims
 
     def score(self, guess: list[Differences], truth: Truth) -> Outcome:

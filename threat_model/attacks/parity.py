@@ -23,7 +23,7 @@ class EvenMasks(FirstLayerAttack):
     source = "rule 11"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        table = _signs(public.in_ring(FIRST, FORWARD, public.vocabulary_rows)[0])
+        table = _signs(public.in_ring(FIRST, FORWARD, public.vocabulary_rows, ring_bits=view.ring_bits)[0])
         exchanges = [e for e in view.of(group=FIRST, direction=FORWARD) if e.arithmetic == "ring"]
         return {e.order: (_signs(e.rows) @ table.t()).argmax(dim=1) for e in exchanges} or None
 

@@ -87,8 +87,9 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
         stream = [p for p in view.packets if p.endpoint == executor]
         group = public.group_of("down_proj", layer=0)  # no other group has these widths, and its two directions differ
         entry, layers = public.manifest.groups[group], public.layers
-        forward = _row_counts(stream, entry.inputs, entry.stacked_outputs)
-        backward = _row_counts(stream, entry.stacked_outputs, entry.inputs)
+        ring = wire.encoding_of("ring", view.ring_bits)
+        forward = _row_counts(stream, entry.inputs, entry.stacked_outputs, ring)
+        backward = _row_counts(stream, entry.stacked_outputs, entry.inputs, ring)
         training = max(backward, key=lambda rows: backward[rows], default=0)
         served = {rows: n // layers for rows, n in forward.items() if rows != training and n >= layers}
         if not served:
@@ -103,13 +104,13 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
         }
 
 
-def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]:
+def _row_counts(stream: list[Packet], inputs: int, outputs: int, ring: wire.Encoding) -> Counter[int]:
     """Number of requests by row count. A row count fits if the rest of the sizes of request and answer is two
     headers."""
     seen: Counter[int] = Counter()
     for up, down in itertools.pairwise(stream):
-        rows = up.size // wire.RING32.size(1, inputs)
-        headers = (up.size - wire.RING32.size(rows, inputs), down.size - wire.RING32.size(rows, outputs))
+        rows = up.size // ring.size(1, inputs)
+        headers = (up.size - ring.size(rows, inputs), down.size - ring.size(rows, outputs))
         if up.upward and not down.upward and rows and all(0 < h < _HEADER_MOST for h in headers):
             seen[rows] += 1
     return seen

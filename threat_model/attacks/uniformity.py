@@ -1,6 +1,6 @@
 """Tests if masked rows are uniform: classical tests on every byte, and a trained distinguisher between two known rows.
 
-A one-time pad over Z_2^32 makes rows uniform and independent of the rows under the pad. So every test rejects at its
+A one-time pad over the ring makes rows uniform and independent of the rows under the pad. So every test rejects at its
 own level, and no distinguisher has an advantage. That is a theorem; this attack measures it.
 """
 
@@ -22,7 +22,7 @@ _RIDGE = 0.3
 
 
 class Uniformity(Attack[ExecutorView, list[bool]]):
-    """Chi-square on each of four bytes and serial correlation along and across rows, per layer and direction."""
+    """Chi-square on each byte and serial correlation along and across rows, per layer and direction."""
 
     name = "uniformity of bytes"
     family = "statistics"
@@ -39,7 +39,8 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
             # equal lengths, so that all rows of a layer form one matrix of words
             words = torch.cat([e.rows for e in view.of(group=group, direction=direction)]).view(torch.int32)
             if words.numel() >= _MIN_WORDS:
-                rejected += [p < _LEVEL for p in (*_byte_tests(words), *_serial_tests(words))]
+                words = words << view.unused_bits
+                rejected += [p < _LEVEL for p in (*_byte_tests(words, view.unused_bits // 8), *_serial_tests(words))]
         return rejected
 
     def score(self, guess: list[bool], truth: Truth) -> Outcome:
@@ -47,10 +48,10 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
         return Outcome(hits, len(guess), _LEVEL, binomial_tail(hits, len(guess), _LEVEL))
 
 
-def _byte_tests(words: Tensor) -> list[float]:
-    """P-values of chi-square with 255 degrees of freedom (Wilson-Hilferty), per byte."""
+def _byte_tests(words: Tensor, unused: int) -> list[float]:
+    """P-values of chi-square with 255 degrees of freedom (Wilson-Hilferty), per byte after the lowest `unused` ones."""
     values = []
-    for byte in words.contiguous().view(torch.uint8).view(-1, 4).unbind(dim=1):
+    for byte in words.contiguous().view(torch.uint8).view(-1, 4).unbind(dim=1)[unused:]:
         counts = torch.bincount(byte.long(), minlength=256).double()
         expected = counts.sum() / 256
         chi = float(((counts - expected).square() / expected).sum())

@@ -17,6 +17,7 @@ from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, Bound, Direction, quantise_rows
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.limits import RingBits
 from symbiosis_priv.network import wire
 
 
@@ -90,11 +91,13 @@ class Public:
         part: Tensor = weight.split(list(entry.outputs))[place]
         return part
 
-    def in_ring(self, group: int, direction: Direction, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def in_ring(
+        self, group: int, direction: Direction, rows: Tensor, *, ring_bits: RingBits = 32
+    ) -> tuple[Tensor, Tensor]:
         """Float rows as a tenant would send them unmasked: (int32 `[r, d]`, float64 scale `[r, 1]`)."""
         if direction == BACKWARD:
             rows = rows.double() * self.quantised(group).channel_scale
-        return quantise_rows(rows, self.bound(group, direction))
+        return quantise_rows(rows, self.bound(group, direction).narrowed(ring_bits))
 
     def next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
         """The inputs of a group for every token of the vocabulary in the position after a prefix.

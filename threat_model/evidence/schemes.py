@@ -72,6 +72,7 @@ PAD, PADS, PADS_3 = (
     variant(_REMOTE["pad"], name="pad" if helpers == 1 else f"pad × {helpers}", helpers=helpers)
     for helpers in (1, 2, 3)
 )
+PAD_24 = variant(_REMOTE["pad"], name="pad, 24 bits", ring_bits=24)
 
 POOL_SIZES = (2, 4, 16)
 NOISE_SCALES = (1.0, 16.0, 256.0)
@@ -82,5 +83,6 @@ def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) ->
     return (*listed, *(variant(s) for name, s in _REMOTE.items() if name not in {one.family for one in listed}))
 
 
-SCHEMES = _all(tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES), (PAD, PADS, PADS_3))
-QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS))
+_POOLS = tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES)
+SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_24))
+QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS, PAD_24))

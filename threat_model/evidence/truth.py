@@ -111,7 +111,8 @@ class Witness(Backend):
         rows = torch.cat([part.detach() for part in inputs], dim=1)
         plain = rows.float()
         if isinstance(self.inner, RingBackend):
-            plain, _ = self._public.in_ring(index, direction, rows)
+            bits = self.facts[index].bounds[direction].ring_bits
+            plain, _ = self._public.in_ring(index, direction, rows, ring_bits=bits)
         tokens, labels, first = self._positions(len(rows))
         call = Call(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
         self._truth.calls[self._recorder.last_executed] = call

@@ -100,6 +100,16 @@ class ExecutorView:
     exchanges: tuple[Exchange, ...]
     games: Mapping[Direction, Game] = field(default_factory=dict)
 
+    @property
+    def ring_bits(self) -> wire.RingBits:
+        """Bits of the integers that travel."""
+        return 24 if any(e.fields.get("ring_bits") == 24 for e in self.exchanges) else 32
+
+    @property
+    def unused_bits(self) -> int:
+        """High bits of a word that do not travel. Words shifted left by them wrap as the ring does."""
+        return 32 - self.ring_bits
+
     def of(self, *, group: int | None = None, direction: Direction | None = None) -> tuple[Exchange, ...]:
         """The exchanges of a group and direction, in order."""
         return tuple(e for e in self.exchanges if group in (None, e.group) and direction in (None, e.direction))
@@ -122,9 +132,10 @@ class CollusionView:
 
 @dataclass(frozen=True, eq=False)
 class NetworkView:
-    """The view of an observer of the tenant's network."""
+    """The view of an observer of the tenant's network, who also knows the tenant's options."""
 
     packets: tuple[Packet, ...]
+    ring_bits: wire.RingBits = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +236,8 @@ class Recorder:
                 )
 
     def _note(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
-        body = 0 if payload is None else payload.nbytes
+        width = 0 if payload is None or not len(payload) else payload.shape[1]
+        body = message.encoding.size(message.rows, width) if isinstance(message, wire.Binding) else 0
         size = len(wire.encode(message, payload_bytes=body)) + body
         self._packets.append(Packet(self.now, f"{peer.host}:{peer.port}", upward, size))
 
@@ -234,9 +246,10 @@ class Recorder:
         with self._lock:
             effects = sorted(self._effects, key=lambda e: e.order)
             names = sorted({e.helper for e in effects})
+            executor = ExecutorView(tuple(sorted(self._exchanges, key=lambda e: e.order)))
             return Views(
-                ExecutorView(tuple(sorted(self._exchanges, key=lambda e: e.order))),
+                executor,
                 tuple(HelperView(tuple(e for e in effects if e.helper == name)) for name in names),
-                NetworkView(tuple(self._packets)),
+                NetworkView(tuple(self._packets), executor.ring_bits),
                 neighbour,
             )

@@ -20,6 +20,11 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
         "Which experts rows go to, with `experts = 'counts'`: a decoded token's route tells the token",
         "tokens from routes",
     ),
+    (
+        "With `ring_bits = 24`: that some rows are sent again, because more than two outputs of each were extreme "
+        "(no row of 10^6 in a real model)",
+        "shapes, executor",
+    ),
     ("The same for an observer of the network, from frame sizes and times", "sizes, network"),
     ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
     ("The tenant's identity (its certificate), the base model and the providers", "by protocol: mutual TLS, Hello"),

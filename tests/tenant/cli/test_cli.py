@@ -513,3 +513,12 @@ def test_a_table_of_positions_limits_the_length_and_rotary_positions_do_not(mode
         generate(table, tokenizer, "a", decoding=decoding)
     rotary = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=16, max_position_embeddings=32))
     assert generate(rotary, tokenizer, "a", decoding=decoding)
+
+
+def test_only_a_simulation_needs_no_federation(model: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_text("A")
+    where = ["generate", "--model", str(model), "--prompt-file", str(prompt), "--max-new-tokens", "2"]
+    with pytest.raises(ConfigError, match="--federation"):
+        tenant(*where)
+    tenant(*where, "--masking", "simulate")

@@ -9,6 +9,7 @@ masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (ec
 slow_network        `bench network`: over an emulated link (link), beside the design's prediction (`session.traffic`)
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 many_tasks          `bench tasks`: many tasks over one model (bert)
+chats               `bench chat`: a checkpoint of your own behind the endpoint, alone and with several streams
 startup             `bench start`
 kernels             `bench kernels`
 quality             `bench quality`: rings and weight bits beside bfloat16, on real weights

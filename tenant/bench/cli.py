@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import RingBits
@@ -41,7 +42,7 @@ from tenant.bench.cli_options import (
 from tenant.bench.kernels_cli import kernels
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row
-from tenant.cli.options import takes
+from tenant.cli.options import Model, takes
 
 if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.many_tenants import Scenario, Variant
@@ -333,6 +334,25 @@ def tasks(
             on_turn=tell,
         ),
     )
+
+
+@app.command()
+@takes
+def chat(
+    *,
+    model: Model,
+    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time, besides one answer alone.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
+    masking: Masking = "pad",
+    effort: Effort = _EFFORT,
+    json: Json = None,
+) -> None:
+    """Answer with a checkpoint over two providers, alone and in several streams, and with plain transformers."""
+    from tenant.bench.chats import measure_chats
+
+    work = partial(measure_chats, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
+    measure("chat", json, lambda folder, tell: work(folder, resolve(model), effort=effort, on_turn=tell))
 
 
 @app.command()

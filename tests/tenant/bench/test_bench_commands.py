@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
 from tenant.bench.cli_options import Effort
@@ -157,6 +158,21 @@ def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     page.write_text(f"<!-- bench:{found.benchmark}:begin -->\n<!-- bench:{found.benchmark}:end -->\n")
     bench("report", str(file), "--markdown", str(page))
     assert bench("report", str(file)) in page.read_text()
+
+
+def test_bench_chat_measures_a_checkpoint(tmp_path: Path) -> None:
+    model = make_base_model(
+        tmp_path / "model", recipe=Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
+    )
+    sizes = ["--streams", "2", "--prompt", "3", "--tokens", "4", "--repeat", "1", "--threads", "1"]
+    bench("chat", "--model", str(model), *sizes, "--json", str(tmp_path / "report.json"))
+    rows = read(tmp_path / "report.json").rows
+    assert [(row["variant"], row["streams"]) for row in rows] == [
+        (way, n) for n in (1, 2) for way in ("whole, fp32", "endpoint, pad")
+    ]
+    alone, together = (number(row["round_trips"]) for row in rows if row["round_trips"] is not None)
+    assert alone == together == 4 * 4  # layer groups x passes, for any number of streams
+    assert all(number(row["tokens_per_s"]) > 0 for row in rows)
 
 
 def test_a_turn_ends_when_all_processes_are_idle(running: Contest) -> None:

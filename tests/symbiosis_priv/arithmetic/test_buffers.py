@@ -1,7 +1,6 @@
 """Buffers are reused after their last reference is gone, and never before."""
 
 import gc
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.buffers import Buffers, large_tensor
+from tests.warm import run
 
 MIB = 1 << 20
 
@@ -101,7 +101,7 @@ def test_a_forked_child_writes_into_its_own_pages() -> None:
         os.waitpid(child, 0)
         sys.exit(int((matrix.numpy() != 0).any()))
     """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_threads_may_take_and_return_at_once() -> None:

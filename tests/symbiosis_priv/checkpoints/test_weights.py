@@ -1,9 +1,7 @@
 """The manifest: one digest per model for all file layouts, processes and caches; a cache is never trusted."""
 
 import dataclasses
-import os
 import shutil
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -26,6 +24,7 @@ from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tests.warm import run
 
 ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
 
@@ -112,9 +111,7 @@ print(WeightStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).manifest().digest)
 def test_the_digest_is_the_same_in_another_process(gpt2_path: Path, tmp_path: Path) -> None:
     here = WeightStore(gpt2_path, cache=tmp_path / "here").manifest().digest
     command = [sys.executable, "-c", PRINT_DIGEST, str(gpt2_path), str(tmp_path / "there")]
-    there = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": "7"}
-    )
+    there = run(command, check=True, capture_output=True, text=True, timeout=120)  # with another hash seed
     assert there.stdout.strip() == here
     assert here.startswith("sha256:")
 

@@ -37,6 +37,7 @@ from tenant.training.finetune import finetune
 from tenant.training.generate import generate, open_model
 from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
+from tests.warm import Popen
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 
@@ -154,7 +155,7 @@ from symbiosis_priv.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 main({arguments})
 """
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+    with Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             assert process.stderr.readline().startswith("loading torch")

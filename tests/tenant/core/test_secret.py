@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import BurntRowError
 from tenant.core.secret import SessionSecret
+from tests.warm import run
 
 
 def blocks(stream: torch.Tensor) -> list[bytes]:
@@ -177,5 +177,5 @@ assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1)
 
 @pytest.mark.parametrize("ids", ["own process id", "same process id"])
 def test_a_forked_child_cannot_use_the_secret(ids: str) -> None:
-    """In a new process, because forking this one, with torch's threads, is undefined."""
-    subprocess.run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)
+    """In another process, because forking this one, with torch's threads, is undefined."""
+    run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)

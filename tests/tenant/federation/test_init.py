@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictErr
 from symbiosis_priv.federation import load_federation
 from tenant.federation.cli import app
 from tenant.federation.init import ProviderArgument, parse_company
+from tests.warm import run
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -144,7 +144,7 @@ def test_check_warns_about_exposed_keys_and_expiring_certificates(folder: Path) 
     both = ("--executor", f"127.0.0.1:{port},keys/alpha.pem,A", "--helper", f"127.0.0.2:{port},keys/beta.pem,B")
     init(*both, "--tenant", "alice", "--digest", DIGEST)
     command = [sys.executable, "-m", "symbiosis_priv.cli", "federation", "check", "--federation", "federation.toml"]
-    done = subprocess.run(
+    done = run(
         [*command, "--timeout", "0.2"], capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ)
     )
     assert done.returncode == 1

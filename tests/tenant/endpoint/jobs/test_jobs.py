@@ -2,8 +2,10 @@
 
 import http.client
 import io
+import itertools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,33 +93,34 @@ def test_a_cancelled_job_ends_and_the_next_one_runs(client: Any, jobs: Jobs, cha
     wait_until(lambda: jobs._running is None)
 
 
-@pytest.mark.parametrize("end", ["closed", "orphaned", "killed"])
-def test_a_job_goes_on_when_the_endpoint_starts_again(
-    open_jobs: OpenJobs, chats: bytes, tmp_path: Path, end: str
-) -> None:
-    """From the step at which it was stopped; after a SIGKILL of its process, from a checkpoint or anew."""
+def test_a_job_goes_on_when_the_endpoint_starts_again(open_jobs: OpenJobs, chats: bytes, tmp_path: Path) -> None:
+    """From the last step after `close` and when the endpoint has died; else from the last checkpoint."""
     folder = tmp_path / "private"
     with open_jobs(folder) as jobs:
         stored = long_job(jobs, chats, epochs=1000)
         with pytest.raises(ConfigError, match="another endpoint"):
             open_jobs(folder)
-        process = jobs._process
-        assert process is not None
-        assert process.stdin is not None
-        if end != "closed":
-            jobs._closing = True  # the endpoint has died, and writes nothing more
-            process.stdin.close() if end == "orphaned" else process.kill()
-            wait_until(lambda: process.poll() is not None)
-    assert stored.job.status == "running"
-    before = steps(stored.events)
-    with open_jobs(folder) as jobs:
-        again = jobs.get(stored.job.id)
-        wait_until(lambda: len(steps(again.events)) > len(before) or again.job.error is not None)
-        assert again.job.error is None
-        assert steps(again.events)[: len(before)] == before
-        first = steps(again.events)[len(before)]
-        assert first == 1 if end == "killed" else before[-1] < first <= before[-1] + 2
-        jobs.cancel(again.job.id)
+    for last, end in itertools.pairwise(("closed", "died", "killed", "closed")):
+        assert stored.job.status == "running"
+        before = steps(stored.events)
+        with open_jobs(folder) as jobs:
+            stored = jobs.get(stored.job.id)
+            wait_until(partial(has_more_steps, stored, len(before)))
+            assert stored.job.error is None
+            assert steps(stored.events)[: len(before)] == before
+            first = steps(stored.events)[len(before)]
+            assert first in range(2 if last == "killed" else before[-1] + 1, before[-1] + 3)
+            process = jobs._process
+            assert process is not None
+            assert process.stdin is not None
+            if end != "closed":
+                jobs._closing = True  # the endpoint has died, and writes nothing more
+                process.stdin.close() if end == "died" else process.kill()
+                process.wait(60)
+
+
+def has_more_steps(stored: StoredJob, count: int) -> bool:
+    return len(steps(stored.events)) > count or stored.job.error is not None
 
 
 def test_a_finished_jobs_model_is_there_when_the_endpoint_starts_again(

@@ -334,7 +334,8 @@ def test_a_long_prompt_gets_fewer_rows_per_step_only_while_others_run(opened: Op
     assert begun.wait(60)
     Asked(beside, prompt(4, 400), max_tokens=1).done()
     other.handle.cancel()
-    assert 400 // 16 <= beside.load().steps < 400 // 8
+    assert other.done().finish == "cancelled"  # it did not have to end first
+    assert beside.load().steps >= 400 // 16
 
 
 def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:

@@ -13,6 +13,8 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.packed import PackedModel
 from tenant.endpoint.engine.requests import Sampling
+from tenant.endpoint.engine.sequence import Drafter
+from tenant.endpoint.engine.speculation import open_drafter
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
@@ -37,15 +39,17 @@ Opened = tuple[ContinuousEngine, Any]
 
 
 @pytest.fixture(scope="module")
-def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Callable[[RemoteConfig], Opened]]:
+def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Callable[..., Opened]]:
     """`open_engine(remote)`: an engine with all adapters and its model, closed after the tests."""
     opened = []
 
-    def open_engine(remote: RemoteConfig) -> Opened:
+    def open_engine(remote: RemoteConfig, drafter: Drafter | None = None) -> Opened:
         model = load_language_model(checkpoint, remote=remote, dtype=torch.float32)
         tasks = Tasks(model)
         tasks.register_all(adapters)
-        engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(step_rows=512))
+        engine = ContinuousEngine(
+            PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(step_rows=512), drafter=drafter
+        )
         opened.append((engine, model))
         return engine, model
 
@@ -56,8 +60,13 @@ def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Ca
 
 
 @pytest.fixture(scope="module")
-def split(open_engine: Callable[[RemoteConfig], Opened], federation: LocalFederation) -> Opened:
-    return open_engine(RemoteConfig(federation=federation.federation, masking="pad", deadline_s=DEADLINE_S))
+def remote(federation: LocalFederation) -> RemoteConfig:
+    return RemoteConfig(federation=federation.federation, masking="pad", deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def split(open_engine: Callable[..., Opened], remote: RemoteConfig) -> Opened:
+    return open_engine(remote)
 
 
 def ask_32(engine: ContinuousEngine) -> list[Asked]:
@@ -76,7 +85,7 @@ def ask_32(engine: ContinuousEngine) -> list[Asked]:
 
 
 def test_32_streams_over_8_adapters_are_those_of_the_simulation_and_each_request_has_its_ledger(
-    split: Opened, open_engine: Callable[[RemoteConfig], Opened]
+    split: Opened, open_engine: Callable[..., Opened]
 ) -> None:
     engine, model = split
     before, steps = ledger_of(model) or Ledger(), engine.load().steps
@@ -94,6 +103,17 @@ def test_32_streams_over_8_adapters_are_those_of_the_simulation_and_each_request
 
     reference, _ = open_engine(RemoteConfig(masking="simulate"))
     assert [one.logprobs for one in asked] == [one.logprobs for one in ask_32(reference)]
+
+
+def test_a_draft_model_halves_the_round_trips_and_each_step_has_the_same_rows(
+    split: Opened, open_engine: Callable[..., Opened], remote: RemoteConfig, checkpoint: Path, tokenizer: Any
+) -> None:
+    drafted, _ = open_engine(remote, open_drafter(str(checkpoint), tokenizer, ahead=4))
+    alone, guessed = Asked(split[0], PROMPT, max_tokens=24), Asked(drafted, PROMPT, max_tokens=24)
+    assert guessed.tokens == alone.tokens
+    ledger = guessed.done().ledger
+    assert 2 * ledger.round_trips <= alone.done().ledger.round_trips
+    assert ledger.rows == GROUPS * (len(PROMPT) + 5 * (ledger.round_trips // GROUPS - 1))
 
 
 def test_streams_survive_executors_that_die_and_without_one_get_an_error(

@@ -175,7 +175,7 @@ class EmbeddingRequest(Strict):
 class LoadRequest(Strict):
     """`POST /v1/load_lora_adapter`."""
 
-    lora_name: str
+    lora_name: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")]
     lora_path: str
 
 

@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import Running
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
+}
+"""`responses` of a route that may stream, for the OpenAPI document."""
 
 _PING_S = 15
 _SEND_S = 60.0  # a client that takes nothing for so long is disconnected

@@ -26,17 +26,16 @@ from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, tagged
 from tenant.endpoint.api.running import Collected, Running, choices, collected, new_id, usage, while_connected
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.api.streams import stream
+from tenant.endpoint.api.streams import DOCUMENTED, stream
 from tenant.endpoint.engine import requests as engine
 from tenant.training.corpus import render_chat
 
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 2048  # if the request does not say
 _ANY_OBJECT = {"type": "object"}
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.post("/v1/chat/completions", response_model=Chat, responses=_STREAM)
+@router.post("/v1/chat/completions", response_model=Chat, responses=DOCUMENTED)
 async def chat(asked: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     endpoint = endpoint_of(http)

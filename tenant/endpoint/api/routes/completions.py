@@ -12,16 +12,15 @@ from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import Collected, Running, choices, collected, new_id, usage, while_connected
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.api.streams import stream
+from tenant.endpoint.api.streams import DOCUMENTED, stream
 from tenant.endpoint.engine import requests as engine
 
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 16  # OpenAI's default
 _MOST = 128  # choices of all prompts
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.post("/v1/completions", response_model=Completion, responses=_STREAM)
+@router.post("/v1/completions", response_model=Completion, responses=DOCUMENTED)
 async def completions(asked: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)

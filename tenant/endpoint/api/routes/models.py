@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
+from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Health, Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.endpoint import Endpoint, endpoint_of
@@ -40,13 +40,17 @@ async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
     tasks, folder = _loading(endpoint)
     if asked.lora_name == endpoint.service.name:
         raise ApiError(400, "this is the base model's name", param="lora_name")
+    if asked.lora_name in tasks:
+        raise ApiError(409, f"there is an adapter {asked.lora_name} already; unload it first", param="lora_name")
     try:
         path = (folder / asked.lora_path).resolve()
         if not path.is_relative_to(folder):
-            raise ConfigError("the folder is outside the folder of --allow-loading")
+            raise ApiError(404, "the adapter is outside the folder of --allow-loading", param="lora_path")
         tasks.register(asked.lora_name, path)
-    except (SymbiosisError, OSError, ValueError) as error:
-        raise ApiError(400, _said(error), param="lora_path") from error
+    except CheckpointError as error:
+        raise ApiError(400, str(error), param="lora_path") from error
+    except (ConfigError, OSError, ValueError) as error:
+        raise ApiError(404, "there is no PEFT folder of this name", param="lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
 
@@ -84,7 +88,3 @@ def _loading(endpoint: Endpoint) -> tuple[Tasks, Path]:
     if tasks is None or folder is None:
         raise ApiError(403, "start the endpoint with --allow-loading FOLDER to load and unload adapters", code="off")
     return tasks, folder.resolve()
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, SymbiosisError) else "the path is not usable"

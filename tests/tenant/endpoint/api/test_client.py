@@ -176,5 +176,5 @@ def test_adapters_are_loaded_and_dropped(client: Any, adapters: Path) -> None:
     with pytest.raises(openai.NotFoundError):
         text("other")
     for path in ("/etc", str(adapters / ".." / "tiny"), "lora\0", "."):
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.NotFoundError):
             post("/load_lora_adapter", lora_name="outside", lora_path=path)

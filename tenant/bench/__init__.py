@@ -10,6 +10,7 @@ slow_network        `bench network`: over an emulated link (link), beside the de
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 many_tasks          `bench tasks`: many tasks over one model (bert)
 chats               `bench chat`: a checkpoint of your own behind the endpoint, alone and with several streams
+streams             `bench endpoint`: many answers at once by the endpoint's engine, beside `generate()`
 startup             `bench start`
 kernels             `bench kernels`
 quality             `bench quality`: rings and weight bits beside bfloat16, on real weights

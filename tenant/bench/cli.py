@@ -57,7 +57,7 @@ _SHAPE = Llama(width=2048, layers=4, inner=5632)
 _SMALL = Llama(width=512, layers=4, inner=1408)
 _BILLION = Llama(width=2048, layers=16, inner=8192)
 _BERT_BASE, _TRAFFIC = Bert(), Traffic()
-_EFFORT, _FIVE_TIMES = Effort(), Effort(repeat=5)
+_EFFORT, _FIVE_TIMES, _ONCE = Effort(), Effort(repeat=5), Effort(repeat=1)
 _MASKINGS = "none,pad,local"
 _POLICIES = "none,lockstep,opportunistic"
 _SHARDINGS = "columns,gathered"
@@ -353,6 +353,25 @@ def chat(
 
     work = partial(measure_chats, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
     measure("chat", json, lambda folder, tell: work(folder, resolve(model), effort=effort, on_turn=tell))
+
+
+@app.command()
+@takes
+def endpoint(
+    *,
+    shape: Llama = _SHAPE,
+    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time, over eight adapters.")] = 32,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each answer.")] = 32,
+    masking: Masking = "pad",
+    effort: Effort = _ONCE,
+    json: Json = None,
+) -> None:
+    """Answer many requests together with the endpoint's engine, and one after another with `generate()`."""
+    from tenant.bench.streams import measure_streams
+
+    work = partial(measure_streams, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
+    measure("endpoint", json, lambda folder, tell: work(folder, shape, effort=effort, on_turn=tell))
 
 
 @app.command()

@@ -161,6 +161,12 @@ def _quality(rows: Sequence[Row]) -> Iterator[Goal]:
         yield Goal(what, _number(row["repeated_per_million"]), at_most=1.0)
 
 
+def _endpoint(rows: Sequence[Row]) -> Iterator[Goal]:
+    for row in _where(rows, variant="all together"):
+        what = f"tokens a second of {row['streams']} answers together over one after another"
+        yield Goal(what, _number(row["over_one_after_another"]), at_least=4)
+
+
 _WITH_VNNI: Final = "native-avx512"
 _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "step": _step,
@@ -173,6 +179,7 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "ranks": _ranks,
     "tasks": _tasks,
     "quality": _quality,
+    "endpoint": _endpoint,
 }
 
 

@@ -128,6 +128,16 @@ def check_tasks(rows: list[Row], folder: Path, shown: str) -> None:
     assert shown.count("at least") == 4
 
 
+def check_endpoint(rows: list[Row], folder: Path, shown: str) -> None:
+    one, together = rows
+    assert (one["variant"], together["variant"]) == ("one after another", "all together")
+    # 4 layer groups; the prompts are read in one step or, if a request came a step late, in two
+    assert number(one["round_trips"]) == 8 * 3 * 4
+    assert number(together["round_trips"]) <= 5 * 4
+    assert all(number(row["tokens_per_s"]) > 0 for row in rows)
+    assert all(number(row["first_token_p50_s"]) <= number(row["first_token_p99_s"]) for row in rows)
+
+
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
 CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
@@ -142,6 +152,7 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
         check_tasks
     ),
+    f"endpoint {MODEL} --streams 8 --prompt 4 --tokens 3": check_endpoint,
     "kernels --rows 1,32 --shape 32x64 --repeat 1 --threads 1": check_kernels,
 }
 

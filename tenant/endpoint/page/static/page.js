@@ -155,7 +155,8 @@ function follow(change) {
 
 async function ask(message) {
   const model = byId("model").value;
-  const sent = [...messages, { role: "user", content: message }];
+  const conversation = messages;
+  const sent = [...conversation, { role: "user", content: message }];
   bubble("user", "You").text.textContent = message;
   const { article, text } = bubble("assistant", model);
   article.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
@@ -204,7 +205,8 @@ async function ask(message) {
     article.removeAttribute("aria-busy");
     answering = null;
   }
-  if (text.textContent) messages = [...sent, { role: "assistant", content: text.textContent }];
+  const kept = text.textContent && messages === conversation; // there may be a new chat by now
+  if (kept) messages = [...sent, { role: "assistant", content: text.textContent }];
 }
 
 // Controls

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tenant.cli.options import Model, loading, table_of
 from tenant.training import corpus
@@ -25,6 +26,10 @@ def check(
     *,
     model: Model,
     text: Annotated[Path | None, typer.Option("--text", "--data", "-t", help="Text to measure the quality on.")] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="Inputs of a model of images or sound to measure the quality on: a safetensors file."),
+    ] = None,
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
@@ -38,9 +43,13 @@ def check(
 
     With --text, the command measures how the ring's arithmetic changes the
     output: predictions if the model predicts the next token, else the last
-    hidden states. Without --text, it reads no weights.
+    hidden states. With --inputs, it compares the logits, or another first
+    output, on tensors that the model's processor has made. Without both, it
+    reads no weights.
     """
     folder = resolve(model)
+    if text is not None and inputs is not None:
+        raise ConfigError("--text and --inputs exclude each other: name one of them")
     if text is not None:
         corpus.read(text)
     with loading():
@@ -58,28 +67,38 @@ def check(
         from tenant.training import quality
 
     terminal.console().print(_division_table(folder, tied_head=tied_head))
-    if text is None:
+    if text is None and inputs is None:
         return
     kind = architecture(load_config(folder))
-    causal = is_language_model(kind)
-    check_reads_text(kind)
     load = partial(load_model, model, kind=kind)
-    tokenizer = load_tokenizer(model)
     remote = RemoteConfig(masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
+    measured: Any
+    compare: Callable[..., Any]
+    table: Callable[..., Table]
+    if text is None:
+        assert inputs is not None
+        measured, compare = quality.read_inputs(inputs), quality.compare_outputs
+        table = partial(_likeness_table, of="outputs")
+    else:
+        check_reads_text(kind)
+        tokenizer = load_tokenizer(model)
+        causal = is_language_model(kind)
+        compare = quality.compare if causal else quality.compare_embeddings
+        table = _quality_table if causal else partial(_likeness_table, of="hidden states")
     split = load(remote=remote, dtype=torch.float32)
     reference = load(dtype=torch.float32)
-    limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
-    examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
-    ids = [example.input_ids for example in examples[:blocks]]
-    check_runs_on_text(reference, ids[0])
-    compare: Callable[..., Any] = quality.compare if causal else quality.compare_embeddings
-    table: Callable[..., Table] = _quality_table if causal else _likeness_table
+    if text is not None:
+        limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
+        examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
+        measured = [example.input_ids for example in examples[:blocks]]
+        check_runs_on_text(reference, measured[0])
     with terminal.progress_bar(f"ring, {weight_bits} bits") as progress:
-        ring = compare(reference, split, ids, progress=progress)
+        ring = compare(reference, split, measured, progress=progress)
     backend_of(split).close()
     with terminal.progress_bar("bf16") as progress:
-        bf16 = compare(reference, load(dtype=torch.bfloat16), ids, progress=progress)
-    terminal.console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+        bf16 = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
+    models: dict[str, Any] = {f"ring, {weight_bits} bits": ring, "bf16": bf16}
+    terminal.console().print(table(models))
 
 
 def _division_table(folder: Path, *, tied_head: bool) -> Table:
@@ -126,9 +145,9 @@ def _quality_table(models: dict[str, Quality]) -> Table:
     return table
 
 
-def _likeness_table(models: dict[str, Likeness]) -> Table:
+def _likeness_table(models: dict[str, Likeness], *, of: str) -> Table:
     first = next(iter(models.values()))
-    table = table_of(f"beside unquantised fp32, {first.tokens:,} tokens", *models)
-    table.add_row("smallest cosine of hidden states", *(f"{q.min_cosine:.6f}" for q in models.values()))
-    table.add_row("mean cosine of hidden states", *(f"{q.mean_cosine:.6f}" for q in models.values()))
+    table = table_of(f"beside unquantised fp32, {first.vectors:,} vectors", *models)
+    table.add_row(f"smallest cosine of {of}", *(f"{q.min_cosine:.6f}" for q in models.values()))
+    table.add_row(f"mean cosine of {of}", *(f"{q.mean_cosine:.6f}" for q in models.values()))
     return table

@@ -55,8 +55,8 @@ _GENERATION_SETTINGS = (
 change the number of rows sent per token are left out (rule 10): with prompt lookup, for instance, executors would see
 from the row counts where a text repeats itself."""
 _COMPARE_YOURSELF = (
-    "Compare its outputs on inputs of your own: load it with RemoteConfig(masking='simulate') and with "
-    "tenant.rounded_model(path, kind=...), or without either"
+    "Compare its outputs on inputs of your own: safetensors.torch.save_file(dict(processor(..., return_tensors='pt')), "
+    "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
 )
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
@@ -145,8 +145,7 @@ def check_reads_text(kind: type[PreTrainedModel]) -> None:
     """
     if kind.main_input_name != "input_ids":
         raise UnsupportedModelError(
-            f"a {kind.__name__} takes {kind.main_input_name}, and this command compares models on text. "
-            f"{_COMPARE_YOURSELF}"
+            f"a {kind.__name__} takes {kind.main_input_name}, and --text compares models on text. {_COMPARE_YOURSELF}"
         )
 
 

@@ -1,13 +1,20 @@
 """Measures on this machine how quantisation to the ring changes a model's output. No provider is involved."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+
+_SHOWN = 200  # characters shown of an error of the model's own code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +83,15 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """Comparison of a model without next-token prediction with the unquantised fp32 model on the same tokens.
+    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines of vectors.
 
     Args:
-        tokens: number of tokens compared.
-        min_cosine: smallest cosine between the two models' last hidden states of one token.
+        vectors: number of vectors compared: hidden states of tokens, or rows of the model's first output.
+        min_cosine: smallest cosine between the two models' vectors.
         mean_cosine: mean of these cosines.
     """
 
-    tokens: int
+    vectors: int
     min_cosine: float
     mean_cosine: float
 
@@ -105,12 +112,73 @@ def compare_embeddings(
     for done, block in enumerate(blocks, start=1):
         ids = torch.tensor([block], dtype=torch.long, device="cpu")
         want, got = _hidden(reference, ids), _hidden(model, ids)
-        same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
-        cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)))
+        cosines.append(_cosines(want, got))
         if progress:
             progress(done, len(blocks))
-    every = torch.cat(cosines)
-    return Likeness(tokens=len(every), min_cosine=float(every.min()), mean_cosine=float(every.mean()))
+    return _likeness(torch.cat(cosines))
+
+
+@torch.no_grad()
+def compare_outputs(
+    reference: Any,
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Likeness:
+    """Run both models on the same inputs (pixels, sound) and compare their first outputs: logits, or hidden states.
+
+    Args:
+        reference: the fp32 model.
+        model: the model to compare with it.
+        inputs: arguments of the models' forward pass, by name.
+        progress: called with (1, 1) at the end.
+
+    Raises:
+        ConfigError: the model does not run on these inputs.
+    """
+    want, got = _first_output(reference, inputs), _first_output(model, inputs)
+    if progress:
+        progress(1, 1)
+    return _likeness(_cosines(want, got).flatten())
+
+
+def read_inputs(file: Path) -> dict[str, Tensor]:
+    """Read the inputs for `compare_outputs` from a safetensors file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
+
+
+def _cosines(want: Tensor, got: Tensor) -> Tensor:
+    same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
+    return torch.where(same, 1.0, cosine_similarity(want, got, dim=-1))
+
+
+def _likeness(cosines: Tensor) -> Likeness:
+    return Likeness(vectors=len(cosines), min_cosine=float(cosines.min()), mean_cosine=float(cosines.mean()))
+
+
+def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits, or another first output: float64, a vector in the last dimension."""
+    given = {name: value.to(model.device) for name, value in inputs.items()}
+    given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
+    try:
+        output = model(**given)
+        first: Tensor = output["logits"] if "logits" in output else output[0]
+    except SymbiosisError:
+        raise
+    except Exception as error:  # an architecture's own code
+        raise ConfigError(
+            f"{type(model).__name__} does not run on these inputs ({one_line(str(error))[:_SHOWN]}); save all that its "
+            f"processor returns"
+        ) from error
+    return first.to(device="cpu", dtype=torch.float64)
 
 
 def _hidden(model: Any, ids: Tensor) -> Tensor:

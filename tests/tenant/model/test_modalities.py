@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.cli import app as cli
@@ -111,6 +112,20 @@ def test_a_masked_tower_gives_the_same_bits(
         assert simulated is not None
         assert masked is not None
         assert torch.equal(simulated, masked)
+
+
+def test_check_compares_outputs_on_the_inputs_of_a_processor(tmp_path: Path) -> None:
+    FAMILIES["ViT"].save(tmp_path)
+    file = tmp_path / "inputs.safetensors"
+    save_file(FAMILIES["ViT"].inputs(), file)
+    check = CliRunner().invoke(cli.app, ["check", "--model", str(tmp_path), "--inputs", str(file)])
+    assert check.exception is None, check.exception
+    (line,) = [line for line in check.output.splitlines() if "smallest cosine of outputs" in line]
+    assert float(line.split()[-2]) > 0.999  # the ring's cosine; bf16's is the last one
+    save_file({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, file)
+    error = CliRunner().invoke(cli.app, ["check", "--model", str(tmp_path), "--inputs", str(file)]).exception
+    assert isinstance(error, ConfigError)
+    assert "processor" in str(error)
 
 
 def test_check_says_which_models_it_cannot_compare_on_text(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _row(
         "arithmetic": arithmetic,
         "ring_bits": ring_bits,
         "weight_bits": weight_bits,
-        "tokens": likeness.tokens,
+        "tokens": likeness.vectors,
         "one_minus_smallest_cosine": 1 - likeness.min_cosine,
         "one_minus_mean_cosine": 1 - likeness.mean_cosine,
         "error_over_bfloat16": (1 - likeness.mean_cosine) / (1 - brain.mean_cosine),

@@ -51,7 +51,7 @@ class Decoding(Strict):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024),
+            Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
         ]
         | None
     ) = None

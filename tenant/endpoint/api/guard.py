@@ -21,6 +21,8 @@ from tenant.endpoint.api.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+_DROPPED = 8  # limits: a body up to this size is read and dropped, because most clients send all before they read
+
 
 class Guard:
     """An ASGI application around another one.
@@ -91,22 +93,25 @@ class Guard:
         """Read the body, within limits of size and time, and return what gives it to the application."""
         limit = self._settings.body_limit
         too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
-        if int(headers.get("content-length", "0")) > limit:
+        if int(headers.get("content-length", "0")) > _DROPPED * limit:
             raise too_large
-        body = bytearray()
+        body, size, more = bytearray(), 0, True
         try:
             async with asyncio.timeout(self._settings.body_s):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ApiError(499, "the client has closed the connection")
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > limit:
+                    part = message.get("body", b"")
+                    more, size = message.get("more_body", False), size + len(part)
+                    if size <= limit:
+                        body += part
+                    elif size > _DROPPED * limit:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body of the request did not arrive in {self._settings.body_s:g} s") from None
+        if size > limit:
+            raise too_large
         given = False
 
         async def replay() -> Message:

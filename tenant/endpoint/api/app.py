@@ -9,6 +9,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from tenant.endpoint.api.endpoint import Endpoint, Settings
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
@@ -69,11 +70,20 @@ async def _api_error(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail)).response()
     answer.headers.update(error.headers or {})
+    if error.status_code == 405 and (methods := _methods(http)):
+        answer.headers["Allow"] = ", ".join(methods)
     return answer
+
+
+def _methods(http: Request) -> list[str]:
+    """Return the methods of all routes of a path; starlette names those of one route."""
+    paths = http.app.openapi()["paths"].items()
+    matching = [operations for path, operations in paths if compile_path(path)[0].match(http.url.path)]
+    return sorted({method.upper() for operations in matching for method in operations})
 
 
 async def _wrong_field(_: Request, error: Exception) -> Response:

@@ -85,7 +85,8 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     def create(asked: JobRequest) -> JobAnswer:
         """Queue a fine-tuning job of the base model."""
         if asked.model != jobs.name:
-            raise ApiError(400, f"only the base model, {jobs.name}, can be fine-tuned", param="model")
+            said = f"only the base model, {jobs.name}, can be fine-tuned"
+            raise ApiError(404, said, code="model_not_found", param="model")
         return JobAnswer.of(jobs.create(asked.asked()))
 
     @router.get("/v1/fine_tuning/jobs")
@@ -136,7 +137,7 @@ def _page(found: Sequence[T], name: Callable[[T], str], after: str | None, limit
     if after is not None:
         names = [name(one) for one in found]
         if after not in names:
-            raise ApiError(400, "after is no name in this list", param="after")
+            raise ApiError(404, "after is no name in this list", code="not_found", param="after")
         found = found[names.index(after) + 1 :]
     return found[:limit], len(found) > limit
 

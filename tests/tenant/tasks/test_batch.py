@@ -403,4 +403,12 @@ def test_methods_that_read_base_weights_share_the_product_too(llama: Path, tmp_p
         error, change = (mixed[row] - logits).norm(), (logits - base).norm()
         assert error < 0.05 * change, name
     torch.testing.assert_close(mixed[-1], base, rtol=1e-2, atol=1e-2)
+    names, projection = [*expected, BASE] * 3, tasks.model.model.layers[0].self_attn.v_proj
+    x = torch.randn(len(names), 1, projection.in_features)
+    with torch.inference_mode():
+        with tasks.batch(names, block=4):
+            rows = projection(x)
+        for row, name in enumerate(names):
+            with tasks.batch([name], block=4):
+                assert torch.equal(rows[row], projection(x[row : row + 1].clone())[0]), name
     tasks.close()

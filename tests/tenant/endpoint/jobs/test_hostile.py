@@ -142,6 +142,14 @@ def test_what_a_job_does_not_support_is_an_error_that_names_the_field(
     assert error["param"].startswith(named)
 
 
+def test_a_wrong_method_gets_all_methods_of_the_path(port: int) -> None:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("PUT", "/v1/fine_tuning/jobs", headers={"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, POST")
+        answer.read()
+
+
 def test_a_malformed_line_is_named_and_not_repeated(client: Any, jobs: Jobs) -> None:
     file = client.files.create(file=("x.jsonl", LINE + b'\n{"text": "' + SECRET.encode()), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError, match=f"{file.id}, line 2") as raised:

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
+from tenant.endpoint.engine import speculation
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed import Output, PackedModel
@@ -125,6 +126,17 @@ def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
     packed = Recorded(model)
     expected = answers(packed, tokenizer, None, max_tokens=4)
     assert answers(packed, tokenizer, PromptLookup(ahead=AHEAD), max_tokens=4) == expected
+
+
+def test_a_draft_model_reads_long_prompts_in_parts(
+    packed: Recorded, draft: Drafter, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has read a prompt, its guesses are of the same length."""
+    monkeypatch.setattr(speculation, "_READ", 3)
+    expected, plain = answers(packed, tokenizer, None, max_tokens=20), len(packed.steps)
+    assert answers(packed, tokenizer, draft, max_tokens=20) == expected
+    assert len(packed.steps) < plain
+    assert all(set(rows[1:]) == {1 + AHEAD} for rows in packed.of_sequences())
 
 
 def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: Drafter, tokenizer: Any) -> None:

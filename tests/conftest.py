@@ -106,9 +106,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forks() -> Iterator[None]:
-    """Start the providers and registries of `LocalFederation` as forks, which do not import torch again."""
+    """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
+    not import torch again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("symbiosis_priv.harness.service.Popen", Popen)
+        patch.setattr("provider.executor.supervisor.Popen", Popen)
         yield
 
 

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE, TimeoutExpired
 
@@ -56,3 +57,12 @@ def test_a_fork_has_its_given_folder_environment_and_input(tmp_path: Path) -> No
 
 def test_other_commands_are_ordinary_processes() -> None:
     assert run(["echo", "here"], capture_output=True, text=True, timeout=10).stdout == "here\n"
+
+
+def test_a_fork_can_be_killed_while_another_thread_waits_for_it() -> None:
+    with Popen([sys.executable, "-c", "input()"], stdin=PIPE) as process, ThreadPoolExecutor(1) as waiting:
+        status = waiting.submit(process.wait)
+        with pytest.raises(TimeoutError):
+            status.result(0.2)
+        process.kill()
+        assert status.result(20) == -signal.SIGKILL

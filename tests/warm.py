@@ -28,6 +28,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class Popen(subprocess.Popen[Any]):
             socket.send_fds(_parent(), [json.dumps(request).encode()], [*standard, end])
         finally:
             os.close(end)
+        weakref.finalize(self, os.close, self._status)
         self.pid = self._read()
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -100,10 +102,11 @@ class Popen(subprocess.Popen[Any]):
 
     def _ended(self, timeout: float | None) -> bool:
         assert self._status is not None
-        with self._waitpid_lock:  # type: ignore[attr-defined]
-            if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-                self.returncode = os.waitstatus_to_exitcode(self._read())
-                os.close(self._status)
+        if self.returncode is None:
+            select.select([self._status], [], [], timeout)  # without the lock, which `kill` takes in another thread
+            with self._waitpid_lock:  # type: ignore[attr-defined]
+                if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+                    self.returncode = os.waitstatus_to_exitcode(self._read())
         return self.returncode is not None
 
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:

@@ -7,11 +7,11 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 import msgspec
 import torch
@@ -123,7 +123,7 @@ class ProcessExecutor(ExecutorHandle):
         _close_pipe(self._process)
         try:
             self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._kill()
         self._watcher.join(timeout)
         if self._guard.ident is not None:
@@ -134,8 +134,8 @@ class ProcessExecutor(ExecutorHandle):
         """Process id of the current child process."""
         return self._process.pid
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(start.command("provider.processes.executor_process"), stdin=subprocess.PIPE)
+    def _spawn(self) -> Popen[bytes]:
+        process = Popen(start.command("provider.processes.executor_process"), stdin=PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
             process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
@@ -189,7 +189,7 @@ class GroupExecutor(ProcessExecutor):
         super().stop(timeout)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> Popen[bytes]:
         settings = self.config.executor
         threads = settings.threads or os.cpu_count() or 1
         meeting = Path(self._folder, "meeting")
@@ -206,7 +206,7 @@ class GroupExecutor(ProcessExecutor):
         torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
         command = [*torchrun, *start.command("provider.processes.rank")[1:]]
         # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
-        return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        return Popen(command, stdin=PIPE, env=environment, start_new_session=True)
 
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
@@ -232,7 +232,7 @@ def _require_unused(path: Path) -> None:
             raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
 
 
-def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+def _close_pipe(process: Popen[bytes]) -> None:
     if process.stdin is not None and not process.stdin.closed:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

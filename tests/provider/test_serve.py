@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import stat
-import subprocess
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from typer.testing import CliRunner
 from provider import serve as server
 from provider.cli import app
 from provider.config.schema import ExecutorConfig
+from provider.executor import supervisor
 from provider.executor.client import ExecutorClient
 from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
@@ -129,7 +129,7 @@ def test_a_killed_executor_process_is_restarted(
     Also if the machine first has no room for another process.
     """
     execute, _ = requests
-    starts, popen = [0], subprocess.Popen
+    starts, popen = [0], supervisor.Popen
 
     def full_at_first(*args: Any, **kwargs: Any) -> Any:
         starts[0] += 1
@@ -149,7 +149,7 @@ def test_a_killed_executor_process_is_restarted(
         with in_flight(monkeypatch) as forwarded:
             client.send(execute(0, 4), wire.RING32.pack(x))
             assert forwarded.wait(20)
-        monkeypatch.setattr(subprocess, "Popen", full_at_first)
+        monkeypatch.setattr(supervisor, "Popen", full_at_first)
         os.kill(first, signal.SIGKILL)
         reply, _ = client.receive()
         assert isinstance(reply, wire.Failure)

@@ -34,6 +34,7 @@ from provider.executor.supervisor import ProcessExecutor, make
 from provider.serve import Provider
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
+from tests.warm import Popen
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests, Service
@@ -129,13 +130,13 @@ def test_a_killed_executor_process_is_restarted(
     Also if the machine first has no room for another process.
     """
     execute, _ = requests
-    starts, popen = [0], supervisor.Popen
+    starts = [0]
 
     def full_at_first(*args: Any, **kwargs: Any) -> Any:
         starts[0] += 1
         if starts[0] == 1:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return popen(*args, **kwargs)
+        return Popen(*args, **kwargs)
 
     endpoint = f"ipc://{socket_folder}/executor.sock"
     with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:

@@ -122,6 +122,10 @@ def test_a_head_that_is_stored_too_is_the_one_that_transformers_uses(tied: Path,
     assert torch.equal(store.floats(("lm_head",))[0].weight, tensors["lm_head.weight"])
     write_slim(store, store.manifest(), tmp_path / "slim")  # a tenant may keep the head
     assert load_file(tmp_path / "slim" / "model.safetensors").keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
+    manifest, before = store.manifest(), own_digest(store, store.manifest())
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert own_digest(store, manifest) != before
     del tensors["model.embed_tokens.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import typer
@@ -507,6 +508,17 @@ def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
     outcomes = judge()
     assert max(batches) > 1  # the suite did cause a batch
     assert broken(outcomes) == {"batching"}
+
+
+def test_wrong_narrow_payloads_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the provider drops the signs of narrow answers."""
+    pack = wire.Encoding.pack
+
+    def unsigned(encoding: wire.Encoding, matrix: Any) -> memoryview:
+        return pack(encoding, matrix & 0x7FFFFF if isinstance(matrix, np.ndarray) else matrix)
+
+    monkeypatch.setattr(wire.Encoding, "pack", unsigned)
+    assert "narrow-ring" in broken(judge("ring-exact", "narrow-ring"))
 
 
 def test_an_answer_that_depends_on_the_one_before(judge: Judge, tamper: Callable[..., None]) -> None:

@@ -106,6 +106,17 @@ def _check_experts(subject: Subject, run: Run) -> None:
     run.for_all(by_expert(subject, stacks), lambda case: _check_right(subject, case))
 
 
+def _check_narrow_ring(subject: Subject, run: Run) -> None:
+    def check(case: Case) -> None:
+        _check_right(subject, case)
+        low = subject.answer(case) << 8 >> 8
+        difference = first_difference(subject.answer(replace(case, ring_bits=24)), low)
+        if difference is not None:
+            raise subject.violation("gives other low bits in a ring of 24 bits", case, difference=difference)
+
+    run.for_all(requests(subject), check)
+
+
 def _check_independent_rows(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         together = subject.answer(case)
@@ -301,6 +312,12 @@ PROPERTIES: tuple[Property, ...] = (
         "Rows for single experts are multiplied by their own expert's matrix, both ways, also if most have none.",
         _BOTH,
         _check_experts,
+    ),
+    Property(
+        "narrow-ring",
+        "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.",
+        _BOTH,
+        _check_narrow_ring,
     ),
     Property("resend", "The same request gets the same bits again.", _BOTH, _check_resend),
     Property(

@@ -41,6 +41,7 @@ class Case:
     seed: bytes = b""
     first_row: int = 0
     counts: Counts | None = None
+    ring_bits: wire.RingBits = 32
 
     def piece(self, start: int, rows: int) -> Self:
         """A request for some of the rows."""
@@ -59,6 +60,7 @@ class Case:
                 arithmetic=self.arithmetic,
                 rows=rows,
                 counts=self.counts,
+                ring_bits=self.ring_bits,
             )
         return wire.Effect(
             nonce=nonce,
@@ -67,6 +69,7 @@ class Case:
             arithmetic="ring",
             rows=rows,
             counts=self.counts,
+            ring_bits=self.ring_bits,
             seed=self.seed,
             first_row=self.first_row,
         )
@@ -252,7 +255,7 @@ class Subject:
     def answer_bytes(self, case: Case) -> int:
         """Number of bytes of the correct answer's matrix."""
         _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
-        return wire.encoding_of(case.arithmetic).size(len(case.rows), width)
+        return wire.encoding_of(case.arithmetic, case.ring_bits).size(len(case.rows), width)
 
     def matrix(self, reply: wire.Reply, body: bytearray, case: Case) -> Tensor:
         """The matrix of a result. Raises `Violation` for another kind of reply."""
@@ -263,7 +266,8 @@ class Subject:
         if len(body) != self.answer_bytes(case):
             raise self.violation(f"answers with {len(body)} bytes where {self.answer_bytes(case)} belong", case)
         _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
-        return wire.encoding_of(case.arithmetic).unpack(body, rows=len(case.rows)).view(len(case.rows), width)
+        encoding = wire.encoding_of(case.arithmetic, case.ring_bits)
+        return encoding.unpack(body, rows=len(case.rows)).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
         """The first wrong entry of an answer."""

@@ -86,6 +86,33 @@ def test_products_by_expert_are_exact_with_every_scheme(
     assert ledger.answers_verified == ledger.rows > 0
 
 
+def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+) -> None:
+    """The ring holds so few standard deviations that rows are corrected and sent again."""
+
+    def crowded(facts: GroupFacts) -> GroupFacts:
+        bounds = {direction: replace(bound.narrowed(24), spread=1.8) for direction, bound in facts.bounds.items()}
+        by_expert = None if facts.by_expert is None else crowded(facts.by_expert)
+        return replace(facts, bounds=bounds, by_expert=by_expert)
+
+    session = new_session("pad", [new_provider()], [new_provider()], ring_bits=24, row_bucket=4)
+    facts = [crowded(group) for group in session.preparation.facts]
+    counts = (9, 0, 14, 7)
+    for index, direction in itertools.product(stacks, DIRECTIONS):
+        for its_counts in (counts, None):
+            group = facts[index].for_rows(its_counts)
+            rows = torch.randn(30, group.inputs(direction), generator=torch.Generator().manual_seed(index))
+            got, want = torch.empty(2, 30, group.outputs(direction))
+            RingBackend(facts, session).multiply(index, direction, [rows], [got], counts=its_counts)
+            RingBackend(facts, Simulation(store)).multiply(index, direction, [rows], [want], counts=its_counts)
+            assert torch.equal(got, want)
+    ledger = session.ledger()
+    assert ledger.rows_corrected > 0
+    assert ledger.rows_repeated > 0
+    assert ledger.answers_rejected == 0
+
+
 def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:
     """Up to rounding, and whichever rows stand beside them: a row's bits do not depend on its expert's other rows."""
     facts = [GroupFacts.of(entry, store.group(index)) for index, entry in enumerate(store.manifest().groups)]

@@ -13,7 +13,7 @@ from rich.table import Table
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
 from tenant.cli.options import Model, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length
@@ -71,7 +71,6 @@ def check(
         return
     kind = architecture(load_config(folder))
     load = partial(load_model, model, kind=kind)
-    remote = RemoteConfig(masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
     measured: Any
     compare: Callable[..., Any]
     table: Callable[..., Table]
@@ -85,19 +84,24 @@ def check(
         causal = is_language_model(kind)
         compare = quality.compare if causal else quality.compare_embeddings
         table = _quality_table if causal else partial(_likeness_table, of="hidden states")
-    split = load(remote=remote, dtype=torch.float32)
+    rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
+    splits: dict[str, Any] = {}
+    for label, ring_bits in rings:
+        remote = RemoteConfig(masking="simulate", weight_bits=weight_bits, ring_bits=ring_bits, tied_head=tied_head)
+        splits[label] = load(remote=remote, dtype=torch.float32)
     reference = load(dtype=torch.float32)
     if text is not None:
         limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
         examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
         measured = [example.input_ids for example in examples[:blocks]]
         check_runs_on_text(reference, measured[0])
-    with terminal.progress_bar(f"ring, {weight_bits} bits") as progress:
-        ring = compare(reference, split, measured, progress=progress)
-    backend_of(split).close()
+    models: dict[str, Any] = {}
+    for label, split in splits.items():
+        with terminal.progress_bar(label) as progress:
+            models[label] = compare(reference, split, measured, progress=progress)
+        backend_of(split).close()
     with terminal.progress_bar("bf16") as progress:
-        bf16 = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
-    models: dict[str, Any] = {f"ring, {weight_bits} bits": ring, "bf16": bf16}
+        models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
     terminal.console().print(table(models))
 
 

@@ -357,7 +357,7 @@ def test_check_shows_its_progress(model: Path, text: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(terminal, "progress_bar", progress_bar)
     tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
-    for label in ("ring, 10 bits", "bf16"):
+    for label in ("ring, 10 bits", "ring_bits = 24", "bf16"):
         assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
 
 

@@ -46,7 +46,7 @@ class Files:
         limit: bytes of all files.
     """
 
-    def __init__(self, folder: Path, *, file_limit: int = 256 << 20, limit: int = 4 << 30) -> None:
+    def __init__(self, folder: Path, *, file_limit: int = 128 << 20, limit: int = 4 << 30) -> None:
         self.file_limit = file_limit
         self._limit = limit
         self._lock = threading.Lock()

@@ -74,6 +74,7 @@ class Jobs:
         self._runs = runs
         self._jobs = {one.job.id: one for one in stored}
         self._changed = threading.Condition()
+        self._reading = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._running: StoredJob | None = None
         self._closing = False
@@ -93,7 +94,8 @@ class Jobs:
         """
         path = self.files.path(asked.training_file, param="training_file")
         try:
-            corpus.read(path)
+            with self._reading:  # one file at a time is in memory
+                corpus.read(path)
         except ConfigError as error:
             said = str(error).replace(str(path), asked.training_file)
             raise ApiError(400, said, code="invalid_training_file", param="training_file") from error

@@ -137,8 +137,15 @@ def test_connections_without_a_request_are_closed(served: Served, monkeypatch: p
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
-    load = served.service.engine.load
+def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = served.service.engine
+    load, count = engine.load, engine.count
+
+    def slow() -> None:  # all tokens take 5 s
+        count()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(engine, "count", slow)
     body = json.dumps(COMPLETION | {"max_tokens": 480, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

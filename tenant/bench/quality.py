@@ -93,7 +93,7 @@ def measure_quality(
         tokens: number of tokens, in blocks of 256.
     """
     blocks = _blocks(model, text, tokens)
-    reference = AutoModel.from_pretrained(model, dtype=torch.float32)
+    reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     tell("bfloat16")
     brain = compare_embeddings(reference, AutoModel.from_pretrained(model, dtype=torch.bfloat16), blocks)
     yield _row("bfloat16", None, None, brain, brain, None)

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -64,10 +63,10 @@ class Remote:
         Raises:
             SymbiosisError: the federation file or the full checkpoint is missing or invalid.
         """
-        if self.federation is not None:
+        if self.federation is None:
+            self.config()  # refuses masking that needs a federation
+        else:
             load_federation(self.federation)
-        elif self.masking != "simulate":
-            raise ConfigError("pass --federation federation.toml (only --masking simulate needs none)")
         if self.checkpoint is not None:
             resolve(self.checkpoint)
 

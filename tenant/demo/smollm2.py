@@ -51,8 +51,8 @@ def convert(file: Path, folder: Path) -> None:
     """
     where = {"gguf_file": file.name, "local_files_only": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", **where)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", trust_remote_code=False, **where)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **where)
     except Exception as error:  # transformers raises many types for malformed files
         raise CheckpointError(f"{file.name} cannot be converted: {error}; fetch it again") from error
     tied = set(model.all_tied_weights_keys)

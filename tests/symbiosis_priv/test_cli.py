@@ -183,8 +183,6 @@ REPORTS = [
     ("bench", name, "--json") for name in ("linear", "step", "provider", "chaos", "scale", "kernels", "abuse")
 ] + [
     ("bench", "provider", "--picture"),
-    ("tenant", "finetune", "--status"),
-    ("tenant", "generate", "--status"),
     ("demo", "--json"),
     ("verify", "--json"),
     ("threat-model", "--json"),

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -83,7 +84,10 @@ class Server:
 
     def run(self) -> None:
         """Answer until SIGTERM, Ctrl-C or `stop`. SIGTERM is raised again at the end (uvicorn does that)."""
-        self._server.run(sockets=[self._listener])
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            AppStatus.should_exit = False  # set by a signal, it would end the streams of other servers of this process
 
     def start(self) -> None:
         """Answer in a thread until `stop`."""

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import shutil
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,10 @@ def test_the_official_client_fine_tunes_a_model(
 
 def stream(port: int, path: str) -> list[dict[str, Any]]:
     """Read a stream of events to its end."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
-    lines = connection.getresponse().read().decode().splitlines()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
+        lines = connection.getresponse().read().decode().splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    connection.close()
     assert data.pop() == "[DONE]"
     return [json.loads(one) for one in data]
 

@@ -95,7 +95,7 @@ def measure_quality(
     blocks = _blocks(model, text, tokens)
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     tell("bfloat16")
-    brain = compare_embeddings(reference, AutoModel.from_pretrained(model, dtype=torch.bfloat16), blocks)
+    brain = compare_embeddings(reference, AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False), blocks)
     yield _row("bfloat16", None, None, brain, brain, None)
     for ring_bits, bits in itertools.product(rings, weight_bits):
         tell(f"ring of {ring_bits} bits, {bits} weight bits")
@@ -119,7 +119,7 @@ def _backward(model: Any, block: list[int]) -> None:
 
 
 def _blocks(model: Path, text: str | None, tokens: int) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     words = "\n".join(topics.values()) if text is None else text
     ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
     return [ids[start : start + 256] for start in range(0, len(ids), 256)]

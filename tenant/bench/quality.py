@@ -95,12 +95,15 @@ def measure_quality(
     blocks = _blocks(model, text, tokens)
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     tell("bfloat16")
-    brain = compare_embeddings(reference, AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False), blocks)
+    rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
+    brain = compare_embeddings(reference, rounded, blocks)
     yield _row("bfloat16", None, None, brain, brain, None)
     for ring_bits, bits in itertools.product(rings, weight_bits):
         tell(f"ring of {ring_bits} bits, {bits} weight bits")
         config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
-        split = AutoModel.from_pretrained(model, dtype=torch.float32, quantization_config=config)
+        split = AutoModel.from_pretrained(
+            model, dtype=torch.float32, quantization_config=config, trust_remote_code=False
+        )
         backend = backend_of(split)
         assert isinstance(backend, RingBackend)
         backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)

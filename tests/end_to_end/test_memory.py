@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +40,15 @@ def offloaded_sizes(path: Path) -> tuple[set[int], int]:
 def alive(*sizes: int) -> list[Tensor]:
     """All tensors in this process with these numbers of elements, and with these numbers of bytes."""
     gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # reading the class of some objects logs a warning
-        tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)  # another thread cannot go on with a tuple that is in the list of all objects
+    try:
+        time.sleep(0.01)  # threads that wait with the old interval go first
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # reading the class of some objects logs a warning
+            tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    finally:
+        sys.setswitchinterval(interval)
     return [t for t in tensors if not t.is_meta and t.nbytes and t.numel() in sizes]
 
 

@@ -1,14 +1,17 @@
-"""Server-sent events."""
+"""Answers to generate: whole, or as server-sent events."""
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request as HttpRequest
 
+from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Running
+from tenant.endpoint.api.running import Collected, Running, collected, while_connected
+from tenant.endpoint.engine.requests import Request
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
@@ -17,6 +20,27 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 
 _PING_S = 15
 _SEND_S = 60.0  # a client that takes nothing for so long is disconnected
+
+
+class Prepared(Protocol):
+    """A request whose fields have been checked, and its answer."""
+
+    requests: list[Request]
+
+    def whole(self, answers: list[Collected], running: Running) -> BaseModel:
+        """Return the whole answer."""
+
+    def chunks(self, running: Running) -> AsyncIterator[BaseModel]:
+        """Yield the chunks of a stream."""
+
+
+async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None) -> Any:
+    """Run the requests, and return their answer."""
+    endpoint = endpoint_of(http)
+    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
+    if streamed:
+        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
+    return prepared.whole(await while_connected(http, running, collected(running, len(prepared.requests))), running)
 
 
 def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:

@@ -10,9 +10,9 @@ from tenant.endpoint.api.answers import Completion, FinishReason, TextChoice, Te
 from tenant.endpoint.api.bodies import CompletionRequest, JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Collected, Running, choices, collected, new_id, usage, while_connected
+from tenant.endpoint.api.running import Collected, Running, choices, new_id, usage
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.api.streams import DOCUMENTED, stream
+from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
 
 router = APIRouter(route_class=JsonRoute)
@@ -25,11 +25,7 @@ async def completions(asked: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
     prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
-    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
-    if asked.stream:
-        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
-    answers = await while_connected(http, running, collected(running, len(prepared.requests)))
-    return prepared.whole(answers, running)
+    return await respond(prepared, http, streamed=asked.stream)
 
 
 class _Prepared:

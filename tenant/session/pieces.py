@@ -8,11 +8,11 @@ the other slots would finish earlier. The caller's slot uses the cheapest execut
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 
 import torch
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES, ExecutorClient
 from tenant.core.parts import Part
@@ -68,7 +68,7 @@ def share(
         work: gets a part and the executor to ask first; None if any may be asked.
 
     Raises:
-        Exception: the error of the first part that fails. By then, no part is being sent, and no other part will begin.
+        Exception: the error of a part that fails: of the part that found a fault, if there is one. By then, no part is being sent, and no other part will begin.
     """
     if len(parts) == 1 or not executors:
         for part in parts:
@@ -95,14 +95,16 @@ def share(
             work_off(route, picky=True)
 
     jobs = [executor.workers[lane].submit(work_beside, executor.route) for executor, lane in others]
+    failures: list[BaseException] = []
     try:
         work_off(own[0].route, picky=False)  # so that no piece is left for the slots that have not begun
-    except Exception:  # an interrupt ends the wait at once
-        wait([job for job in jobs if not job.cancel()])  # bounded by the deadlines of their requests
-        raise
-    for job in jobs:
-        if not job.cancel():  # parts that have not begun will not begin
-            job.result()
+    except Exception as error:  # an interrupt ends the wait at once
+        failures.append(error)
+    # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
+    failures += [error for job in jobs if not job.cancel() and (error := job.exception()) is not None]
+    if failures:
+        # the part that found a fault says more than a part that stopped because of the quarantine
+        raise next((error for error in failures if not isinstance(error, QuarantinedError)), failures[0])
 
 
 def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:

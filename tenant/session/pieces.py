@@ -68,7 +68,8 @@ def share(
         work: gets a part and the executor to ask first; None if any may be asked.
 
     Raises:
-        Exception: the error of a part that fails: of the part that found a fault, if there is one. By then, no part is being sent, and no other part will begin.
+        Exception: the error of a part that fails: of the part that found a fault, if there is one. By then, no part is
+            being sent, and no other part will begin.
     """
     if len(parts) == 1 or not executors:
         for part in parts:
@@ -101,10 +102,10 @@ def share(
     except Exception as error:  # an interrupt ends the wait at once
         failures.append(error)
     # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
-    failures += [error for job in jobs if not job.cancel() and (error := job.exception()) is not None]
+    failures += [failure for job in jobs if not job.cancel() and (failure := job.exception()) is not None]
     if failures:
         # the part that found a fault says more than a part that stopped because of the quarantine
-        raise next((error for error in failures if not isinstance(error, QuarantinedError)), failures[0])
+        raise next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
 
 
 def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -69,3 +70,17 @@ def write(family: str, folder: Path, **changes: Any) -> Path:
                 parameter.normal_(std=0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def two_steps(model: Any, ids: Tensor) -> list[Tensor]:
+    """Train the parameters that require gradients for two steps. Returns all logits and gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01)
+    found = []
+    for _ in range(2):
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        found += [out.logits.detach(), *(p.grad.clone() for p in trained)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found

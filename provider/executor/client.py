@@ -23,7 +23,7 @@ _GRACE_S = 1.0  # after the deadline, for the executor's own answer that it is l
 _NOTHING = memoryview(b"")
 
 
-class ExecutorClient:
+class ExecutorRequester:
     """Asks the executor for one gateway thread: one request at a time, always with a deadline.
 
     Every request gets one answer, also a request that was cancelled or is late, unless the executor is lost. Until the
@@ -129,8 +129,8 @@ class CachedReport:
         self._asking = threading.Lock()
         self._said: tuple[float, ExecutorReport] | None = None
 
-    def report(self, executor: ExecutorClient, *, timeout: float) -> ExecutorReport:
-        """A report that is at most 0.25 s old. Raises what `ExecutorClient.receive` raises.
+    def report(self, executor: ExecutorRequester, *, timeout: float) -> ExecutorReport:
+        """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises.
 
         Args:
             executor: the client of the calling thread.

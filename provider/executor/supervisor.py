@@ -20,7 +20,7 @@ import zmq
 
 from provider import logs
 from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.handle import STARTUP_S, ExecutorHandle
 from provider.executor.queues import Context, LocalInbox, RequestChannel, SocketChannel
@@ -108,7 +108,7 @@ class ProcessExecutor(ExecutorHandle):
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
         self._watcher.start()
-        with ExecutorClient(self) as client:
+        with ExecutorRequester(self) as client:
             try:
                 client.report(deadline=time.monotonic() + STARTUP_S)
             except Refusal as error:

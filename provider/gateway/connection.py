@@ -18,7 +18,7 @@ import numpy as np
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig
-from provider.executor.client import CachedReport, ExecutorClient
+from provider.executor.client import CachedReport, ExecutorRequester
 from provider.executor.envelope import ProductRequest, Stages, row_cost
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.quota import QuotaGate
@@ -88,7 +88,7 @@ class Connection:
         *,
         tenant: TenantIdentity,
         state: GatewayState,
-        executor: ExecutorClient,
+        executor: ExecutorRequester,
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:

@@ -15,7 +15,7 @@ import time
 
 from provider import logs
 from provider.config.schema import ProviderConfig
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
@@ -196,7 +196,7 @@ class Gateway:
         self._state.register.count_visit(tenant)
         try:
             try:
-                with self._state.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
+                with self._state.slots.taken(tenant, close) as slot, ExecutorRequester(self._executor) as executor:
                     Connection(
                         stream,
                         tenant=tenant,

@@ -6,7 +6,7 @@ import msgspec
 
 from provider.announce.announcer import Announcer
 from provider.config.reload import Reloader
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import ExecutorReport
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.gateway import Gateway
@@ -77,7 +77,7 @@ class StatusSource:
     def executor_report(self) -> ExecutorReport | None:
         """The executor's report; None if it does not answer within a second."""
         try:
-            with ExecutorClient(self._executor) as client:
+            with ExecutorRequester(self._executor) as client:
                 return client.report(deadline=time.monotonic() + _ASK_S)
         except Refusal:
             return None

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
-from tests.experts import write
+from tests.experts import two_steps, write
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -35,15 +35,7 @@ def trained_and_generated(config: RemoteConfig, path: Path) -> tuple[Any, list[T
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], target_parameters=STACKS, r=2)
     model = get_peft_model(model, lora)
     with backend_of(model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=0.01)
-        found = []
-        for _ in range(2):
-            out = model(input_ids=IDS, labels=IDS)
-            out.loss.backward()
-            found += [out.logits.detach(), *(p.grad.clone() for p in trained)]
-            optimizer.step()
-            optimizer.zero_grad()
+        found = two_steps(model, IDS)
         found.append(model.eval().generate(input_ids=IDS, max_new_tokens=3, do_sample=False, pad_token_id=0))
         return ledger_of(model), found
 

@@ -17,7 +17,7 @@ from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.ledger import ledger_of, since
 from tenant.session.tally import Ledger
-from tests.experts import write
+from tests.experts import two_steps, write
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 
@@ -42,15 +42,7 @@ def trained_and_generated(model: Any, folder: Path) -> list[Tensor]:
     """Train LoRA for two steps, save it, then generate. Returns every tensor of the run."""
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj", "lm_head"], r=2))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=0.01)
-    found = []
-    for _ in range(2):
-        out = model(input_ids=IDS, labels=IDS)
-        out.loss.backward()
-        found += [out.logits.detach(), *(p.grad.clone() for p in trained)]
-        optimizer.step()
-        optimizer.zero_grad()
+    found = two_steps(model, IDS)
     model.save_pretrained(folder, save_embedding_layers=False)
     with torch.no_grad():
         found.append(model.eval()(input_ids=IDS).logits)

@@ -27,7 +27,7 @@ from provider import serve as server
 from provider.cli import app
 from provider.config.schema import ExecutorConfig
 from provider.executor import supervisor
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
 from provider.executor.supervisor import ProcessExecutor, make
@@ -170,14 +170,14 @@ def test_a_killed_executor_process_is_restarted(
 @contextmanager
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that is set once the gateway waits for its executor's answer."""
-    forwarded, receive = threading.Event(), ExecutorClient.receive
+    forwarded, receive = threading.Event(), ExecutorRequester.receive
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         forwarded.set()
         return receive(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ExecutorClient, "receive", noted)
+        patch.setattr(ExecutorRequester, "receive", noted)
         yield forwarded
 
 

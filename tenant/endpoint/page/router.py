@@ -1,7 +1,7 @@
 """The page's files, and `/ledger`: the counters of the session, and what each provider can see."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 
 from fastapi import APIRouter, Response
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from symbiosis_priv.limits import Role
 from tenant.masking.scheme import Scheme
+from tenant.routing.route import ProviderFigures
 from tenant.session.tally import Ledger
 
 FILES = {
@@ -39,20 +40,10 @@ _HIDDEN: dict[Role, str] = {
 _VISIBLE = "how many rows there are, for which layer, when, and when the answer ends"
 
 
-class Provider(BaseModel):
-    """One provider in one role, with its counters since the session began. `sees`: what it learns about an answer."""
+@dataclass(frozen=True, kw_only=True)
+class Provider(ProviderFigures):
+    """A provider's figures since the session began. `sees`: what the provider learns about an answer."""
 
-    name: str
-    role: Role
-    operator: str
-    address: str
-    state: str
-    requests: int
-    latency_s: float | None
-    verified: int
-    rejected: int
-    bytes_sent: int
-    bytes_received: int
     sees: str
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from provider.config.schema import MIB, Limits
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import ExecutorReport
 from provider.gateway.admission import ByteBudget
 from provider.products.model import ServedModel
@@ -167,14 +167,14 @@ def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: R
 def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor's own report costs time that is charged to no tenant, so it is made at most every 0.25 s."""
     asked = []
-    report = ExecutorClient.report
+    report = ExecutorRequester.report
 
-    def noted(client: ExecutorClient, *, deadline: float) -> ExecutorReport:
+    def noted(client: ExecutorRequester, *, deadline: float) -> ExecutorReport:
         asked.append(time.monotonic())
         return report(client, deadline=deadline)
 
     clients = [connect(tenant, role=None) for tenant in ("alice", "bob")]
-    monkeypatch.setattr(ExecutorClient, "report", noted)
+    monkeypatch.setattr(ExecutorRequester, "report", noted)
     for _ in range(100):
         for client in clients:
             assert isinstance(client.ask(wire.Health()), wire.HealthReport)

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.gateway.credentials import AuthenticatedTenant, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
 from provider.gateway.usage import Counts, Usage, read
@@ -299,18 +299,18 @@ def test_refused_and_abandoned_requests_are_counted_apart(
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
-    product, cancel = ServedModel.product, ExecutorClient.cancel
+    product, cancel = ServedModel.product, ExecutorRequester.cancel
 
     def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
         begun.set()
         assert go_on.wait(20)
         return product(*args, **kwargs)
 
-    def noted(self: ExecutorClient) -> None:
+    def noted(self: ExecutorRequester) -> None:
         cancel(self)
         cancelled.set()
 
-    monkeypatch.setattr(ExecutorClient, "cancel", noted)
+    monkeypatch.setattr(ExecutorRequester, "cancel", noted)
     with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
@@ -369,21 +369,21 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, cancelled = threading.Event(), threading.Event()
-    product, cancel = ServedModel.product, ExecutorClient.cancel
+    product, cancel = ServedModel.product, ExecutorRequester.cancel
 
     def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
         begun.set()
         assert cancelled.wait(20)
         return product(*args, **kwargs)
 
-    def noted(self: ExecutorClient) -> None:
+    def noted(self: ExecutorRequester) -> None:
         cancel(self)
         cancelled.set()
 
     config = msgspec.structs.replace(configure(), scheduler=SchedulerConfig(max_batch_rows=5))
     with Provider(msgspec.structs.replace(config, usage=UsageConfig(database=database))) as provider:
         connect("bob", to=provider).product(execute(0, 5), ones(5))
-        monkeypatch.setattr(ExecutorClient, "cancel", noted)
+        monkeypatch.setattr(ExecutorRequester, "cancel", noted)
         monkeypatch.setattr(ServedModel, "product", slow)
         alice = connect("alice", to=provider)
         alice.send(execute(0, 20), wire.RING32.pack(ones(20)))

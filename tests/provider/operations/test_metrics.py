@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from provider.cli import app
 from provider.config.schema import MetricsConfig
-from provider.executor.client import ExecutorClient
+from provider.executor.client import ExecutorRequester
 from provider.operations import top
 from provider.operations.metrics import MetricsServer, is_public
 from provider.operations.status import Status
@@ -96,7 +96,7 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         assert get(address, "/readyz") == (503, "not ready\n")
         assert top.ask(address).executor is None
         begun = time.monotonic()
-        with ExecutorClient(provider.executor) as asker, pytest.raises(Refusal):
+        with ExecutorRequester(provider.executor) as asker, pytest.raises(Refusal):
             asker.report(deadline=begun)
         assert time.monotonic() - begun < 1.0  # no extra time for a late answer
     with pytest.raises(ConnectionLostError, match="metrics"):

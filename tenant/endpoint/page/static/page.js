@@ -122,7 +122,7 @@ function showProviders(now, before) {
     const then = earlier.get(`${one.role} ${one.name}`) ?? {};
     const article = add(place, "article");
     article.dataset.provider = one.name;
-    add(article, "h4", `${one.role} ${one.name}`);
+    add(article, "h4", one.name === one.role ? one.role : `${one.role} ${one.name}`);
     add(article, "p", `${one.operator}, ${one.address}, ${one.state}`);
     const since = Object.fromEntries(Object.keys(COUNTED).map((name) => [name, one[name] - (then[name] ?? 0)]));
     describe(add(article, "dl"), COUNTED, since);

@@ -8,6 +8,7 @@ a provider's certificate has the usage `serverAuth` and the provider's hosts, a 
     reading      reads certificates and keys: kind, names, validity
     issuing      creates certificates of authorities, providers and tenants, and rotates them
     requests     creates and signs certificate requests
+    signing      signs and verifies with the key of a certificate
     revocation   reads and writes the list of revoked certificates
     alerts       logs warnings about readable key files and certificates that expire soon
 """

@@ -21,6 +21,13 @@ the protocol is unchanged, and a request without `counts` has the same bytes as 
 Narrow rings. With `ring_bits = 24` the matrices of request and reply are integers modulo 2^24, 3 bytes each. The
 product is computed modulo 2^32, and its low bits are sent. A tenant that uses narrow rings says hello with
 `NARROW_VERSION`, which older providers refuse with a message. All other bytes are those of version 3.
+
+Relay of effects. A tenant may order that a helper sends its effect e to the executor, hidden by a second keystream m of
+the same seed. The matrix e + m is a block. The tenant asks the executor for a `Permit` and passes its token to the
+helper (`Effect.relay`). The helper sends the signed block to the executor (`Deposit`) and answers the tenant without a
+payload. `Execute.blocks` names the rows of blocks that the executor subtracts from its answer. The tenant fetches a
+block (`FetchBlock`) only to find out who caused a wrong answer. A tenant that relays says hello with `RELAY_VERSION`.
+Requests and answers without relay have the same bytes as before.
 """
 
 import struct
@@ -45,12 +52,19 @@ from symbiosis_priv.system.files import UNDECODABLE
 VERSION = 3
 NARROW_VERSION = 4
 """Version 3 with narrow rings."""
-VERSIONS = (VERSION, NARROW_VERSION)
+RELAY_VERSION = 5
+"""Version 4 with relay of effects."""
+VERSIONS = (VERSION, NARROW_VERSION, RELAY_VERSION)
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 8192  # `MAX_EXPERTS` counts, of at most 5 bytes each
 MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
+TOKEN_BYTES = 32
+MAX_BLOCKS = 32
+"""Largest number of block ranges of a request. With `MAX_EXPERTS` counts they fit a header."""
+MAX_HELPERS = 16
+"""Largest number of helpers that a permit names."""
 
 Arithmetic = Literal["ring", "float", "float_bias_free"]
 """The arithmetic of a product: exact ring; float with bias (forward); float without bias (`float_bias_free`, or
@@ -64,8 +78,10 @@ def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
     return RING32 if ring_bits == RING32.item_bits else RING24
 
 
-def version_of(ring_bits: RingBits) -> int:
-    """The version with which a tenant says hello."""
+def version_of(ring_bits: RingBits, *, relay: bool = False) -> int:
+    """The version with which a tenant says hello: the lowest one that has what the tenant uses."""
+    if relay:
+        return RELAY_VERSION
     return VERSION if ring_bits == RING32.item_bits else NARROW_VERSION
 
 
@@ -76,6 +92,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A finite number: neither infinite nor nan."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Fingerprint = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+"""`certificates.reading.fingerprint` of a provider's certificate."""
+Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=144)]
+"""By the key of a provider's certificate: Ed25519, or ECDSA in DER."""
 
 
 class ErrorCode(StrEnum):
@@ -158,18 +179,60 @@ class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
         return encoding_of(self.arithmetic, self.ring_bits)
 
 
+class BlockRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    """Rows of a block that the executor subtracts from rows of an answer.
+
+    Args:
+        block: id of the block.
+        start: first row in the block.
+        first: first row in the request.
+        rows: number of rows.
+    """
+
+    block: Nonce
+    start: Rows
+    first: Rows
+    rows: Rows
+
+
 class Execute(Binding, frozen=True, tag="execute"):
     """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward).
 
     With `counts`, the widths are those of one expert's matrix.
+
+    Args:
+        blocks: subtract these rows of blocks from the answer. Every row of a block is used for one request.
+        confirms: nonces of earlier requests of the tenant, whose blocks the executor need not keep any longer.
     """
+
+    blocks: Annotated[tuple[BlockRows, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
+    confirms: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
+
+
+class RelayOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Send an effect to an executor as a block, instead of answering with it.
+
+    Args:
+        permit: the executor's permit for the tenant.
+        block: the id that the tenant has chosen for the block.
+        executor: the executor's certificate.
+    """
+
+    permit: Token
+    block: Nonce
+    executor: Fingerprint
 
 
 class Effect(Binding, frozen=True, kw_only=True, tag="effect"):
-    """Expand keystream rows under a seed and return their product. No payload; ring path only."""
+    """Expand keystream rows under a seed and return their product. No payload; ring path only.
+
+    Args:
+        relay: send the product to an executor. None answers with the product.
+    """
 
     seed: Seed
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    relay: RelayOrder | None = None
 
     def __repr__(self) -> str:
         """Leaves out the seed, so that a log line with a request does not reveal a pad."""
@@ -192,15 +255,20 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
 
     Args:
         limit: the quota for which the request had to wait before it was admitted; None if it did not wait.
+        relayed: answer to an `Effect`: the executor has the block, and there is no payload. Answer to an `Execute`:
+            the rows of all its `blocks` were subtracted from the payload. False if a block was missing or could not
+            be sent: the payload is the plain product.
     """
 
     limit: QuotaLimit | None = None
+    relayed: bool = False
 
     @classmethod
-    def answering(cls, request: Binding, *, limit: QuotaLimit | None = None) -> Self:
+    def answering(cls, request: Binding, *, limit: QuotaLimit | None = None, relayed: bool = False) -> Self:
         """The header of the answer to `request`."""
         return cls(
             limit=limit,
+            relayed=relayed,
             nonce=request.nonce,
             group=request.group,
             direction=request.direction,
@@ -211,8 +279,85 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
         )
 
     def answers(self, request: Binding) -> bool:
-        """Returns True if every field of the binding equals the request's (rule 7)."""
-        return self == Result.answering(request, limit=self.limit)
+        """Returns True if every field of the binding equals the request's (rule 7), and if only an answer to a request
+        with a relay or with blocks says `relayed`."""
+        if self.relayed and not may_be_relayed(request):
+            return False
+        return self == Result.answering(request, limit=self.limit, relayed=self.relayed)
+
+
+def may_be_relayed(request: Binding) -> bool:
+    """Returns True if the answer to the request may say `relayed`."""
+    return bool(request.blocks) if isinstance(request, Execute) else getattr(request, "relay", None) is not None
+
+
+class PermitRequest(Message, frozen=True, tag="permit_request"):
+    """Ask an executor to accept blocks of these helpers for the tenant.
+
+    Args:
+        helpers: the helpers' certificates.
+    """
+
+    helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(min_length=1, max_length=MAX_HELPERS)]
+
+
+class Permit(Message, frozen=True, tag="permit"):
+    """The executor accepts blocks for the tenant.
+
+    Args:
+        token: the tenant passes it to the helpers, and each helper shows it to the executor.
+        helpers: those of the requested helpers whose blocks the executor's operator allows.
+        seconds: lifetime of the permit. It may be renewed at any time.
+        block_seconds: an unused or unconfirmed block is kept for this time.
+        max_bytes: bytes of blocks that the tenant may have at the executor.
+    """
+
+    token: Token
+    helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_HELPERS)]
+    seconds: Seconds
+    block_seconds: Seconds
+    max_bytes: Count
+
+    def __repr__(self) -> str:
+        """Leaves out the token."""
+        return f"Permit(helpers={self.helpers}, seconds={self.seconds}, max_bytes={self.max_bytes})"
+
+
+class Deposit(Binding, frozen=True, kw_only=True, tag="deposit"):
+    """A block, from a helper to an executor. `nonce` is the block's id. Payload: `[rows, outputs]` of `e + m`.
+
+    Args:
+        permit: the token of the tenant's permit.
+        signature: the helper's, of `blocks.statement`.
+    """
+
+    permit: Token
+    signature: Signature
+
+
+class Deposited(Message, frozen=True, tag="deposited"):
+    """The executor keeps the block."""
+
+    block: Nonce
+
+
+class FetchBlock(Message, frozen=True, tag="fetch_block"):
+    """Ask an executor for a block of the tenant, to find out who caused a wrong answer."""
+
+    block: Nonce
+
+
+class Block(Binding, frozen=True, kw_only=True, tag="block"):
+    """A block as the helper sent it. `nonce` is the block's id. Payload: as in `Deposit`.
+
+    Args:
+        helper: the certificate of the connection on which the block came.
+        permit, signature: as in `Deposit`.
+    """
+
+    helper: Fingerprint
+    permit: Token
+    signature: Signature
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -251,14 +396,18 @@ class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
 
 
 Buffer = bytes | bytearray | memoryview
-Request = Hello | Execute | Effect | Health
-Reply = Welcome | Result | HealthReport | Failure
+Request = Hello | Execute | Effect | Health | PermitRequest | FetchBlock
+Reply = Welcome | Result | HealthReport | Failure | Permit | Block
+LinkReply = Deposited | Failure
+"""What an executor answers to a helper."""
 
 _M = TypeVar("_M")
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_deposit_decoder = msgspec.msgpack.Decoder(Deposit)
+_link_reply_decoder: msgspec.msgpack.Decoder[LinkReply] = msgspec.msgpack.Decoder(LinkReply)
 
 
 def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
@@ -296,6 +445,16 @@ def decode_request(header: Buffer) -> Request:
 def decode_reply(header: Buffer) -> Reply:
     """Parse a provider's message."""
     return decode(_reply_decoder, header)
+
+
+def decode_deposit(header: Buffer) -> Deposit:
+    """Parse a helper's message to an executor. No other message can be sent on a link."""
+    return decode(_deposit_decoder, header)
+
+
+def decode_link_reply(header: Buffer) -> LinkReply:
+    """Parse an executor's answer to a helper."""
+    return decode(_link_reply_decoder, header)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:

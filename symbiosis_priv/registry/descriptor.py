@@ -23,12 +23,11 @@ from typing import Annotated, Final
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from symbiosis_priv.certificates import signing
 from symbiosis_priv.certificates.reading import (
     Identity,
     hosts_of,
@@ -38,7 +37,7 @@ from symbiosis_priv.certificates.reading import (
     provider_name,
 )
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
+from symbiosis_priv.errors import ConfigError, DescriptorError
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.registry.trust import Trust
 
@@ -55,7 +54,6 @@ MEMORY_S: Final = MAX_LIFETIME_S + 2 * CLOCK_TOLERANCE_S
 MS: Final = 1000
 
 _MAX_SIGNATURE: Final = 160  # bytes, above the largest DER signature of ECDSA over P-521
-_ECDSA: Final = ec.ECDSA(hashes.SHA256())
 _DOMAIN: Final = b"symbiosis-priv descriptor 1\0"
 
 Digest = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
@@ -200,12 +198,7 @@ def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
         ConfigError: the signed descriptor is too large.
     """
     body = _encoder.encode(descriptor)
-    if isinstance(key, ec.EllipticCurvePrivateKey):
-        signature = key.sign(_DOMAIN + body, _ECDSA)
-    elif isinstance(key, ed25519.Ed25519PrivateKey):
-        signature = key.sign(_DOMAIN + body)
-    else:
-        raise CertificateError("the key is neither elliptic-curve nor Ed25519: make one with `keys request --provider`")
+    signature = signing.sign(key, _DOMAIN + body)
     data = _encoder.encode(_Signed(body=body, signature=signature))
     if len(data) > MAX_BYTES:
         raise ConfigError(
@@ -237,7 +230,7 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         key = certificate.public_key()
     except _MALFORMED as error:
         raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
-    if not _is_signed(signed, key=key):
+    if not signing.is_signed(key, _DOMAIN + signed.body, signed.signature):
         raise DescriptorError("it is not signed by the key of its certificate")
     if operator_of(certificate) is None:
         raise DescriptorError("its certificate names no operator (`symbiosis-priv keys sign --operator`)")
@@ -257,20 +250,6 @@ def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescript
         if one.key not in found or found[one.key].age < one.age:
             found[one.key] = one
     return found
-
-
-def _is_signed(signed: _Signed, *, key: PublicKeyTypes) -> bool:
-    message = _DOMAIN + signed.body
-    try:
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            key.verify(signed.signature, message, _ECDSA)
-        elif isinstance(key, ed25519.Ed25519PublicKey):
-            key.verify(signed.signature, message)
-        else:
-            return False
-    except InvalidSignature:
-        return False
-    return True
 
 
 # The errors that msgspec, x509 and datetime raise for malformed bytes and numbers.

@@ -15,6 +15,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.blocks import statement
 from tests import drawn
 from tests.builds import BUILDS, build
 
@@ -29,12 +30,38 @@ bindings: dict[str, SearchStrategy[Any]] = {
     "rows": st.integers(0, wire.MAX_ROWS),
     "counts": st.none() | st.lists(st.integers(0, wire.MAX_ROWS), max_size=9).map(tuple),
 }
-executes = st.builds(wire.Execute, **bindings)
-effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1))
+nonces, rows = bindings["nonce"], bindings["rows"]
+fingerprints = seeds.map(lambda seed: f"sha256:{seed.hex()}")
+signatures = st.binary(min_size=1, max_size=144)
+executes = st.builds(
+    wire.Execute,
+    **bindings,
+    blocks=st.lists(st.builds(wire.BlockRows, block=nonces, start=rows, first=rows, rows=rows), max_size=3).map(tuple),
+    confirms=st.lists(nonces, max_size=3).map(tuple),
+)
+orders = st.builds(wire.RelayOrder, permit=seeds, block=nonces, executor=fingerprints)
+effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1), relay=st.none() | orders)
 hellos = st.builds(wire.Hello, version=counts, role=st.sampled_from(get_args(wire.Role)), model_digest=texts)
-requests: SearchStrategy[wire.Request] = executes | effects | hellos | st.builds(wire.Health)
+requests: SearchStrategy[wire.Request] = (
+    executes
+    | effects
+    | hellos
+    | st.builds(wire.Health)
+    | st.builds(wire.PermitRequest, helpers=st.lists(fingerprints, min_size=1, max_size=3).map(tuple))
+    | st.builds(wire.FetchBlock, block=nonces)
+)
+deposits = st.builds(wire.Deposit, **bindings, permit=seeds, signature=signatures)
 replies: SearchStrategy[wire.Reply] = (
-    st.builds(wire.Result, **bindings)
+    st.builds(wire.Result, **bindings, relayed=st.booleans())
+    | st.builds(wire.Block, **bindings, helper=fingerprints, permit=seeds, signature=signatures)
+    | st.builds(
+        wire.Permit,
+        token=seeds,
+        helpers=st.lists(fingerprints, max_size=3).map(tuple),
+        seconds=st.floats(0, 1e12),
+        block_seconds=st.floats(0, 1e12),
+        max_bytes=counts,
+    )
     | st.builds(
         lambda groups, **fields: wire.Welcome(first_group=min(groups), end_group=max(groups), **fields),
         groups=st.lists(st.integers(0, wire.MAX_GROUPS), min_size=2, max_size=2, unique=True),
@@ -106,9 +133,84 @@ def test_the_largest_counts_fit_a_header_and_more_are_refused() -> None:
             wire.decode_request(msgspec.msgpack.encode(EXECUTE | {"counts": counts}))
 
 
-def test_a_request_without_counts_has_the_bytes_of_the_older_protocol() -> None:
-    request = wire.decode_request(msgspec.msgpack.encode(EXECUTE))
-    assert wire.encode(request)[wire.PREFIX.size :] == msgspec.msgpack.encode(EXECUTE)
+def test_the_most_counts_and_blocks_fit_a_header_and_more_are_refused() -> None:
+    largest = wire.Execute(
+        nonce=bytes(16),
+        group=wire.MAX_GROUPS - 1,
+        direction="backward",
+        arithmetic="ring",
+        rows=wire.MAX_ROWS,
+        counts=(wire.MAX_ROWS,) * wire.MAX_EXPERTS,
+        ring_bits=24,
+        blocks=(wire.BlockRows(block=bytes(16), start=wire.MAX_ROWS, first=wire.MAX_ROWS, rows=wire.MAX_ROWS),)
+        * wire.MAX_BLOCKS,
+        confirms=(bytes(16),) * wire.MAX_BLOCKS,
+    )
+    assert wire.decode_request(wire.encode(largest)[wire.PREFIX.size :]) == largest
+    for field in ("blocks", "confirms"):
+        longer = msgspec.structs.replace(largest, counts=None, **{field: (*getattr(largest, field)[:1] * 33,)})
+        with pytest.raises(ProtocolError, match=field):
+            wire.decode_request(wire.encode(longer)[wire.PREFIX.size :])
+
+
+@pytest.mark.parametrize("document", [EXECUTE, EFFECT], ids=["execute", "effect"])
+def test_a_request_without_options_has_the_bytes_of_the_older_protocol(document: dict[str, Any]) -> None:
+    request = wire.decode_request(msgspec.msgpack.encode(document))
+    assert isinstance(request, wire.Binding)
+    assert wire.encode(request)[wire.PREFIX.size :] == msgspec.msgpack.encode(document)
+    result = {key: EXECUTE[key] for key in ("nonce", "group", "direction", "arithmetic", "rows")}
+    answer = wire.encode(wire.Result.answering(request))[wire.PREFIX.size :]
+    assert answer == msgspec.msgpack.encode({"type": "result", **result})
+
+
+def test_the_version_of_a_hello_is_the_lowest_that_has_what_the_tenant_uses() -> None:
+    assert wire.version_of(32) == wire.VERSION
+    assert wire.version_of(24) == wire.NARROW_VERSION
+    assert {wire.version_of(bits, relay=True) for bits in (24, 32)} == {wire.RELAY_VERSION}
+
+
+@given(deposits, requests)
+def test_a_link_carries_deposits_only(deposit: wire.Deposit, request: wire.Request) -> None:
+    header = wire.encode(deposit)[wire.PREFIX.size :]
+    assert wire.decode_deposit(header) == deposit
+    for decode in (wire.decode_request, wire.decode_reply, wire.decode_link_reply):
+        with pytest.raises(ProtocolError):
+            decode(header)
+    with pytest.raises(ProtocolError):
+        wire.decode_deposit(wire.encode(request)[wire.PREFIX.size :])
+    kept = wire.Deposited(block=deposit.nonce)
+    assert wire.decode_link_reply(wire.encode(kept)[wire.PREFIX.size :]) == kept
+
+
+def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
+    binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
+    order = wire.RelayOrder(permit=bytes(32), block=bytes(16), executor="sha256:" + 64 * "0")
+    rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
+    effect = wire.Effect(**binding, seed=bytes(32), first_row=0)
+    for direct, relayed in (
+        (wire.Execute(**binding), wire.Execute(**binding, blocks=(rows,))),
+        (effect, msgspec.structs.replace(effect, relay=order)),
+    ):
+        reply = wire.Result.answering(direct, relayed=True)
+        assert reply.answers(relayed)
+        assert not reply.answers(direct)
+        assert wire.Result.answering(direct).answers(relayed)  # the block was missing, or could not be sent
+
+
+@given(deposits, st.binary(max_size=32), fingerprints, st.data())
+def test_a_statement_differs_if_any_of_its_parts_differs(
+    deposit: wire.Deposit, payload: bytes, executor: str, data: st.DataObject
+) -> None:
+    def stated(deposit: wire.Deposit, payload: bytes, executor: str) -> bytes:
+        return statement(deposit, permit=deposit.permit, executor=executor, payload=payload)
+
+    own = stated(deposit, payload, executor)
+    name = data.draw(st.sampled_from(sorted({*bindings, "ring_bits", "permit"})))
+    value = data.draw({**bindings, "ring_bits": st.sampled_from([24, 32]), "permit": seeds}[name])
+    other = msgspec.structs.replace(deposit, **{name: value})
+    assert (stated(other, payload, executor) == own) == (other == deposit)
+    assert stated(deposit, payload + b"\0", executor) != own
+    assert stated(deposit, payload, executor[:-1] + "_") != own
 
 
 def test_a_reply_with_other_counts_does_not_match_the_request() -> None:
@@ -248,7 +350,10 @@ def test_impossible_effects_are_refused(change: dict[str, Any]) -> None:
 
 @given(effects)
 def test_a_seed_is_not_shown(effect: wire.Effect) -> None:
-    assert repr(effect.seed)[2:-1] not in f"{effect} {effect!r} {[effect]}"
+    shown = f"{effect} {effect!r} {[effect]}"
+    assert repr(effect.seed)[2:-1] not in shown
+    if effect.relay is not None:
+        assert repr(effect.relay.permit)[2:-1] not in shown
 
 
 @pytest.mark.parametrize("name", sorted(EFFECT))
@@ -284,11 +389,15 @@ def test_no_message_has_a_field_for_a_secret() -> None:
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
         "Hello": {"version", "role", "model_digest"},
-        "Execute": binding,
-        "Effect": binding | {"seed", "first_row"},
+        "Execute": binding | {"blocks", "confirms"},
+        "Effect": binding | {"seed", "first_row", "relay"},
         "Health": set(),
         "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
-        "Result": binding | {"limit"},
+        "Result": binding | {"limit", "relayed"},
+        "PermitRequest": {"helpers"},
+        "Permit": {"token", "helpers", "seconds", "block_seconds", "max_bytes"},
+        "FetchBlock": {"block"},
+        "Block": binding | {"helper", "permit", "signature"},
         "HealthReport": {
             "name", "model_digest", "time", "uptime_s", "groups", "groups_loaded", "requests", "connections",
         },

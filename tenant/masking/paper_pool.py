@@ -19,6 +19,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
+from symbiosis_priv.limits import DEFAULT_RING_BITS
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
@@ -72,6 +73,11 @@ class PaperPool(BackendScheme):
 
     def open(self, opening: Opening) -> Backend:
         options = opening.options
+        if opening.ring_bits != DEFAULT_RING_BITS:
+            raise ConfigError(
+                f"masking = {self.name!r} sends float32 rows, not integers of {opening.ring_bits} bits: set "
+                f"ring_bits = {DEFAULT_RING_BITS} ({options.option('ring_bits')}), or choose another masking"
+            )
         own: PaperPoolOptions = self.read_options(options.masking_options)
         return PaperPoolBackend(
             opening.federation,

@@ -21,8 +21,10 @@ from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from tenant.core.prepared import Preparation
-from tenant.masking.paper_pool import PaperPoolBackend, gaussian
+from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, gaussian
+from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
+from tenant.preparation.opening import Opening
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
@@ -230,3 +232,9 @@ def test_it_is_never_the_default(tmp_path: Path) -> None:
         config = RemoteConfig(federation=tmp_path / "federation.toml")
     assert config.masking == "pad"
     assert caught == []
+
+
+def test_a_narrow_ring_is_refused() -> None:
+    config = RemoteConfig(federation="federation.toml", masking="paper-pool", ring_bits=24)
+    with pytest.raises(ConfigError, match="ring_bits = 32"):
+        PaperPool().open(Opening(config, "model"))

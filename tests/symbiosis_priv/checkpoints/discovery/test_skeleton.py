@@ -14,12 +14,15 @@ from transformers import (
     BertConfig,
     BigBirdConfig,
     BloomConfig,
+    CodeGenConfig,
+    CohereConfig,
     ConvBertConfig,
     FalconConfig,
     FunnelConfig,
     Gemma3nTextConfig,
     GemmaConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     JetMoeConfig,
     Lfm2Config,
@@ -36,6 +39,7 @@ from transformers import (
     RemBertConfig,
     RoFormerConfig,
     RwkvConfig,
+    StableLmConfig,
     T5Config,
     Zamba2Config,
 )
@@ -204,6 +208,44 @@ def test_the_groups_of_one_block(architecture: str, tmp_path: Path) -> None:
     block = [text for group, text in zip(groups, shown, strict=True) if ".0." in group.members[0]]
     # parallel branches have their own order of calls: only the order inside a group matters
     assert sorted(block) == sorted(EXPECTED[architecture])
+
+
+OF_GPTJ: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 80, "rotary_dim": 8} | {
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+ONE_LAYER = SIZES | {"num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 1}
+WIDE: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
+PARALLEL: dict[str, tuple[PreTrainedConfig, str]] = {
+    "FalconForCausalLM": (
+        FalconConfig(**ONE_LAYER, **WIDE, num_ln_in_parallel_attn=1),
+        "query_key_value dense_h_to_4h",
+    ),
+    "GPTJForCausalLM": (GPTJConfig(**OF_GPTJ), "q_proj k_proj v_proj fc_in"),
+    "CodeGenForCausalLM": (CodeGenConfig(**OF_GPTJ), "qkv_proj fc_in"),
+    "CohereForCausalLM": (CohereConfig(**ONE_LAYER), "q_proj k_proj v_proj gate_proj up_proj"),
+    "StableLmForCausalLM": (
+        StableLmConfig(**ONE_LAYER, num_key_value_heads=4, use_parallel_residual=True),
+        "q_proj k_proj v_proj gate_proj up_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", PARALLEL)
+def test_attention_and_mlp_of_a_parallel_block_are_one_group(architecture: str) -> None:
+    """They read one tensor. So a block costs three round trips instead of four."""
+    config, expected = PARALLEL[architecture]
+    config.architectures = [architecture]
+    groups = [group for group in traced(config).groups if ".0." in group.members[0]]
+    assert [" ".join(member.rpartition(".")[2] for member in groups[0].members), len(groups)] == [expected, 3]
+
+
+@pytest.mark.parametrize("config", [FalconConfig(**ONE_LAYER, **WIDE), GPTNeoXConfig(**ONE_LAYER)])
+def test_parallel_branches_with_norms_of_their_own_are_two_groups(config: PreTrainedConfig) -> None:
+    """Falcon 40B and GPT-NeoX: attention and MLP read different tensors."""
+    config.architectures = [{"falcon": "FalconForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[config.model_type]]
+    groups = [group for group in traced(config).groups if ".0." in group.members[0]]
+    assert [len(group.members) for group in groups] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

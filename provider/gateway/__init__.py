@@ -3,7 +3,9 @@
 gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes
 unauthenticated  limits the connections that are not authenticated
-connection       checks the requests of one connection and sends the answers
+connection       checks the requests of one tenant's connection and sends the answers
+frames           reads and sends the frames of a connection, within limits and deadlines
+shapes           checks a matrix's header against model and limits
 slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second

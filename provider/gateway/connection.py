@@ -10,34 +10,29 @@ gateway closes the connection after a broken frame, because the start of the nex
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import numpy as np
 
 from provider import logs
-from provider.config.schema import MIB, ProviderConfig
+from provider.config.schema import ProviderConfig
 from provider.executor.client import CachedReport, ExecutorRequester
 from provider.executor.envelope import ProductRequest, Stages, row_cost
 from provider.gateway.admission import ByteBudget, Register
+from provider.gateway.frames import Frames, refusal_of
 from provider.gateway.quota import QuotaGate
+from provider.gateway.shapes import bad, check_shape, entry_of
 from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import Counts, Usage
 from provider.refusal import Refusal
-from symbiosis_priv.arithmetic.segments import check_counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
-from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, RangeError
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
-
-_NOTHING = memoryview(b"")
-_DETAIL = 200  # characters of a failure's detail
-_PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
-_FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
 
 
 @dataclass(frozen=True)
@@ -96,15 +91,11 @@ class Connection:
         self._tenant = tenant
         self._state = state
         self._limits = state.config.limits
-        self._max_payload = self._limits.max_payload_mib * MIB
-        self._small = self._limits.small_request
+        self._frames = Frames(stream, self._limits)
         self._executor = executor
         self._slot = slot
         self._refusal = refusal
         self._role: wire.Role | None = None
-        self._prefix = memoryview(bytearray(wire.PREFIX.size))
-        self._unread = 0  # payload bytes of the current frame that were not read
-        self._deadline = 0.0  # for the rest of the current frame
 
     def serve(self) -> None:
         """Answer frames until the tenant leaves or the provider stops.
@@ -123,19 +114,14 @@ class Connection:
     # Frames
 
     def _next_frame(self) -> bool:
-        begun = self._stream.begin(self._prefix, deadline=time.monotonic() + self._limits.idle_timeout_s)
-        if not begun:
+        if not self._frames.wait():
             return False
         self._slot.begin_request()
-        self._deadline = time.monotonic() + self._limits.frame_timeout_s
         try:
-            header = self._read_header(begun)
-            request = wire.decode_request(memoryview(header))
+            request = wire.decode_request(self._frames.read_header())
         except ProtocolError as error:
-            too_large = isinstance(error, FrameTooLargeError)
-            code = wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME
             self._bill(Counts(refused=1))
-            self._refuse(Refusal(code, str(error)))
+            self._frames.refuse(refusal_of(error))
             raise
         try:
             if refused := self._refusal():
@@ -143,9 +129,9 @@ class Connection:
             self._answer(request)
         except Refusal as refusal:
             self._bill(Counts(refused=1))
-            self._stream.discard(self._unread, deadline=self._deadline)
-            self._refuse(refusal)
-            self._pause(size=self._unread)
+            self._frames.discard()
+            self._frames.refuse(refusal)
+            self._pause(size=self._frames.unread)
             return refusal.code != wire.ErrorCode.REVOKED
         return True
 
@@ -155,53 +141,17 @@ class Connection:
             log.often("paused", tenant=str(self._tenant))
             self._state.stopping.wait(seconds)
 
-    def _read_header(self, begun: int) -> bytearray:
-        self._stream.receive(self._prefix[begun:], deadline=self._deadline)
-        length, self._unread = wire.decode_prefix(self._prefix, max_payload=self._max_payload)
-        header = bytearray(length)
-        self._stream.receive(memoryview(header), deadline=self._deadline)
-        return header
-
     def _read_payload(self, request: wire.Binding) -> memoryview:
         """Read the rows of a request, as the executor takes them: in 32 bits."""
-        if self._unread and request.encoding == wire.RING24:
-            rows = np.empty(self._unread // 3, dtype=np.int32)
-            self._read(wire.RING24.space(rows))
+        unread = self._frames.unread
+        if unread and request.encoding == wire.RING24:
+            rows = np.empty(unread // 3, dtype=np.int32)
+            self._frames.read(wire.RING24.space(rows))
             wire.RING24.settle(rows)
             return wire.RING32.pack(rows)
-        payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
-        self._read(payload)
+        payload = np.empty(unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
+        self._frames.read(payload)
         return payload
-
-    def _read(self, payload: memoryview) -> None:
-        if len(payload) <= self._small:
-            self._stream.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
-        else:
-            for part, deadline in self._paced(payload):
-                self._stream.receive(part, deadline=deadline)
-        self._unread = 0
-
-    def _send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
-        if len(payload) <= self._small:
-            self._stream.send_frame(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
-            return
-        for part, deadline in self._paced(payload):
-            self._stream.send_frame(head, part, deadline=deadline)
-            head = b""
-
-    def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
-        """Yield the parts of a large payload with their deadlines. A large payload holds bytes that other tenants wait
-        for, so it has a minimum rate. A small payload has `frame_timeout_s` in total.
-        """
-        begun = time.monotonic()
-        last = begun + self._limits.frame_timeout_s
-        rate = self._limits.min_transfer_mib_per_s * MIB
-        for start in range(0, len(payload), _PACED_BYTES):
-            stop = start + _PACED_BYTES
-            yield payload[start:stop], min(last, begun + _FIRST_BYTES_S + stop / rate)
-
-    def _refuse(self, refusal: Refusal) -> None:
-        refuse(self._stream, refusal, timeout=self._limits.frame_timeout_s)
 
     # Requests
 
@@ -210,10 +160,10 @@ class Connection:
             case wire.Execute() | wire.Effect():
                 self._answer_product(request)
             case wire.Hello():
-                self._expect_payload(0)
+                self._frames.expect_payload(0)
                 self._answer_hello(request)
             case wire.Health():
-                self._expect_payload(0)
+                self._frames.expect_payload(0)
                 self._answer_health()
                 self._pause(size=0)
 
@@ -237,7 +187,7 @@ class Connection:
                 self._bill(Counts(slow=1))
                 raise
             except (OSError, ConnectionLostError):
-                if self._unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
+                if self._frames.unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
                     self._bill(Counts(abandoned=1))
                 raise
         seconds = time.perf_counter() - begun
@@ -256,7 +206,7 @@ class Connection:
         with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
             self._state.register.count_request(self._tenant)
             self._bill(Counts(requests=1))
-            self._send(wire.encode(wire.Result.answering(request, limit=limit)))
+            self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
         self._pause(size=0)
 
     def _multiply(
@@ -283,7 +233,7 @@ class Connection:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
             self._bill(Counts(failed=1))
-            self._refuse(refusal)
+            self._frames.refuse(refusal)
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
         inputs, outputs = self._entry(request).columns(request.direction)
@@ -301,7 +251,7 @@ class Connection:
             self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
         else:  # the request was late or failed
             self._bill(Counts(failed=1))
-        self._send(answer.head, answer.payload)
+        self._frames.send(answer.head, answer.payload)
 
     def _bill(self, counts: Counts) -> None:
         """Count durably, before the tenant receives the answer."""
@@ -327,57 +277,33 @@ class Connection:
         """Check a request. Returns the bytes that its matrices take in memory. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
-            _bad("say hello first")
+            bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
-            _bad("requests for effects need ring arithmetic")
+            bad("requests for effects need ring arithmetic")
         if request.arithmetic != "ring" and request.ring_bits != wire.RING32.item_bits:
-            _bad("requests with ring_bits need ring arithmetic")
+            bad("requests with ring_bits need ring arithmetic")
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
-        groups = self._state.manifest.groups
-        if request.group >= len(groups):
-            _bad(f"group {request.group} is not one of {len(groups)}")
-        if request.group not in self._state.served:
-            layers = self._state.config.model.layers
-            raise Refusal(wire.ErrorCode.NOT_SERVED, f"{groups[request.group].name} is not in layers {layers}")
-        if request.rows > self._limits.max_rows:
-            raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
-        if request.counts is not None:
-            self._check_counts(request, request.counts)
-        columns = self._entry(request).columns(request.direction)
+        state = self._state
+        columns = check_shape(request, config=state.config, manifest=state.manifest, served=state.served)
         inputs, outputs = (wire.RING32.size(request.rows, width) for width in columns)
-        if max(inputs, outputs) > self._max_payload:
-            largest = max(inputs, outputs)
-            raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
         received, sent = (request.encoding.size(request.rows, width) for width in columns)
-        self._expect_payload(0 if isinstance(request, wire.Effect) else received)
+        self._frames.expect_payload(0 if isinstance(request, wire.Effect) else received)
         self._executor.require_present()
         # a packed answer is a copy, made after the rows' memory is free
         return outputs + max(inputs, sent if request.encoding == wire.RING24 else 0)
 
-    def _check_counts(self, request: wire.Execute | wire.Effect, counts: tuple[int, ...]) -> None:
-        stack = self._state.manifest.groups[request.group]
-        if stack.experts == 1:
-            _bad(f"{stack.name} is not a stack of experts; send no counts")
-        if request.arithmetic != "ring":
-            _bad("requests with counts need ring arithmetic")
-        try:
-            check_counts(counts, experts=stack.experts, rows=request.rows)
-        except RangeError as error:
-            _bad(str(error))
-
     def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
-        """The widths of a request: of its layer group, or of one expert's matrix."""
-        return self._state.manifest.entry(request.group, by_expert=request.counts is not None)
+        return entry_of(request, self._state.manifest)
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
-            _bad("this connection has already sent its hello")
+            bad("this connection has already sent its hello")
         if hello.version not in wire.VERSIONS:
             spoken = " and ".join(map(str, wire.VERSIONS))
-            _bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
+            bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:
@@ -391,9 +317,9 @@ class Connection:
             first_group=self._state.served.start,
             end_group=self._state.served.stop,
             max_rows=self._limits.max_rows,
-            max_payload=self._max_payload,
+            max_payload=self._frames.max_payload,
         )
-        self._send(wire.encode(welcome))
+        self._frames.send(wire.encode(welcome))
 
     def _answer_health(self) -> None:
         executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
@@ -407,18 +333,4 @@ class Connection:
             requests=self._state.register.requests_of(self._tenant),
             connections=self._state.slots.count(self._tenant),
         )
-        self._send(wire.encode(report))
-
-    def _expect_payload(self, size: int) -> None:
-        if self._unread != size:
-            _bad(f"payload of {self._unread} bytes where {size} belong")
-
-
-def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
-    """Send the reason of a refusal to the tenant."""
-    failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
-    stream.send_frame(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
-
-
-def _bad(detail: str) -> NoReturn:
-    raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
+        self._frames.send(wire.encode(report))

@@ -19,8 +19,9 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.connection import Connection, GatewayState, refuse
+from provider.gateway.connection import Connection, GatewayState
 from provider.gateway.credentials import AuthenticatedTenant, Credentials
+from provider.gateway.frames import refuse
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots

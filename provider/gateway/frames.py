@@ -1,0 +1,105 @@
+"""Reads and sends the frames of one connection, within the provider's limits and deadlines."""
+
+import time
+from collections.abc import Iterator
+
+from provider.config.schema import MIB, Limits
+from provider.refusal import Refusal
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.stream import FrameStream
+
+NOTHING = memoryview(b"")
+_DETAIL = 200  # characters of a failure's detail
+_PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
+_FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
+
+
+class Frames:
+    """The frames of one connection, for one thread: `wait`, `read_header`, then `read` or `discard` of the payload.
+
+    Methods raise TimeoutError if the client is too slow, and ConnectionLostError or OSError if it has left.
+    """
+
+    def __init__(self, stream: FrameStream, limits: Limits) -> None:
+        self._stream = stream
+        self._limits = limits
+        self._small = limits.small_request
+        self._prefix = memoryview(bytearray(wire.PREFIX.size))
+        self._begun = 0  # bytes of the prefix that were read
+        self._deadline = 0.0  # for the rest of the current frame
+        self.max_payload = limits.max_payload_mib * MIB
+        self.unread = 0
+        """Payload bytes of the current frame that were not read."""
+
+    def wait(self) -> bool:
+        """Wait for the first bytes of a frame. Returns False if the client has left."""
+        self._begun = self._stream.begin(self._prefix, deadline=time.monotonic() + self._limits.idle_timeout_s)
+        return bool(self._begun)
+
+    def read_header(self) -> memoryview:
+        """Read the rest of the prefix, and the header.
+
+        Raises:
+            ProtocolError: the prefix is not one of a frame, or exceeds the limits.
+        """
+        self._deadline = time.monotonic() + self._limits.frame_timeout_s
+        self._stream.receive(self._prefix[self._begun :], deadline=self._deadline)
+        length, self.unread = wire.decode_prefix(self._prefix, max_payload=self.max_payload)
+        header = memoryview(bytearray(length))
+        self._stream.receive(header, deadline=self._deadline)
+        return header
+
+    def read(self, payload: memoryview) -> None:
+        """Fill memory with the whole payload."""
+        if len(payload) <= self._small:
+            self._stream.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+        else:
+            for part, deadline in self._paced(payload):
+                self._stream.receive(part, deadline=deadline)
+        self.unread = 0
+
+    def discard(self) -> None:
+        """Read and drop the payload."""
+        self._stream.discard(self.unread, deadline=self._deadline)
+
+    def expect_payload(self, size: int) -> None:
+        """Raises `Refusal` unless the payload has `size` bytes."""
+        if self.unread != size:
+            raise Refusal(wire.ErrorCode.BAD_REQUEST, f"payload of {self.unread} bytes where {size} belong")
+
+    def send(self, head: bytes, payload: memoryview = NOTHING) -> None:
+        """Send a frame."""
+        if len(payload) <= self._small:
+            self._stream.send_frame(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+            return
+        for part, deadline in self._paced(payload):
+            self._stream.send_frame(head, part, deadline=deadline)
+            head = b""
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Send the reason of a refusal."""
+        refuse(self._stream, refusal, timeout=self._limits.frame_timeout_s)
+
+    def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
+        """Yield the parts of a large payload with their deadlines. A large payload holds bytes that other tenants wait
+        for, so it has a minimum rate. A small payload has `frame_timeout_s` in total.
+        """
+        begun = time.monotonic()
+        last = begun + self._limits.frame_timeout_s
+        rate = self._limits.min_transfer_mib_per_s * MIB
+        for start in range(0, len(payload), _PACED_BYTES):
+            stop = start + _PACED_BYTES
+            yield payload[start:stop], min(last, begun + _FIRST_BYTES_S + stop / rate)
+
+
+def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
+    """Send the reason of a refusal on a connection."""
+    failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
+    stream.send_frame(wire.encode(failure), NOTHING, deadline=time.monotonic() + timeout)
+
+
+def refusal_of(error: ProtocolError) -> Refusal:
+    """The reason to send for a broken frame, before the connection is closed."""
+    too_large = isinstance(error, FrameTooLargeError)
+    return Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))

@@ -1,0 +1,54 @@
+"""Checks the claims of a matrix's header against the model, the served layers and the limits."""
+
+from typing import NoReturn
+
+from provider.config.schema import MIB, ProviderConfig
+from provider.refusal import Refusal
+from symbiosis_priv.arithmetic.segments import check_counts
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.errors import RangeError
+from symbiosis_priv.network import wire
+
+
+def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> tuple[int, int]:
+    """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix.
+
+    Raises:
+        Refusal: the group is not served, or rows, counts or bytes exceed their limits.
+    """
+    if binding.group >= len(manifest.groups):
+        bad(f"group {binding.group} is not one of {len(manifest.groups)}")
+    stack = manifest.groups[binding.group]
+    if binding.group not in served:
+        raise Refusal(wire.ErrorCode.NOT_SERVED, f"{stack.name} is not in layers {config.model.layers}")
+    if binding.rows > config.limits.max_rows:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {config.limits.max_rows}")
+    if binding.counts is not None:
+        _check_counts(binding, binding.counts, stack)
+    columns = entry_of(binding, manifest).columns(binding.direction)
+    largest = max(wire.RING32.size(binding.rows, width) for width in columns)
+    most = config.limits.max_payload_mib * MIB
+    if largest > most:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {most}")
+    return columns
+
+
+def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
+    """The entry with the widths of a request: of its layer group, or of one expert's matrix."""
+    return manifest.entry(binding.group, by_expert=binding.counts is not None)
+
+
+def bad(detail: str) -> NoReturn:
+    """Refuse a request that no tenant of this release sends."""
+    raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
+
+
+def _check_counts(binding: wire.Binding, counts: tuple[int, ...], stack: GroupEntry) -> None:
+    if stack.experts == 1:
+        bad(f"{stack.name} is not a stack of experts; send no counts")
+    if binding.arithmetic != "ring":
+        bad("requests with counts need ring arithmetic")
+    try:
+        check_counts(counts, experts=stack.experts, rows=binding.rows)
+    except RangeError as error:
+        bad(str(error))

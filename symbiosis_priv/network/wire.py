@@ -210,16 +210,14 @@ class Execute(Binding, frozen=True, tag="execute"):
 
 
 class RelayOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Send an effect to an executor as a block, instead of answering with it.
+    """Send an effect to an executor as a block, instead of answering with it. `blocks.block_id` is the block's id.
 
     Args:
         permit: the executor's permit for the tenant.
-        block: the id that the tenant has chosen for the block.
         executor: the executor's certificate.
     """
 
     permit: Token
-    block: Nonce
     executor: Fingerprint
 
 

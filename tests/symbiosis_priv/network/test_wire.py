@@ -39,7 +39,7 @@ executes = st.builds(
     blocks=st.lists(st.builds(wire.BlockRows, block=nonces, start=rows, first=rows, rows=rows), max_size=3).map(tuple),
     confirms=st.lists(nonces, max_size=3).map(tuple),
 )
-orders = st.builds(wire.RelayOrder, permit=seeds, block=nonces, executor=fingerprints)
+orders = st.builds(wire.RelayOrder, permit=seeds, executor=fingerprints)
 effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1), relay=st.none() | orders)
 hellos = st.builds(wire.Hello, version=counts, role=st.sampled_from(get_args(wire.Role)), model_digest=texts)
 requests: SearchStrategy[wire.Request] = (
@@ -184,7 +184,7 @@ def test_a_link_carries_deposits_only(deposit: wire.Deposit, request: wire.Reque
 
 def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
     binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
-    order = wire.RelayOrder(permit=bytes(32), block=bytes(16), executor="sha256:" + 64 * "0")
+    order = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
     rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
     effect = wire.Effect(**binding, seed=bytes(32), first_row=0)
     for direct, relayed in (

@@ -9,12 +9,12 @@ masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (ec
 slow_network        `bench network`: over an emulated link (link), beside the design's prediction (`session.traffic`)
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 many_tasks          `bench tasks`: many tasks over one model (bert)
-chats               `bench chat`: a checkpoint of your own behind the endpoint, alone and with several streams
-streams             `bench endpoint`: many answers at once by the endpoint's engine, beside `generate()`
+streams             `bench endpoint`: many answers at once by the endpoint's engine, beside `generate()` and, for a
+                    checkpoint of your own, plain transformers
 startup             `bench start`
 kernels             `bench kernels`
 quality             `bench quality`: rings and weight bits beside bfloat16, on real weights
-llama               the measured models
+llama               the measured models; providers starts what serves them
 children            processes that answer questions; process_costs reads their processor time and memory
 result_file         the file of --json; tables renders it, goals compares it with the goals
 """

@@ -42,7 +42,7 @@ from tenant.bench.cli_options import (
 from tenant.bench.kernels_cli import kernels
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row
-from tenant.cli.options import Model, takes
+from tenant.cli.options import takes
 
 if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.many_tenants import Scenario, Variant
@@ -338,29 +338,13 @@ def tasks(
 
 @app.command()
 @takes
-def chat(
-    *,
-    model: Model,
-    streams: Annotated[int, typer.Option(min=1, help="Answers at the same time, besides one answer alone.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
-    masking: Masking = "pad",
-    effort: Effort = _EFFORT,
-    json: Json = None,
-) -> None:
-    """Answer with a checkpoint over two providers, alone and in several streams, and with plain transformers."""
-    from tenant.bench.chats import measure_chats
-
-    work = partial(measure_chats, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
-    measure("chat", json, lambda folder, tell: work(folder, resolve(model), effort=effort, on_turn=tell))
-
-
-@app.command()
-@takes
 def endpoint(
     *,
     shape: Llama = _SHAPE,
-    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time, over eight adapters.")] = 32,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint, compared with plain transformers; a random Llama if left out.")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 32,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens of each answer.")] = 32,
     masking: Masking = "pad",
@@ -370,8 +354,9 @@ def endpoint(
     """Answer many requests together with the endpoint's engine, and one after another with `generate()`."""
     from tenant.bench.streams import measure_streams
 
+    checkpoint = None if model is None else resolve(model)
     work = partial(measure_streams, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
-    measure("endpoint", json, lambda folder, tell: work(folder, shape, effort=effort, on_turn=tell))
+    measure("endpoint", json, lambda folder, tell: work(folder, checkpoint or shape, effort=effort, on_turn=tell))
 
 
 @app.command()

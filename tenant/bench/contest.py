@@ -17,10 +17,11 @@ from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
-from tenant.bench.tenant_process import Cost, Setup, Task, serve_tenant
+from tenant.bench.providers import provide, remote_config
+from tenant.bench.tenant_process import Cost, Task, serve_tenant
 
 WHOLE = "whole"
-START_S, TURN_S = 900.0, 600.0
+TURN_S = 600.0
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
 
 
@@ -100,20 +101,10 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
-    options = {"executor": {"threads": effort.threads}}
-    with (
-        LocalFederation(model, directory / "federation", provider_options=options, deadline_s=START_S) as local,
-        contextlib.ExitStack() as stack,
-    ):
-        tenants: dict[str, Child[Task, list[Cost]]] = {}
-        for name, masking in [(WHOLE, None), *((masking, masking) for masking in maskings)]:
-            setup = Setup(
-                model=model,
-                masking=masking,
-                federation=local.federation,
-                cache=local.cache,
-                threads=effort.threads,
-                pool_memory_mib=effort.pool_memory_mib,
-            )
-            tenants[name] = stack.enter_context(Child(f"tenant {name}", serve_tenant, setup)).wait_ready()
+    with provide(model, directory, threads=effort.threads) as local, contextlib.ExitStack() as stack:
+        remotes = {WHOLE: None, **{masking: remote_config(local, masking, effort) for masking in maskings}}
+        tenants = {
+            name: stack.enter_context(Child(f"tenant {name}", serve_tenant, model, remote, effort.threads)).wait_ready()
+            for name, remote in remotes.items()
+        }
         yield Contest(local, tenants)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import process_costs
 from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import Effort
+from tenant.bench.providers import provide, remote_config
 from tenant.bench.result_file import Row
-from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
@@ -38,7 +38,6 @@ from tenant.tasks.registry import Tasks
 
 _LONGEST, _TASKS = 128, 128  # tokens of a request in `_requests`, and tasks that wait, as in the paper's traffic
 _MIB = 1 << 20
-_PROVIDERS_START_S = 900.0
 _METHODS: Final[dict[str, PeftConfig]] = {
     "LORA": LoraConfig(r=8, target_modules=["query", "value"]),
     "IA3": IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"]),
@@ -90,13 +89,8 @@ def measure_tasks(
         serving.close()
         del model, serving
         on_turn("a mixed batch, split")
-        options = {"executor": {"threads": effort.threads}}
-        with LocalFederation(
-            path, directory / "federation", provider_options=options, deadline_s=_PROVIDERS_START_S
-        ) as local:
-            remote = RemoteConfig(
-                federation=local.federation, cache=local.cache, pool_memory_mib=effort.pool_memory_mib
-            )
+        with provide(path, directory, threads=effort.threads) as local:
+            remote = remote_config(local, "pad", effort)
             split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
             serving = Tasks(split)
             serving.register_all(repository)

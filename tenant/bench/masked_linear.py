@@ -19,11 +19,11 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.kernels import probe_rows
 from tenant.bench.children import Child
 from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
+from tenant.bench.providers import parsed, provide
 from tenant.bench.result_file import Row
 from tenant.core.prepared import Preparation
 from tenant.core.verifier import DEFAULT_COLUMNS
@@ -49,13 +49,12 @@ def measure_linears(
         threads: torch threads of each process, this one included.
     """
     torch.set_num_threads(threads)
-    options = {"executor": {"threads": threads}}
     for width in widths:
         folder = directory / str(width)
         # the output projection is `width` x `width`, and little else is large
         shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
         model = shape.save(folder / "model")
-        with LocalFederation(model, folder / "federation", provider_options=options) as local:
+        with provide(model, folder, threads=threads) as local:
             federation = load_federation(local.federation)
             executor = federation.executors[0]
             assert isinstance(executor.certificate, Path), "LocalFederation writes files"
@@ -76,7 +75,9 @@ class _Bench:
         self._width = preparation.facts[self._index].entry.inputs
         self._masking = masking
         self._matrix = store.matrix(self._index)
-        self._session = Session(federation, preparation, options=SessionOptions(masking=masking), store=store)
+        scheme, ring_bits = parsed(masking)
+        options = SessionOptions(masking=scheme, ring_bits=ring_bits)
+        self._session = Session(federation, preparation, options=options, store=store)
         self._backend = RingBackend(preparation.facts, self._session)
 
     def close(self) -> None:

@@ -7,21 +7,21 @@ keeps an estimate of the link's state.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
-from tenant.bench.contest import START_S, TURN_S
+from tenant.bench.contest import TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
+from tenant.bench.providers import provide, remote_config
 from tenant.bench.result_file import Row
-from tenant.bench.tenant_process import Cost, Generate, Setup, Step, Task, serve_tenant
+from tenant.bench.tenant_process import Cost, Generate, Step, Task, serve_tenant
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 WARM_UP = 2
@@ -83,33 +83,16 @@ def measure_network(
     }
     with ExitStack() as stack:
         link = stack.enter_context(open_link(kind))
-        local = LocalFederation(
-            model,
-            directory / "federation",
-            host=link.host,
-            provider_options={"executor": {"threads": effort.threads}},
-            deadline_s=START_S,
-        )
-        stack.enter_context(local)
+        local = stack.enter_context(provide(model, directory, threads=effort.threads, host=link.host))
         groups = WeightStore(model, cache=local.cache).manifest().groups
-        design = {
-            "step": of_step(groups, rows=batch * tokens),
-            "token": of_token(groups),
-        }
-        setup = Setup(
-            model=model,
-            masking=masking,
-            federation=link.federation(local.federation),
-            cache=local.cache,
-            threads=effort.threads,
-            pool_memory_mib=effort.pool_memory_mib,
-        )
+        design = {"step": of_step(groups, rows=batch * tokens), "token": of_token(groups)}
+        remote = replace(remote_config(local, masking, effort), federation=link.federation(local.federation))
         rows: list[Row] = []
         free: Mapping[str, Measured] = {}
         for condition in (Condition(), *conditions):
             on_turn(f"{condition}, emulated by {link.kind}")
             link.impose(condition)
-            with Child("tenant", serve_tenant, setup, network=link.network) as tenant:
+            with Child("tenant", serve_tenant, model, remote, effort.threads, network=link.network) as tenant:
                 found = {name: _measure(tenant, task, link) for name, task in work.items()}
             free = free or found
             rows += [_row(name, condition, design[name], found[name], free[name]) for name in work]

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench.llama import Llama
+from tenant.bench.providers import provide
 from tenant.bench.result_file import Row
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
@@ -52,8 +52,7 @@ def measure_start(
         seconds.setdefault(what, []).append(time.perf_counter() - begun)
         own_cpu.setdefault(what, []).append(time.process_time() - cpu)
 
-    options = {"executor": {"threads": threads}}
-    local = LocalFederation(model, directory / "federation", helpers=0, provider_options=options, deadline_s=_START_S)
+    local = provide(model, directory, threads=threads, helpers=0, deadline_s=_START_S)
     clock("provider, first start", local.start)
     try:
         digest = WeightStore(model, cache=directory / "federation" / "cache").manifest().digest

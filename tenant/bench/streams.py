@@ -1,35 +1,41 @@
 """`bench endpoint`: many answers at once by the endpoint's engine, beside one after another with `generate()`.
 
-All requests are submitted at the same time, over eight adapters (the base model, LoRA, IA3, OFT and an adapter of
-PetS), to one session with masked rows. So the time to the first token of the second variant includes its queue.
+All requests are submitted at the same time to one session with masked rows, so the time to the first token includes
+the queue. With a random model, the requests use eight adapters (the base model, LoRA, IA3, OFT and an adapter of PetS).
+With a checkpoint, they use the base model, and plain transformers answer them too. Prompts are random tokens and all
+answers have the same length, so the figures do not depend on the text.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
+from torch import Tensor
+from transformers.generation import BaseStreamer
 
-from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
+from tenant.bench.providers import provide, remote_config
 from tenant.bench.result_file import Row
 from tenant.endpoint.engine.opening import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
 from tenant.endpoint.engine.whole import WholeEngine
-from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
-from tenant.model.loading import load_model
+from tenant.model.loading import load_language_model, load_model, load_tokenizer
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 from tenant.tasks.methods import BottleneckConfig
 
-_START_S, _ANSWER_S = 900.0, 3600.0
+_ANSWER_S = 3600.0
 _ATTENTION = ["q_proj", "v_proj"]
 _ADAPTERS: Final[dict[str, PeftConfig]] = {
     "lora-1": LoraConfig(r=8, target_modules="all-linear"),
@@ -41,10 +47,13 @@ _ADAPTERS: Final[dict[str, PeftConfig]] = {
     "bottleneck": BottleneckConfig(bottleneck_dim=16, target_modules=["o_proj", "down_proj"]),
 }
 
+Way = Callable[[list[Request]], list[list[float]]]
+"""Answers requests. Returns the times of each answer's tokens."""
+
 
 def measure_streams(
     directory: Path,
-    shape: Llama,
+    model: Path | Llama,
     *,
     streams: int,
     prompt: int,
@@ -53,49 +62,56 @@ def measure_streams(
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Measure both ways to answer, by turns in one session; the figures are those of all turns.
+    """Measure all ways to answer, by turns; the figures are those of all turns.
 
     Args:
         directory: new or empty folder.
-        shape: shape of the model.
+        model: a checkpoint, whose requests use the base model; or the shape of a random model with adapters.
         streams: number of requests.
         prompt: tokens of each prompt; each turn has other prompts.
         tokens: new tokens of each answer.
         masking: the masking scheme.
-        effort: turns, and torch threads of each process.
+        effort: turns, and torch threads of each process. The whole model has all cores.
         on_turn: called with the name of the current measurement.
     """
-    torch.set_num_threads(effort.threads)
-    path = shape.save(directory / "model")
-    on_turn("writing adapters")
-    _write_adapters(path, directory / "adapters")
-    options = {"executor": {"threads": effort.threads}}
-    with LocalFederation(path, directory / "federation", provider_options=options, deadline_s=_START_S) as local:
-        remote = RemoteConfig(
-            federation=local.federation,
-            masking=masking,
-            cache=local.cache,
-            pool_memory_mib=effort.pool_memory_mib,
-        )
-        model = load_model(path, remote=remote, dtype=torch.float32)
-        tasks = Tasks(model)
-        names = [None, *(task.name for task in tasks.register_all(directory / "adapters"))]
-        tokenizer: Any = _NoText()
-        ways: dict[str, Callable[[], Engine]] = {
-            "one after another": lambda: WholeEngine(model, tokenizer, tasks=tasks, max_waiting=streams),
-            "all together": lambda: open_engine(model, tokenizer, tasks=tasks),
+    path = model.save(directory / "model") if isinstance(model, Llama) else model
+    tokenizer: Any = _NoText() if isinstance(model, Llama) else load_tokenizer(path)
+    if isinstance(model, Llama):
+        on_turn("writing adapters")
+        _write_adapters(path, directory / "adapters")
+    on_turn("starting providers")
+    with provide(path, directory, threads=effort.threads) as local:
+        split = load_language_model(path, remote=remote_config(local, masking, effort), dtype=torch.float32)
+        tasks = Tasks(split)
+        loaded = tasks.register_all(directory / "adapters") if isinstance(model, Llama) else []
+        names = [None, *(task.name for task in loaded)]
+        ways: dict[str, Callable[[], Way]] = {
+            "one after another": lambda: partial(
+                _answer, WholeEngine(split, tokenizer, tasks=tasks, max_waiting=streams)
+            ),
+            "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
         }
+        if isinstance(model, Path):
+            whole = load_language_model(path, dtype=torch.float32)
+            ways["whole model, one after another"] = lambda: partial(_generate, whole, batch=1)
+            ways["whole model, one batch"] = lambda: partial(_generate, whole, batch=streams)
         found = {way: _Figures() for way in ways}
         for turn in range(effort.repeat + 1):
             for way, open_way in ways.items():
                 on_turn(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
-                engine = open_way()
-                size = streams if turn else 1
-                requests = [_request(turn * streams + i, names[i % len(names)], prompt, tokens) for i in range(size)]
-                figures = _Figures() if not turn else found[way]
-                _measured(engine, model, requests, figures)
-                engine.close()
-        backend_of(model).close()
+                torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
+                random = np.random.default_rng(turn)
+                requests = [
+                    Request(
+                        id=str(i),
+                        prompt=tuple(random.integers(1, split.config.vocab_size, size=prompt).tolist()),
+                        adapter=names[i % len(names)],
+                        max_tokens=tokens,
+                    )
+                    for i in range(streams if turn else 1)
+                ]
+                _measure(open_way(), requests, split, found[way] if turn else _Figures())
+        backend_of(split).close()
     slow = found["one after another"].per_s
     for way, figures in found.items():
         yield {
@@ -137,45 +153,80 @@ class _NoText:
         return ""
 
 
-def _measured(engine: Engine, model: Any, requests: list[Request], figures: _Figures) -> None:
-    before, began = ledger_of(model) or Ledger(), time.perf_counter()
+def _measure(way: Way, requests: list[Request], split: Any, figures: _Figures) -> None:
+    before, began = ledger_of(split) or Ledger(), time.perf_counter()
+    answers = way(requests)
+    figures.seconds += max(times[-1] for times in answers) - began
+    for times in answers:
+        figures.tokens += len(times)
+        figures.first.append(times[0] - began)
+        figures.between += np.diff(times).tolist()
+    figures.round_trips += since(before, ledger_of(split) or Ledger()).executor_round_trips
+
+
+def _answer(engine: Engine, requests: list[Request]) -> list[list[float]]:
+    """Submit all requests at once, and close the engine when all answers have ended."""
     answers = [_Answer(engine, request) for request in requests]
-    for answer in answers:
-        answer.wait()
-        figures.tokens += len(answer.times)
-        figures.first.append(answer.times[0] - began)
-        figures.between += np.diff(answer.times).tolist()
-    figures.seconds += time.perf_counter() - began
-    figures.round_trips += since(before, ledger_of(model) or Ledger()).executor_round_trips
+    times = [answer.wait() for answer in answers]
+    engine.close()
+    return times
 
 
 class _Answer:
     """A request, and the times of its tokens."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self.times: list[float] = []
+        self._times: list[float] = []
         self._last: Event | None = None
         self._ended = threading.Event()
         engine.submit(request, self._take)
 
-    def wait(self) -> None:
+    def wait(self) -> list[float]:
         if not self._ended.wait(_ANSWER_S):
             raise TimeoutError
         if isinstance(self._last, Failed):
             raise self._last.error
+        return self._times
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Token):
-            self.times.append(time.perf_counter())
+            self._times.append(time.perf_counter())
         elif isinstance(event, Done | Failed):
             self._last = event
             self._ended.set()
 
 
-def _request(number: int, adapter: str | None, prompt: int, tokens: int) -> Request:
-    generator = np.random.default_rng(number)
-    ids = tuple(generator.integers(1, 500, size=prompt).tolist())
-    return Request(id=str(number), prompt=ids, adapter=adapter, max_tokens=tokens)
+def _generate(model: Any, requests: list[Request], *, batch: int) -> list[list[float]]:
+    """Answer with `generate()` of plain transformers, in batches of this size."""
+    times = []
+    for start in range(0, len(requests), batch):
+        together = requests[start : start + batch]
+        ids = torch.tensor([request.prompt for request in together], dtype=torch.long, device="cpu")
+        clock = _Clock()
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=together[0].max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        times += [clock.times[1:]] * len(together)
+    return times
+
+
+class _Clock(BaseStreamer):
+    """Takes the time of the prompt and of each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def _write_adapters(path: Path, folder: Path) -> None:

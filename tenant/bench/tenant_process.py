@@ -21,27 +21,6 @@ from tenant.session.tally import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The model to load, and how to run it.
-
-    Args:
-        model: checkpoint folder.
-        masking: the masking scheme, with a slash and the bits of its ring if they are not 32; None for the whole model
-            in float32 in this process.
-        federation: path of federation.toml.
-        cache: folder for verification keys.
-        pool_memory_mib: memory for pads drawn ahead.
-    """
-
-    model: Path
-    masking: str | None
-    federation: Path
-    cache: Path
-    threads: int
-    pool_memory_mib: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Step:
     """Optimizer steps of LoRA on q and v, one after the other."""
 
@@ -77,19 +56,9 @@ class Cost:
 
 
 class _Tenant:
-    def __init__(self, setup: Setup) -> None:
-        remote = None
-        if setup.masking is not None:
-            masking, _, bits = setup.masking.partition("/")
-            remote = RemoteConfig(
-                federation=setup.federation,
-                masking=masking,
-                ring_bits=24 if bits == "24" else 32,
-                cache=setup.cache,
-                pool_memory_mib=setup.pool_memory_mib,
-            )
+    def __init__(self, model: Path, remote: RemoteConfig | None) -> None:
         torch.manual_seed(0)
-        base = load_model(setup.model, remote=remote, dtype=torch.float32)
+        base = load_model(model, remote=remote, dtype=torch.float32)
         self._backend = None if remote is None else backend_of(base)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
         self._model: Any = get_peft_model(base, lora)
@@ -139,9 +108,15 @@ class _Tenant:
 
 
 @contextmanager
-def serve_tenant(setup: Setup) -> Iterator[Callable[[Task], list[Cost]]]:
-    """For `Child`: loads the model, and answers a task with the cost of each of its steps or tokens."""
+def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
+    """For `Child`: answers a task with the cost of each of its steps or tokens.
+
+    Args:
+        model: checkpoint folder.
+        remote: how to split the model; None for the whole model in float32 in this process.
+        threads: torch threads.
+    """
     quiet()
-    torch.set_num_threads(setup.threads)
-    with contextlib.closing(_Tenant(setup)) as tenant:
+    torch.set_num_threads(threads)
+    with contextlib.closing(_Tenant(model, remote)) as tenant:
         yield tenant.do

@@ -171,18 +171,19 @@ def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     assert bench("report", str(file)) in page.read_text()
 
 
-def test_bench_chat_measures_a_checkpoint(tmp_path: Path) -> None:
+def test_bench_endpoint_compares_a_checkpoint_with_plain_transformers(tmp_path: Path) -> None:
     model = make_base_model(
         tmp_path / "model", recipe=Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
     )
     sizes = ["--streams", "2", "--prompt", "3", "--tokens", "4", "--repeat", "1", "--threads", "1"]
-    bench("chat", "--model", str(model), *sizes, "--json", str(tmp_path / "report.json"))
+    bench("endpoint", "--model", str(model), *sizes, "--json", str(tmp_path / "report.json"))
     rows = read(tmp_path / "report.json").rows
-    assert [(row["variant"], row["streams"]) for row in rows] == [
-        (way, n) for n in (1, 2) for way in ("whole, fp32", "endpoint, pad")
-    ]
-    alone, together = (number(row["round_trips"]) for row in rows if row["round_trips"] is not None)
-    assert alone == together == 4 * 4  # layer groups x passes, for any number of streams
+    ways = ["one after another", "all together", "whole model, one after another", "whole model, one batch"]
+    assert [row["variant"] for row in rows] == ways
+    one, together = (number(row["round_trips"]) for row in rows[:2])
+    assert one == 2 * 4 * 4  # answers x layer groups x passes
+    assert 4 * 4 <= together <= 4 * 5  # a request may come a step late
+    assert all(row["round_trips"] == 0 for row in rows[2:])
     assert all(number(row["tokens_per_s"]) > 0 for row in rows)
 
 

@@ -8,7 +8,7 @@ from symbiosis_priv.limits import RingBits
 from tenant.bench.cli_options import Effort
 from tenant.model.hf import RemoteConfig
 
-_START_S = 900.0  # a wide model is quantised first
+START_S = 900.0  # a wide model is quantised first
 
 
 def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> LocalFederation:
@@ -18,7 +18,7 @@ def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> Lo
         directory: folder in which to make `federation`.
         options: further arguments of `LocalFederation`.
     """
-    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": _START_S, **options}
+    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
     return LocalFederation(model, directory / "federation", **given)
 
 

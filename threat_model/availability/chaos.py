@@ -27,8 +27,8 @@ from torch import Tensor
 
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.wiretaps import AnswerTimes
-from tenant.bench.contest import START_S
 from tenant.bench.llama import Llama
+from tenant.bench.providers import START_S, provide
 from tenant.bench.result_file import Row
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
@@ -141,16 +141,8 @@ def run_chaos(
     """
     model = _SHAPE.save(directory / "model")
     on_event("starting providers")
-    local = LocalFederation(
-        model,
-        directory / "federation",
-        executors=killing.executors,
-        helpers=killing.helpers,
-        pad_helpers=killing.pad_helpers,
-        provider_options={"executor": {"threads": 1}},
-        deadline_s=START_S,
-    )
-    with local:
+    numbers = {"executors": killing.executors, "helpers": killing.helpers, "pad_helpers": killing.pad_helpers}
+    with provide(model, directory, threads=1, **numbers) as local:
         answers = AnswerTimes()
         remote = RemoteConfig(
             federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=answers

@@ -24,9 +24,9 @@ from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from tenant.bench import process_costs
 from tenant.bench.children import Child
-from tenant.bench.contest import START_S
 from tenant.bench.llama import Llama
 from tenant.bench.process_costs import Held
+from tenant.bench.providers import provide
 from tenant.bench.result_file import Row
 from tenant.masking.registry import session_scheme
 from threat_model.availability.options import Sharding
@@ -88,14 +88,14 @@ def measure_ranks(
     }
     for (number, executors), what in itertools.product(enumerate(groups), losses):
         on_event(f"{executors} x {sharding.ranks} ranks: {what}")
-        local = LocalFederation(
+        local = provide(
             model,
             directory / f"{number}-{what.replace(' ', '-')}",
+            threads=1,
             executors=executors,
             helpers=int("helper" in session_scheme(sharding.masking).roles),
             cache=directory / "cache",
             provider_options=options,
-            deadline_s=START_S,
         )
         with local, contextlib.ExitStack() as running:
             children: list[Child[None, list[Answer]]] = []

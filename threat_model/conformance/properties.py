@@ -19,13 +19,14 @@ from threat_model.conformance.refusals import check_refusals
 from threat_model.conformance.strategies import by_expert, effects, products, requests
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
 from threat_model.conformance.sweep import bisect, check_every_layer, split
-from threat_model.conformance.trials import Property, Run
+from threat_model.conformance.trials import EXECUTOR, HELPER, Property, Run, claim
 
 _LARGEST_PAYLOAD = 64 << 20
 _JUDGED_WORK = 2_000_000_000  # limit of multiplications for checking the largest answer
 
 
-def _check_digest(subject: Subject, run: Run) -> None:
+@claim("digest", "It serves the model of the local checkpoint, and does not pretend to serve another.")
+def _digest(subject: Subject, run: Run) -> None:
     pinned = subject.oracle.manifest.digest
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
@@ -42,7 +43,10 @@ def _check_digest(subject: Subject, run: Run) -> None:
             raise Violation(f"its health report names {health.model_digest}, not {pinned}")
 
 
-def _check_layers(subject: Subject, run: Run) -> None:
+@claim(
+    "layers", "It serves the layers that the federation file expects, and refuses those that it says it does not serve."
+)
+def _layers(subject: Subject, run: Run) -> None:
     layers, served = subject.oracle.manifest.layers, subject.groups
     run.one()
     if subject.welcome.end_group > len(layers):
@@ -59,25 +63,34 @@ def _check_layers(subject: Subject, run: Run) -> None:
                 raise subject.violation(f"answers {describe(reply)} for a layer that it says it does not serve", case)
 
 
-def _check_right(subject: Subject, case: Case) -> None:
+def _right(subject: Subject, case: Case) -> None:
     difference = subject.judge(case, subject.answer(case))
     if difference is not None:
         raise subject.violation("gives a wrong answer", case, difference=difference)
 
 
-def _check_exact(subject: Subject, run: Run) -> None:
-    run.for_all(requests(subject), lambda case: _check_right(subject, case))
+@claim("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)
+def _exact_answer(subject: Subject, run: Run) -> None:
+    run.for_all(requests(subject), lambda case: _right(subject, case))
 
 
-def _check_float(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, arithmetics=("float",)), lambda case: _check_right(subject, case))
+@claim("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)
+def _exact_effect(subject: Subject, run: Run) -> None:
+    run.for_all(requests(subject), lambda case: _right(subject, case))
 
 
-def _check_bias_free(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, arithmetics=("float_bias_free",)), lambda case: _check_right(subject, case))
+@claim("float", "A float answer, bias included, is within its error bound.", EXECUTOR, floats=True)
+def _float(subject: Subject, run: Run) -> None:
+    run.for_all(products(subject, arithmetics=("float",)), lambda case: _right(subject, case))
 
 
-def _check_bias_difference(subject: Subject, run: Run) -> None:
+@claim("bias-free", "A bias-free float answer is within its error bound.", EXECUTOR, floats=True)
+def _bias_free(subject: Subject, run: Run) -> None:
+    run.for_all(products(subject, arithmetics=("float_bias_free",)), lambda case: _right(subject, case))
+
+
+@claim("bias-difference", "The two float answers to the same rows differ by the bias.", EXECUTOR, floats=True)
+def _bias_difference(subject: Subject, run: Run) -> None:
     """Checks that the two answers differ by the bias. Each one is within its bound, so the difference is within both
     bounds."""
     oracle = subject.oracle
@@ -90,45 +103,47 @@ def _check_bias_difference(subject: Subject, run: Run) -> None:
         got = (subject.answer(biased).double() - subject.answer(case).double()).numpy()
         bounds = [oracle.float_product(c.index, FORWARD, c.rows, arithmetic=c.arithmetic)[1] for c in (biased, case)]
         bias = np.broadcast_to(oracle.bias(case.index), got.shape)
-        difference = first_difference(got, bias, bound=bounds[0] + bounds[1])
-        if difference is not None:
-            raise subject.violation("its two float answers do not differ by the bias", case, difference=difference)
+        what = "its two float answers do not differ by the bias"
+        subject.expect_equal(got, bias, what, case, bound=bounds[0] + bounds[1])
 
     run.for_all(products(subject, arithmetics=("float_bias_free",), biased=True), check)
 
 
-def _check_experts(subject: Subject, run: Run) -> None:
+@claim(
+    "experts", "Rows for single experts are multiplied by their own expert's matrix, both ways, also if most have none."
+)
+def _experts(subject: Subject, run: Run) -> None:
     stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
     if not stacks:
         raise NotTested("no layer group is a stack of experts")
     if not subject.oracle.stacks:
         raise NotTested("needs the checkpoint (--model)")
-    run.for_all(by_expert(subject, stacks), lambda case: _check_right(subject, case))
+    run.for_all(by_expert(subject, stacks), lambda case: _right(subject, case))
 
 
-def _check_narrow_ring(subject: Subject, run: Run) -> None:
+@claim("narrow-ring", "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.")
+def _narrow_ring(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
-        _check_right(subject, case)
+        _right(subject, case)
         low = subject.answer(case) << 8 >> 8
-        difference = first_difference(subject.answer(replace(case, ring_bits=24)), low)
-        if difference is not None:
-            raise subject.violation("gives other low bits in a ring of 24 bits", case, difference=difference)
+        narrow = subject.answer(replace(case, ring_bits=24))
+        subject.expect_equal(narrow, low, "gives other low bits in a ring of 24 bits", case)
 
     run.for_all(requests(subject), check)
 
 
-def _check_independent_rows(subject: Subject, run: Run) -> None:
+@claim("independent-rows", "A row's answer does not depend on the rows beside it.")
+def _independent_rows(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         together = subject.answer(case)
         alone = [subject.answer(one) for one in split(case, 1)]
-        difference = first_difference(together, torch.cat(alone))
-        if difference is not None:
-            raise subject.violation("a row's answer changes with the rows beside it", case, difference=difference)
+        subject.expect_equal(together, torch.cat(alone), "a row's answer changes with the rows beside it", case)
 
     run.for_all(requests(subject), check)
 
 
-def _check_linear(subject: Subject, run: Run) -> None:
+@claim("linear", "Ring answers are linear in the rows, modulo 2^32.", EXECUTOR)
+def _linear(subject: Subject, run: Run) -> None:
     @st.composite
     def pairs(draw: DrawFn) -> tuple[Case, Tensor, int]:
         case = draw(products(subject))
@@ -139,10 +154,8 @@ def _check_linear(subject: Subject, run: Run) -> None:
         case, other, factor = drawn
         combined = replace(case, rows=case.rows + _times(other, factor))
         expected = subject.answer(case) + _times(subject.answer(replace(case, rows=other)), factor)
-        difference = first_difference(subject.answer(combined), expected)
-        if difference is not None:
-            what = f"its answer to a + {factor} b is not its answer to a plus {factor} times its answer to b"
-            raise subject.violation(what, combined, difference=difference)
+        what = f"its answer to a + {factor} b is not its answer to a plus {factor} times its answer to b"
+        subject.expect_equal(subject.answer(combined), expected, what, combined)
 
     run.for_all(pairs(), check)
 
@@ -152,16 +165,17 @@ def _times(rows: Tensor, factor: int) -> Tensor:
     return (rows.to(torch.int64) * factor).to(torch.int32)
 
 
-def _check_resend(subject: Subject, run: Run) -> None:
+@claim("resend", "The same request gets the same bits again.")
+def _resend(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
-        difference = first_difference(subject.answer(case), subject.answer(case))
-        if difference is not None:
-            raise subject.violation("the same request gets two different answers", case, difference=difference)
+        what = "the same request gets two different answers"
+        subject.expect_equal(subject.answer(case), subject.answer(case), what, case)
 
     run.for_all(requests(subject), check)
 
 
-def _check_row_counts(subject: Subject, run: Run) -> None:
+@claim("row-counts", "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.")
+def _row_counts(subject: Subject, run: Run) -> None:
     """Requests the cheapest layer group with increasing row counts, up to the limit of one request (64 MiB at most).
 
     If an answer has many rows, a sample of them is checked. If a row count fails, bisection finds the smallest that
@@ -199,7 +213,8 @@ def _check_row_counts(subject: Subject, run: Run) -> None:
             raise found
 
 
-def _check_binding(subject: Subject, run: Run) -> None:
+@claim("binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.")
+def _binding(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         header = case.header(subject.role)
         reply, _ = subject.exchange(case, header)
@@ -218,7 +233,8 @@ def _plain(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _check_agreement(subject: Subject, run: Run) -> None:
+@claim("effect-agreement", "A helper's effect is the executor's product of the same mask.", HELPER)
+def _agreement(subject: Subject, run: Run) -> None:
     if not subject.executors:
         raise NotTested("no executor to compare with: --federation names both")
     if not any(index in executor.groups for executor in subject.executors for index in subject.sampled):
@@ -241,97 +257,24 @@ def _check_agreement(subject: Subject, run: Run) -> None:
     run.for_all(effects(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
 
 
-_EXECUTOR: tuple[wire.Role, ...] = ("executor",)
-_HELPER: tuple[wire.Role, ...] = ("helper",)
-_BOTH = _EXECUTOR + _HELPER
-
 PROPERTIES: tuple[Property, ...] = (
-    Property(
-        "digest",
-        "It serves the model of the local checkpoint, and does not pretend to serve another.",
-        _BOTH,
-        _check_digest,
-    ),
-    Property(
-        "layers",
-        "It serves the layers that the federation file expects, and refuses those that it says it does not serve.",
-        _BOTH,
-        _check_layers,
-    ),
-    Property(
-        "every-layer",
-        "Every served layer group has exactly the checkpoint's weights, in both directions and every arithmetic.",
-        _BOTH,
-        check_every_layer,
-    ),
-    Property("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", _EXECUTOR, _check_exact),
-    Property(
-        "effect-exact",
-        "An effect is the product of the rows that its seed expands to, bit for bit.",
-        _HELPER,
-        _check_exact,
-    ),
-    Property(
-        "effect-agreement",
-        "A helper's effect is the executor's product of the same mask.",
-        _HELPER,
-        _check_agreement,
-    ),
-    Property(
-        "float", "A float answer, bias included, is within its error bound.", _EXECUTOR, _check_float, floats=True
-    ),
-    Property(
-        "bias-free",
-        "A bias-free float answer is within its error bound.",
-        _EXECUTOR,
-        _check_bias_free,
-        floats=True,
-    ),
-    Property(
-        "bias-difference",
-        "The two float answers to the same rows differ by the bias.",
-        _EXECUTOR,
-        _check_bias_difference,
-        floats=True,
-    ),
-    Property("linear", "Ring answers are linear in the rows, modulo 2^32.", _EXECUTOR, _check_linear),
-    Property(
-        "independent-rows",
-        "A row's answer does not depend on the rows beside it.",
-        _BOTH,
-        _check_independent_rows,
-    ),
-    Property(
-        "batching",
-        "Requests of several connections at once get the same answers as alone.",
-        _BOTH,
-        check_batching,
-    ),
-    Property(
-        "experts",
-        "Rows for single experts are multiplied by their own expert's matrix, both ways, also if most have none.",
-        _BOTH,
-        _check_experts,
-    ),
-    Property(
-        "narrow-ring",
-        "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.",
-        _BOTH,
-        _check_narrow_ring,
-    ),
-    Property("resend", "The same request gets the same bits again.", _BOTH, _check_resend),
-    Property(
-        "row-counts",
-        "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.",
-        _BOTH,
-        _check_row_counts,
-    ),
-    Property(
-        "binding",
-        "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.",
-        _BOTH,
-        _check_binding,
-    ),
-    Property("refusals", "A bad request is refused, and the connection stays usable.", _BOTH, check_refusals),
+    _digest,
+    _layers,
+    check_every_layer,
+    _exact_answer,
+    _exact_effect,
+    _agreement,
+    _float,
+    _bias_free,
+    _bias_difference,
+    _linear,
+    _independent_rows,
+    check_batching,
+    _experts,
+    _narrow_ring,
+    _resend,
+    _row_counts,
+    _binding,
+    check_refusals,
 )
 """All properties, in the order in which they are tested."""

@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.network import wire
-from threat_model.conformance.oracle import CheckpointOracle, Difference, Oracle
+from threat_model.conformance.oracle import Array, CheckpointOracle, Difference, Oracle, first_difference
 from threat_model.conformance.probe import Dialler, Probe
 
 _SHOWN = 8
@@ -279,6 +279,14 @@ class Subject:
     def violation(self, what: str, case: Case, *, difference: Difference | None = None) -> Violation:
         """A violation by this provider."""
         return Violation(what, case=case, group=self.oracle.entry(case.index).name, difference=difference)
+
+    def expect_equal(
+        self, got: Tensor | Array, expected: Tensor | Array, what: str, case: Case, *, bound: Array | None = None
+    ) -> None:
+        """Raise a violation if `first_difference` finds a difference."""
+        difference = first_difference(got, expected, bound=bound)
+        if difference is not None:
+            raise self.violation(what, case, difference=difference)
 
     @contextmanager
     def connections(self, count: int) -> Iterator[list[Probe]]:

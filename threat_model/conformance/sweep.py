@@ -14,12 +14,16 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Difference
 from threat_model.conformance.strategies import arithmetics
 from threat_model.conformance.subject import Case, Subject, Violation, effect_case
-from threat_model.conformance.trials import Run
+from threat_model.conformance.trials import Run, claim
 
 _BLOCK = 32
 _UNIFORM_ROWS = 4
 
 
+@claim(
+    "every-layer",
+    "Every served layer group has exactly the checkpoint's weights, in both directions and every arithmetic.",
+)
 def check_every_layer(subject: Subject, run: Run) -> None:
     """Requests every served (layer group, direction, arithmetic) with rows whose product reveals an altered weight.
 

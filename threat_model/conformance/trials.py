@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
@@ -98,6 +98,17 @@ class Property:
     roles: tuple[wire.Role, ...]
     check: Callable[[Subject, Run], None]
     floats: bool = False
+
+
+EXECUTOR: Final[tuple[wire.Role, ...]] = ("executor",)
+HELPER: Final[tuple[wire.Role, ...]] = ("helper",)
+
+
+def claim(
+    name: str, text: str, roles: tuple[wire.Role, ...] = EXECUTOR + HELPER, *, floats: bool = False
+) -> Callable[[Callable[[Subject, Run], None]], Property]:
+    """Make a check a property. The arguments are those of `Property`."""
+    return lambda check: Property(name, text, roles, check, floats)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,19 @@ class Tool(Strict):
     function: Function
 
 
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class JsonSchema(Strict):
     """A JSON schema that the answer follows. `strict` or not, the answer follows it."""
 
@@ -153,11 +166,11 @@ class ChatRequest(Decoding):
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 

@@ -1,9 +1,7 @@
 """The bytes of tokens, and grammars over them."""
 
-import json
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -50,19 +48,21 @@ class Vocabulary:
         """Return the text of a token; bytes that are no text are replaced."""
         return (self.bytes_of(token) or b"\xff").decode(errors="replace")
 
-    def grammar(self, schema: dict[str, Any]) -> Callable[[], Grammar]:
-        """Compile a JSON schema. Returns a function that makes the state of a new answer.
+    def grammar(self, rules: str) -> Callable[[], Grammar]:
+        """Compile a grammar. Returns a function that makes the state of a new answer.
+
+        Args:
+            rules: in llguidance's form of Lark, with JSON schemas: `start: %json {"type": "object"}`.
 
         Raises:
-            ConfigError: the schema is not valid, too large or too complex, or says what cannot be enforced.
+            ConfigError: a schema is not valid, too large or too complex, or says what cannot be enforced.
         """
         if self._tokens is None:
-            raise ConfigError("this model's tokenizer cannot follow a JSON schema; leave response_format out")
-        text = json.dumps(schema)
-        if len(text) > _SCHEMA_BYTES:
-            raise ConfigError(f"the JSON schema has {len(text):,} bytes; at most {_SCHEMA_BYTES:,} are allowed")
+            raise ConfigError("this model's tokenizer cannot follow a JSON schema")
+        if len(rules) > _SCHEMA_BYTES:
+            raise ConfigError(f"the JSON schema has {len(rules):,} bytes; at most {_SCHEMA_BYTES:,} are allowed")
         try:
-            matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules), log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise ConfigError(f"the JSON schema is not valid: {error}") from error
         state = _Answer(matcher)

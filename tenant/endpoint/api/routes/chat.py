@@ -20,10 +20,10 @@ from tenant.endpoint.api.answers import (
     FinishReason,
     TopLogprob,
 )
-from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message
+from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.routes.tools import ToolText, tagged
+from tenant.endpoint.api.routes.tools import ToolText, forced, tagged
 from tenant.endpoint.api.running import Collected, Running, choices, new_id, usage
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.api.streams import DOCUMENTED, respond
@@ -72,7 +72,7 @@ class _Prepared:
             except ConfigError as error:
                 raise ApiError(400, str(error), param="tools") from error
         prompt = await _prompt(asked, service, template)
-        grammar = await _grammar(asked, service)
+        grammar = await _grammar(asked, service, template)
         request = engine.Request(
             id=new_id("chatcmpl"),
             prompt=tuple(prompt),
@@ -228,18 +228,29 @@ def _message(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-async def _grammar(asked: ChatRequest, service: Service) -> Any:
+async def _grammar(asked: ChatRequest, service: Service, template: str) -> Any:
+    """Return the grammar of the answer: of `response_format`, or of the call that `tool_choice` forces."""
+    forces = asked.tool_choice not in (None, "auto", "none")
+    if asked.parallel_tool_calls is False and not forces:
+        raise ApiError(400, "false needs a tool_choice that forces a call", param="parallel_tool_calls")
     said = asked.response_format
-    if said is None or said.type == "text":
+    if said is not None and said.type != "text":
+        if forces or (asked.tools and asked.tool_choice != "none"):
+            raise ApiError(400, "response_format and tools exclude each other here", param="response_format")
+        schema = said.json_schema.json_schema if said.json_schema else None
+        schema = _ANY_OBJECT if said.type == "json_object" else schema
+        if schema is None:
+            raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
+        rules, param = f"start: %json {json.dumps(schema)}", "response_format"
+    elif forces:
+        name = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in asked.tools or () if name in (None, tool.function.name)]
+        if not functions:
+            raise ApiError(400, "tools has no such tool", param="tool_choice")
+        rules, param = forced(functions, template), "tool_choice"
+    else:
         return None
-    if asked.tools and asked.tool_choice != "none":
-        raise ApiError(400, "response_format and tools exclude each other here", param="response_format")
-    schema: dict[str, Any] | None = _ANY_OBJECT
-    if said.type == "json_schema":
-        schema = None if said.json_schema is None else said.json_schema.json_schema
-    if schema is None:
-        raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
     try:
-        return await service.in_thread(lambda: service.vocabulary.grammar(schema))
+        return await service.in_thread(lambda: service.vocabulary.grammar(rules))
     except ConfigError as error:
-        raise ApiError(400, str(error), param="response_format") from error
+        raise ApiError(400, str(error), param=param) from error

@@ -1,14 +1,18 @@
-"""Finds the calls of tools in the text of an answer."""
+"""Calls of tools: finds them in the text of an answer, and makes the model write one."""
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.answers import CalledFunction, CalledTool
+from tenant.endpoint.api.bodies import Function
 from tenant.endpoint.api.running import new_id
 from tenant.endpoint.engine.text import begun
 
+# the white space of calls in the chats that models are trained on
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TAG = "<tool_call>"
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -25,6 +29,22 @@ def tagged(template: str) -> bool:
         if '"name"' in template and ('"parameters"' in template or '"arguments"' in template):
             return False
     raise ConfigError("this model's chat template has no tools, or calls them in a format that is not known here")
+
+
+def forced(tools: Sequence[Function], template: str) -> str:
+    """Return the grammar of an answer that is one call of one of these functions, as the chat template writes calls.
+
+    Raises:
+        ConfigError: as for `tagged`.
+    """
+    before, after = ("<tool_call>\n", "\n</tool_call>") if tagged(template) else ("", "")
+    key = "arguments" if before or '"parameters"' not in template else "parameters"
+    rules = ["start: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        begin, end = json.dumps(f'{before}{{"name": "{tool.name}", "{key}": '), json.dumps(f"}}{after}")
+        schema = json.dumps({"x-guidance": _AS_WRITTEN, "type": "object", **(tool.parameters or {})})
+        rules += [f"call_{i}: {begin} arguments_{i} {end}", f"arguments_{i}: %json {schema}"]
+    return "\n".join(rules)
 
 
 class ToolText:
@@ -73,6 +93,6 @@ class ToolText:
             if one["name"] not in self._names:
                 raise KeyError(one["name"])
             given = one["arguments"] if "arguments" in one else one["parameters"]
-            arguments = given if isinstance(given, str) else json.dumps(given)
+            arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)  # 1e999 is inf
             calls.append(CalledTool(id=new_id("call"), function=CalledFunction(name=one["name"], arguments=arguments)))
         return calls

@@ -117,6 +117,28 @@ def test_json_answers_follow_their_schema(client: Any) -> None:
     assert free.choices[0].message.content.lstrip()[:1] in ("", "{")
 
 
+def test_a_tool_can_be_forced(client: Any) -> None:
+    place = {"properties": {"city": {"$ref": "#/$defs/c"}}, "required": ["city"], "$defs": {"c": {"enum": ["Bern"]}}}
+    functions = [{"name": "weather", "parameters": place | {"additionalProperties": False}}, {"name": "now"}]
+    functions[1]["parameters"] = {"additionalProperties": False}
+    asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 80, "temperature": 1, "seed": 1}
+    asked["tools"] = [{"type": "function", "function": function} for function in functions]
+    named = {"type": "function", "function": {"name": "weather"}}
+    whole = client.chat.completions.create(**asked, tool_choice=named, parallel_tool_calls=False).choices[0]
+    (call,) = whole.message.tool_calls
+    assert (call.function.name, whole.finish_reason, whole.message.content) == ("weather", "tool_calls", None)
+    assert json.loads(call.function.arguments) == {"city": "Bern"}
+    *chunks, last = client.chat.completions.create(**asked, tool_choice=named, stream=True)
+    (streamed,) = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert last.choices[0].finish_reason == "tool_calls"
+    assert streamed.function.arguments == call.function.arguments
+    called = client.chat.completions.create(**asked, tool_choice="required").choices[0].message.tool_calls
+    assert [one.function.name in ("weather", "now") for one in called] == [True]
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(**asked, tool_choice="required", response_format=form)
+
+
 def test_embeddings_in_both_encodings(client: Any) -> None:
     texts = ["Hello there", "Good morning"]
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -141,7 +163,9 @@ def test_embeddings_in_both_encodings(client: Any) -> None:
         ("logit_bias", {"320": 1}),
         ("max_tokens", 1 << 30),
         ("metadata", {"a": "b"}),
-        ("tool_choice", "required"),
+        ("tool_choice", "required"),  # without tools
+        ("tool_choice", {"type": "function", "function": {"name": "none-such"}}),
+        ("parallel_tool_calls", False),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "wrong"}}}),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
         ("messages", [{"role": "tool", "content": "4"}]),

@@ -35,6 +35,7 @@ def test_calls_are_found_wherever_pieces_end(cuts: list[int]) -> None:
         "a < b <tool",
         "<tool_call>{not JSON",
         CALL.replace("weather", "other"),
+        CALL.replace('"Bern"', "1e999"),
         f"See {CALL}",
         '{"a": 1}',
         "[1]",

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions
+
 Absent = Field(default=None, exclude_if=lambda value: value is None)
 """A field that is left out if it is None."""
 
@@ -161,6 +163,100 @@ class ChatChunk(BaseModel):
     choices: list[ChatDelta]
     usage: Usage | None = Absent
     ledger: Ledger | None = Absent
+
+
+class OutputText(BaseModel):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[None] = []
+
+
+class MessageItem(BaseModel):
+    """A message of the model."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Literal["in_progress", "completed"] = "completed"
+    content: list[OutputText]
+
+
+class FunctionCallItem(BaseModel):
+    """A call of a tool; `arguments` is JSON."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed"] = "completed"
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer is cut."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class OutputTokensDetails(BaseModel):
+    """There are no tokens of reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Numbers of tokens, and the ledger (not one of OpenAI's fields)."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+    ledger: Ledger
+
+
+class Response(BaseModel):
+    """The answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[MessageItem | FunctionCallItem]
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float | None = None
+    text: TextOptions | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction = "auto"
+    tools: list[FunctionTool] = []
+    top_p: float | None = None
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(BaseModel):
+    """An event of a stream of `/v1/responses`. Each type has some of these fields."""
+
+    type: str
+    sequence_number: int
+    response: Response | None = Absent
+    item_id: str | None = Absent
+    output_index: int | None = Absent
+    content_index: int | None = Absent
+    item: MessageItem | FunctionCallItem | None = Absent
+    part: OutputText | None = Absent
+    delta: str | None = Absent
+    text: str | None = Absent
+    arguments: str | None = Absent
+    logprobs: list[None] | None = Absent
 
 
 class EmbeddingUsage(BaseModel):

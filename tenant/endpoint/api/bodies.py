@@ -175,6 +175,107 @@ class ChatRequest(Decoding):
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
 
+class InputText(Strict):
+    """A part of a message. Annotations are those of an earlier answer: there are none."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class InputMessage(Strict):
+    """A message of the conversation. `id` and `status` are those of an earlier answer."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCall(Strict):
+    """A call of a tool in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputResult(Strict):
+    """What a called tool has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionTool(Function):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+
+
+class ChosenFunction(FunctionName):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+
+
+class TextFormat(Strict):
+    """The form of the answer, as `ResponseFormat`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """Options of the text of an answer."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesStreamOptions(Strict):
+    """Options of a stream of `/v1/responses`."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Strict):
+    """`POST /v1/responses`."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    input: str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096)]
+    background: Literal[False] | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    metadata: None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    text: TextOptions | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    truncation: Literal["disabled"] | None = None
+    user: str | None = None
+
+
 class EmbeddingRequest(Strict):
     """`POST /v1/embeddings`."""
 

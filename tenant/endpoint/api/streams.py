@@ -55,7 +55,7 @@ def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float
     async def events() -> AsyncIterator[ServerSentEvent]:
         try:
             async for chunk in chunks:
-                yield ServerSentEvent(chunk.model_dump_json())
+                yield ServerSentEvent(chunk.model_dump_json(by_alias=True), event=getattr(chunk, "type", None))
             yield ServerSentEvent("[DONE]")
         except ApiError as error:
             yield ServerSentEvent(json.dumps(error.body()))

@@ -39,11 +39,11 @@ _ANY_OBJECT = {"type": "object"}
 async def chat(asked: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     endpoint = endpoint_of(http)
-    prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
+    prepared = await PreparedChat.of(asked, endpoint.service, endpoint.client(http))
     return await respond(prepared, http, streamed=asked.stream)
 
 
-class _Prepared:
+class PreparedChat:
     """A chat whose fields have been checked, and its answers."""
 
     def __init__(self, asked: ChatRequest, service: Service, request: engine.Request, *, in_tags: bool) -> None:
@@ -51,10 +51,11 @@ class _Prepared:
         self._asked = asked
         self._service = service
         self._in_tags = in_tags
-        self._head: dict[str, Any] = {"id": request.id, "created": int(time.time()), "model": asked.model}
+        self.created = int(time.time())
+        self._head: dict[str, Any] = {"id": request.id, "created": self.created, "model": asked.model}
 
     @classmethod
-    async def of(cls, asked: ChatRequest, service: Service, client: str) -> "_Prepared":
+    async def of(cls, asked: ChatRequest, service: Service, client: str) -> "PreparedChat":
         """Check the fields and make the request for the engine."""
         adapter = service.adapter(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:

@@ -119,8 +119,8 @@ def test_json_answers_follow_their_schema(client: Any) -> None:
 
 def test_a_tool_can_be_forced(client: Any) -> None:
     place = {"properties": {"city": {"$ref": "#/$defs/c"}}, "required": ["city"], "$defs": {"c": {"enum": ["Bern"]}}}
-    functions = [{"name": "weather", "parameters": place | {"additionalProperties": False}}, {"name": "now"}]
-    functions[1]["parameters"] = {"additionalProperties": False}
+    closed = {"additionalProperties": False}
+    functions = [{"name": "weather", "parameters": place | closed}, {"name": "now", "parameters": closed}]
     asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 80, "temperature": 1, "seed": 1}
     asked["tools"] = [{"type": "function", "function": function} for function in functions]
     named = {"type": "function", "function": {"name": "weather"}}
@@ -137,6 +137,52 @@ def test_a_tool_can_be_forced(client: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         client.chat.completions.create(**asked, tool_choice="required", response_format=form)
+
+
+def test_responses_are_chats(client: Any) -> None:
+    asked: Any = {"model": "lora", "temperature": 0}
+    chat = client.chat.completions.create(**asked, messages=HELLO, max_tokens=8)
+    response = client.responses.create(**asked, input="Hello there", max_output_tokens=8, store=False)
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    conversation = [{"role": "user", "content": "Hello there"}, *response.output, *HELLO]
+    more = [HELLO[0], chat.choices[0].message.model_dump(include={"role", "content"}), HELLO[0]]
+    again = client.responses.create(**asked, input=conversation, instructions="Be brief", max_output_tokens=8)
+    system = [{"role": "system", "content": "Be brief"}]
+    expected = client.chat.completions.create(**asked, messages=system + more, max_tokens=8)
+    assert again.output_text == expected.choices[0].message.content
+    with client.responses.stream(**asked, input="Hello there", max_output_tokens=8) as stream:
+        first, *_, last = stream
+    assert (first.type, last.type) == ("response.created", "response.incomplete")
+    assert last.response.output_text == response.output_text
+
+
+def test_responses_call_tools_and_follow_schemas(client: Any) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": {"additionalProperties": False}, "strict": False}
+    asked: Any = {"model": "lora", "input": "Hello", "max_output_tokens": 80, "tools": [tool]}
+    asked["tool_choice"] = {"type": "function", "name": "weather"}
+    (call,) = client.responses.create(**asked).output
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", "{}")
+    with client.responses.stream(**asked) as stream:
+        assert [event.arguments for event in stream if event.type.endswith("arguments.done")] == ["{}"]
+        assert stream.get_final_response().output[0].name == "weather"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    said = client.responses.create(model="lora", input=[HELLO[0], call, result], max_output_tokens=1, tools=[tool])
+    assert said.status == "incomplete"
+    schema = {"type": "object", "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    answer = client.responses.create(model="lora", input="Hello", text=form, temperature=0, max_output_tokens=8)
+    assert answer.output_text.strip()[:1] in ("", "{")
+    for field, value in {"previous_response_id": "resp_1", "reasoning": {"effort": "low"}, "store": True}.items():
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="lora", input="Hello", extra_body={field: value})
+        assert refused.value.param == field
+    many: Any = [call] * 129
+    for field, more in {"max_output_tokens": {"max_output_tokens": 1 << 20}, "input": {"input": many}}.items():
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(**({"model": "lora", "input": "Hello"} | more))
+        assert refused.value.param == field
 
 
 def test_embeddings_in_both_encodings(client: Any) -> None:

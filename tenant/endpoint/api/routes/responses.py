@@ -1,0 +1,175 @@
+"""`POST /v1/responses`: a chat in another form. Nothing is stored, so each request has the whole conversation."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from tenant.endpoint.api.answers import (
+    CalledTool,
+    Chat,
+    FunctionCallItem,
+    IncompleteDetails,
+    MessageItem,
+    OutputText,
+    Response,
+    ResponseEvent,
+    ResponseUsage,
+    Usage,
+)
+from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, JsonRoute, ResponsesRequest
+from tenant.endpoint.api.endpoint import endpoint_of
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.routes.chat import PreparedChat
+from tenant.endpoint.api.running import Collected, Running, new_id
+from tenant.endpoint.api.streams import DOCUMENTED, respond
+
+router = APIRouter(route_class=JsonRoute)
+_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+"""Fields of `ResponsesRequest` by the field of the chat."""
+
+
+@router.post("/v1/responses", response_model=Response, responses=DOCUMENTED)
+async def responses(asked: ResponsesRequest, http: Request) -> Any:
+    """Answer a conversation."""
+    endpoint = endpoint_of(http)
+    try:
+        chat = await PreparedChat.of(_chat(asked), endpoint.service, endpoint.client(http))
+    except ApiError as error:
+        error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
+        raise
+    return await respond(_Prepared(asked, chat), http, streamed=asked.stream)
+
+
+def _chat(asked: ResponsesRequest) -> ChatRequest:
+    """Return the chat that has the same answer."""
+    same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
+    given: dict[str, Any] = {name: getattr(asked, name) for name in same}
+    given |= {"messages": _messages(asked), "max_tokens": asked.max_output_tokens}
+    given["stream_options"] = {"include_usage": True} if asked.stream else None
+    if asked.tools:
+        given["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in asked.tools]
+    choice = asked.tool_choice
+    given["tool_choice"] = choice
+    if choice is not None and not isinstance(choice, str):
+        given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if asked.text is not None and asked.text.format is not None:
+        form = asked.text.format.model_dump(by_alias=True, exclude={"type"})
+        kind = asked.text.format.type
+        given["response_format"] = {"type": kind, "json_schema": form if kind == "json_schema" else None}
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
+
+
+def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the conversation as messages: calls are a part of the assistant's message."""
+    found: list[dict[str, Any]] = []
+    if asked.instructions is not None:
+        found.append({"role": "system", "content": asked.instructions})
+    for item in [InputMessage(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input:
+        if isinstance(item, InputMessage):
+            text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
+            found.append({"role": item.role, "content": text})
+        elif isinstance(item, InputCall):
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
+        else:
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+    return found
+
+
+class _Prepared:
+    """A conversation whose fields have been checked, and its answer."""
+
+    def __init__(self, asked: ResponsesRequest, chat: PreparedChat) -> None:
+        self.requests = chat.requests
+        self._chat = chat
+        said = asked.model_dump(by_alias=True, include=set(Response.model_fields) - {"id"}, exclude_none=True)
+        self._head: dict[str, Any] = {**said, "id": new_id("resp"), "created_at": chat.created}
+
+    def whole(self, answers: list[Collected], running: Running) -> Response:
+        """Return the answer as one object."""
+        chat: Chat = self._chat.whole(answers, running)
+        message = chat.choices[0].message
+        items: list[MessageItem | FunctionCallItem] = []
+        if message.content:
+            items.append(_message(message.content))
+        items += map(_call, message.tool_calls or ())
+        return self._ended(items, chat.choices[0].finish_reason, chat.usage)
+
+    async def chunks(self, running: Running) -> AsyncIterator[ResponseEvent]:
+        """Yield the events of a stream."""
+        number = 0
+
+        def event(kind: str, **fields: Any) -> ResponseEvent:
+            nonlocal number
+            number += 1
+            return ResponseEvent(type=f"response.{kind}", sequence_number=number - 1, **fields)
+
+        begun = Response(**self._head, status="in_progress", output=[])
+        yield event("created", response=begun)
+        yield event("in_progress", response=begun)
+        message = _message("", status="in_progress")
+        place = {"item_id": message.id, "output_index": 0, "content_index": 0}
+        text, calls, reason, used = "", list[CalledTool](), "stop", None
+        async for chunk in self._chat.chunks(running):
+            used = chunk.usage or used
+            for delta in chunk.choices:
+                reason = delta.finish_reason or reason
+                calls += delta.delta.tool_calls or ()
+                if not delta.delta.content:
+                    continue
+                if not text:
+                    yield event("output_item.added", output_index=0, item=message.model_copy(update={"content": []}))
+                    yield event("content_part.added", part=message.content[0], **place)
+                text += delta.delta.content
+                yield event("output_text.delta", delta=delta.delta.content, logprobs=[], **place)
+        items: list[MessageItem | FunctionCallItem] = []
+        if text:
+            message = _message(text, id=message.id)
+            items.append(message)
+            yield event("output_text.done", text=text, logprobs=[], **place)
+            yield event("content_part.done", part=message.content[0], **place)
+            yield event("output_item.done", output_index=0, item=message)
+        for call in map(_call, calls):
+            where = {"output_index": len(items)}
+            items.append(call)
+            empty = call.model_copy(update={"arguments": "", "status": "in_progress"})
+            yield event("output_item.added", item=empty, **where)
+            yield event("function_call_arguments.delta", item_id=call.id, delta=call.arguments, **where)
+            yield event("function_call_arguments.done", item_id=call.id, arguments=call.arguments, **where)
+            yield event("output_item.done", item=call, **where)
+        assert used is not None  # the last chunk has it
+        ended = self._ended(items, reason, used)
+        yield event(ended.status, response=ended)
+
+    def _ended(self, items: Sequence[MessageItem | FunctionCallItem], reason: str, used: Usage) -> Response:
+        cut = reason == "length"
+        return Response(
+            **self._head,
+            status="incomplete" if cut else "completed",
+            incomplete_details=IncompleteDetails() if cut else None,
+            output=list(items),
+            usage=ResponseUsage(
+                input_tokens=used.prompt_tokens,
+                input_tokens_details=used.prompt_tokens_details,
+                output_tokens=used.completion_tokens,
+                total_tokens=used.total_tokens,
+                ledger=used.ledger,
+            ),
+        )
+
+
+def _message(text: str, **fields: Any) -> MessageItem:
+    return MessageItem(**{"id": new_id("msg"), **fields}, content=[OutputText(text=text)])
+
+
+def _call(call: CalledTool) -> FunctionCallItem:
+    function = call.function
+    return FunctionCallItem(id=new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments)

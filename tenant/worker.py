@@ -41,11 +41,7 @@ _Job = tuple[Promise[Any], Callable[[], Any]]
 
 
 class Worker:
-    """Runs jobs one after the other in its own thread, which starts with the first job.
-
-    Args:
-        name: name of the thread.
-    """
+    """Runs jobs one after the other in its own thread, which starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

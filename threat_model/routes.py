@@ -34,7 +34,6 @@ class RouteCell:
     Args:
         mode: the value of `RemoteConfig(experts=...)`.
         promised: whether the mode hides decoded tokens.
-        outcome: tokens recovered.
     """
 
     mode: Experts

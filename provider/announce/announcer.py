@@ -37,7 +37,6 @@ class Announcer:
     """Announces one executor from a background thread.
 
     Args:
-        address: bound address as `host:port`.
         served: indices of the layer groups that the executor serves.
 
     Raises:

@@ -26,10 +26,8 @@ class Need:
     """Memory for one purpose.
 
     Args:
-        what: the purpose.
         place: "cpu", or a torch device.
         kind: dtype or kind of the data.
-        size: size in bytes.
     """
 
     what: str

@@ -83,7 +83,6 @@ class Executor:
     """Serves products until stopped.
 
     Args:
-        model: the frozen linears.
         inbox: the source of requests; closed at the end.
         warm_up: load every layer group while the executor is idle, and not on first use.
     """

@@ -43,7 +43,6 @@ class ExecutorAnswer(NamedTuple):
 
     Args:
         head: frame prefix and header, ready for the wire.
-        payload: the payload of the frame.
         rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
     """
 

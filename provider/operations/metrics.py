@@ -147,7 +147,6 @@ class MetricsServer:
 
     Args:
         listen: `host:port`; ConfigError if it cannot be bound.
-        source: takes the status.
         hosts: host names that requests may use, besides the one in `listen`.
     """
 

@@ -31,7 +31,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         ready: the provider accepts requests and its executor answers.
         connections: number of authenticated connections.
-        handshakes: counts of handshakes.
         visits: number of connections that each tenant has opened since the start.
         over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
         bytes_held: bytes of large requests in memory.

@@ -47,12 +47,9 @@ class Rendezvous(RendezvousHandler):
     """A rendezvous of a fixed set of machines.
 
     Args:
-        run_id: name of this group.
         store: store for torchrun's own data and, with several machines, for the ranks' rendezvous.
-        host: host of the store.
         port: port of the store; 0 if the store has none.
         node: number of this machine, from 0.
-        nodes: number of machines.
     """
 
     def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:

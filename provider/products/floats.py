@@ -40,8 +40,6 @@ class FloatGroups:
     """The groups in memory, least recently used first. Not thread-safe.
 
     Args:
-        store: the base model.
-        device: device of the weights.
         memory: limit in bytes; ConfigError if the largest group is larger.
     """
 

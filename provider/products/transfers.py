@@ -20,7 +20,6 @@ class Transfers:
     """Computes products on one device. Not thread-safe.
 
     Args:
-        device: device of the matrices.
         part: number of rows of one copy.
     """
 
@@ -36,7 +35,6 @@ class Transfers:
         """`RingMatrix.product` from host memory to host memory.
 
         Args:
-            matrix: weights on this device.
             rows: int32 `[r, width]` on the CPU.
             counts: as for `RingMatrix.product`.
 

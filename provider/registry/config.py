@@ -10,9 +10,7 @@ class RegistryConfig:
 
     Args:
         certificate: a provider certificate that the federation's authority has issued for this registry's hosts.
-        key: private key of the certificate.
         authority: CA certificates of the federation.
-        revoked: list of revoked certificates.
         listen: `host:port`; port 0 takes a free one.
         database: SQLite file; None keeps the descriptors in memory.
         max_connections: largest number of open connections. One more closes a connection of the busiest network.

@@ -62,7 +62,6 @@ class Store:
         """Store a descriptor in place of an older one of the same key. A repeated descriptor changes nothing.
 
         Args:
-            new: the descriptor.
             now: seconds since 1970.
             admit: called before a new descriptor is written; may raise to refuse it.
 

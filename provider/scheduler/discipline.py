@@ -13,7 +13,6 @@ class Discipline(Generic[J]):
     """Multiplies every job in a product of its own, in order of fair shares.
 
     Args:
-        policy: the operator's options.
         waiting: the runnable jobs.
         pace: expected duration of products.
     """

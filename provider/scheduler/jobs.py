@@ -15,7 +15,6 @@ class Key(NamedTuple):
     """The product that a job's rows need. Jobs with the same key can share a product.
 
     Args:
-        group: index of the layer group.
         by_expert: True if each row is multiplied by the matrix of one expert of a stack only.
     """
 

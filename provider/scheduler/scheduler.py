@@ -16,11 +16,7 @@ from provider.scheduler.waiting import Waiting
 
 
 class Scheduler(Generic[J]):
-    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe.
-
-    Args:
-        policy: the operator's options.
-    """
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

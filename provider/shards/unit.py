@@ -41,7 +41,6 @@ class Unit(nn.Module):
 
         Args:
             rows: int32 `[n, inputs]` forward, `[n, outputs]` backward.
-            direction: direction of the product.
             out: int32 `[n, outputs]` or `[n, inputs]`; written.
         """
         self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out)
@@ -69,7 +68,6 @@ class Unit(nn.Module):
             columns: the outputs in the shard, from `columns_of`.
             counts: rows of each expert; an expert's matrix is a range of outputs.
             rows: int32 `[n, inputs]` forward, `[n, outputs of one expert]` backward.
-            direction: direction of the product.
             out: int32 `[n, outputs of one expert]` or `[n, inputs]`, zeros; written.
         """
         height = self._whole.outputs // len(counts)
@@ -95,7 +93,6 @@ class Unit(nn.Module):
         Args:
             columns: the outputs in the shard, from `columns_of`.
             rows: int32 `[n, inputs]` forward, the shard's columns of `[n, outputs]` backward.
-            direction: direction of the product.
             out: int32 `[n, columns]` or `[n, inputs]`; written.
         """
         outputs = columns.stop - columns.start

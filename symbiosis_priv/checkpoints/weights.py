@@ -54,7 +54,6 @@ class WeightStore:
 
     Args:
         path: a local checkpoint folder (`checkpoint.resolve` gives one).
-        weight_bits: bits of a quantised weight.
         cache: folder for quantised groups; `default_cache()` if None.
         device: the device of the products of `matrix`.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.

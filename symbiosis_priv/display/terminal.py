@@ -93,7 +93,6 @@ def table(
     """A table with one row per item, or with one column per item if that is narrower. Cells may contain markup.
 
     Args:
-        justify: alignment of the cells.
         styles: a style per item, or none.
     """
     styles = styles or [""] * len(rows)

@@ -53,7 +53,6 @@ def most_needed(served: Sequence[Served], length: int) -> LayerRange:
     """The contiguous range of `length` layers that is served least.
 
     Args:
-        served: the result of `coverage`.
         length: number of layers of the range; all layers if the model has fewer.
     """
     length = min(length, len(served))

@@ -116,7 +116,6 @@ class VerifiedDescriptor:
     """A descriptor that has passed `verify`.
 
     Args:
-        descriptor: the executor's description.
         data: bytes of the signed descriptor, for forwarding.
         digest: SHA-256 of the signed body.
     """

@@ -45,7 +45,6 @@ class PrivateFolder:
         """Open a folder whose parents are all safe. Links in `path` are followed first, and their target is checked.
 
         Args:
-            path: the folder.
             create: make the folders that are missing, with mode 0755.
 
         Raises:
@@ -72,7 +71,6 @@ class PrivateFolder:
         """Open a folder in this one that no other user can write to.
 
         Args:
-            name: the folder's name.
             create: make it, with mode 0700. It must not exist yet.
 
         Raises:

@@ -39,7 +39,6 @@ class Child(Generic[Q, A]):
     Args:
         name: name of the child for messages.
         serve: module-level function that returns the context manager.
-        arguments: arguments of `serve`.
         network: network namespace of the child, a file of /proc; the parent's if None.
     """
 

@@ -95,7 +95,6 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
     """Start an executor, a helper, the whole model (WHOLE), and a tenant for each masking, by its name.
 
     Args:
-        directory: new or empty folder.
         maskings: masking schemes of the split tenants.
         effort: threads of each process, and memory of each split tenant for pads.
     """

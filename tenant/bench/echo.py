@@ -56,11 +56,8 @@ def echo_connection(
     """A connection to the echo server; calling what it yields makes one round trip.
 
     Args:
-        federation: federation with the tenant's certificate.
         peer: the provider whose certificate the server shows.
-        port: port of the server.
         up, down: bytes of one exchange in each direction.
-        repetitions: number of exchanges.
     """
     context = client_context(certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins)
     raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)

@@ -17,8 +17,6 @@ class Goal:
     """A limit for one figure.
 
     Args:
-        what: the measured quantity, in words.
-        measured: the figure.
         at_most, at_least: the limit; the other one is None.
     """
 

@@ -30,10 +30,7 @@ class KernelTiming:
     """One product of one shape.
 
     Args:
-        inputs: input features of the weight.
-        outputs: its output features.
         kernels: median microseconds by kernel; kernels that are not exact or do not run here are missing.
-        chosen: the kernel that `RingMatrix` chooses.
         float32: median microseconds of the float32 product.
     """
 

@@ -20,12 +20,8 @@ class Llama:
     """The shape of a Llama; ConfigError if the width is no multiple of HEAD and `heads` is not given.
 
     Args:
-        width: columns of a hidden state.
-        layers: blocks.
-        inner: width inside the MLP.
         heads: query heads; `width / HEAD` if None.
         key_heads: key heads; one for four query heads if None.
-        vocabulary: tokens.
     """
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]

@@ -60,14 +60,8 @@ def measure_tasks(
     """Make task folders, and measure.
 
     Args:
-        directory: new or empty folder.
-        shape: shape of the model.
-        tasks: number of tasks; methods alternate.
         batch: rows of the mixed batch, each of another task.
-        tokens: tokens of each row.
-        traffic: requests for coordinated batching.
         effort: turns, of which the median counts, and torch threads of each process.
-        on_turn: called with the name of the current measurement.
 
     Yields:
         `gain`: how many times less of the measured quantity a variant needs than the first of its measurement.

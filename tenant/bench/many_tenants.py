@@ -44,7 +44,6 @@ class Mix:
 
     Args:
         generating_rows, training_rows: rows of each request.
-        ranks: ranks of the adapters.
     """
 
     generating_rows: tuple[int, ...]
@@ -94,12 +93,8 @@ def measure_tenants(
     """Start a provider per variant and let the tenants of each scenario send requests to each of them by turns.
 
     Args:
-        directory: new or empty folder.
         mixes: request sizes and adapter ranks: all scenarios run with the first mix, then with the next.
-        hidden: width of the model.
         layers: blocks of the model, of four layer groups each.
-        seconds: duration of each measurement.
-        threads: torch threads of a provider.
 
     Yields:
         A row, and a digest of the answers that each tenant got alone, by the tenant's name. The row has `token` and

@@ -43,9 +43,7 @@ def measure_linears(
     """Start providers and an echo server for each width, and measure a `width` x `width` linear.
 
     Args:
-        directory: new or empty.
         widths: of the layer, multiples of HEAD.
-        masking: a scheme with a session.
         threads: torch threads of each process, this one included.
     """
     torch.set_num_threads(threads)

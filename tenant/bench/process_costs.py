@@ -69,9 +69,6 @@ def lower_own_priority(nice: int) -> None:
 
     Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). A priority has
     no effect on processes of other sessions, so this process starts a session of its own.
-
-    Args:
-        nice: the priority, 1 to 19.
     """
     os.setsid()
     os.nice(nice)

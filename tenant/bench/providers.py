@@ -16,7 +16,6 @@ def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> Lo
 
     Args:
         directory: folder in which to make `federation`.
-        options: further arguments of `LocalFederation`.
     """
     given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
     return LocalFederation(model, directory / "federation", **given)

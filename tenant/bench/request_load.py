@@ -42,9 +42,7 @@ class Load:
         name, identity: name and certificate of the tenant.
         rows: rows of each request: sequences of a batch.
         rank: rank of the adapter on every layer group.
-        federation: file that names the provider.
         groups: (inputs, outputs) of each layer group.
-        seconds: duration of the measurement.
         checked_s: duration of the part before it, in which every answer is compared.
     """
 

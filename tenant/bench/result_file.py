@@ -42,10 +42,7 @@ class ResultFile(msgspec.Struct, frozen=True):
     """A file of figures.
 
     Args:
-        schema: version of this format.
-        benchmark: name of the command.
         date: UTC, ISO 8601.
-        command: the command line.
         machine, versions: the machine, and the versions of the packages.
         rows: figures by name; all rows of a file have the same names.
     """

@@ -32,7 +32,6 @@ def measure_scale(
     The first of each list stays fixed while another one grows.
 
     Args:
-        directory: new or empty folder.
         rows, widths, depths: the points; widths must be multiples of 64.
         effort, on_turn: see `measure_step` and `contest`.
     """

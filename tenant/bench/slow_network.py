@@ -68,12 +68,9 @@ def measure_network(
     """A row per condition and kind of work, the link without limits first; also the kind of emulation and its reason.
 
     Args:
-        directory: new or empty folder.
         batch, tokens: size of a fine-tuning step.
-        masking: a masking scheme with providers.
         kind: kind of the link; the best that this machine has if None.
         effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.
-        on_turn: called with the name of the current measurement.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
@@ -147,8 +144,6 @@ def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: f
     Args:
         difference_s: measured minus predicted seconds.
         effects_s: predicted seconds for the bytes of effects.
-        turns: number of consecutive requests.
-        emulation_s: CPU seconds of the emulation.
     """
     if difference_s >= 0:
         each = f"{_time(difference_s / turns)} more per turn"

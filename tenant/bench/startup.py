@@ -34,7 +34,6 @@ def measure_start(
 
     Args:
         directory: new or empty folder on the measured disk; needs 4 bytes per weight.
-        on_turn: called with the name of the current measurement.
         threads: torch threads of a provider, and of this process while it makes keys.
         repeat: number of turns; the rows contain medians.
     """

@@ -18,8 +18,6 @@ def measure_step(
 
     Args:
         running: a contest with a tenant per masking scheme.
-        maskings: masking schemes of the split tenants.
-        on_turn: called with the name of the current measurement.
     """
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}

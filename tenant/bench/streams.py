@@ -65,14 +65,9 @@ def measure_streams(
     """Measure all ways to answer, by turns; the figures are those of all turns.
 
     Args:
-        directory: new or empty folder.
         model: a checkpoint, whose requests use the base model; or the shape of a random model with adapters.
-        streams: number of requests.
         prompt: tokens of each prompt; each turn has other prompts.
-        tokens: new tokens of each answer.
-        masking: the masking scheme.
         effort: turns, and torch threads of each process. The whole model has all cores.
-        on_turn: called with the name of the current measurement.
     """
     path = model.save(directory / "model") if isinstance(model, Llama) else model
     tokenizer: Any = _NoText() if isinstance(model, Llama) else load_tokenizer(path)

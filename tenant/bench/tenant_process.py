@@ -45,7 +45,6 @@ class Cost:
     """The cost of one step or one token.
 
     Args:
-        seconds: elapsed time.
         parts: seconds of each part, measured by the session (`tenant.session.spans`).
         counted: the increase of the session's ledger; empty for the whole model.
     """
@@ -112,9 +111,7 @@ def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iter
     """For `Child`: answers a task with the cost of each of its steps or tokens.
 
     Args:
-        model: checkpoint folder.
         remote: how to split the model; None for the whole model in float32 in this process.
-        threads: torch threads.
     """
     quiet()
     torch.set_num_threads(threads)

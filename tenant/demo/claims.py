@@ -24,9 +24,7 @@ class Measurements:
         tokens_simulated: greedy continuation by the reference with its adapter.
         text_before, text_after: `tokens_before` and `tokens_after`, decoded.
         quality: the masked model with adapter compared with the unquantised fp32 model with the same adapter.
-        ledger: ledger of masked training.
         trained_tokens: number of tokens in masked training.
-        generation: ledger of generating `tokens_after`.
         killed: the executor that was killed in the middle of training.
         successor: the executor that answered in its place.
         recovery_s: seconds from the kill to the first answer of the successor.

@@ -80,8 +80,6 @@ def run(
         cache: folder that keeps the demo's base model between runs.
         model: a user's checkpoint instead of the demo's base model.
         text: a user's private text instead of the demo's.
-        steps: number of optimizer steps.
-        report: called with the progress.
 
     Raises:
         ConfigError: the text is empty or too short.

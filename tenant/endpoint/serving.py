@@ -36,10 +36,8 @@ def opened(
 
     Args:
         model: a checkpoint folder, or a name on the hub.
-        remote: how to split the model.
         name: the base model's name for clients.
         adapters: PEFT folders by name.
-        options: memory, draft model and pooling.
 
     Raises:
         SymbiosisError: the model or an adapter cannot be loaded.
@@ -66,7 +64,6 @@ def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: P
     """Open the fine-tuning jobs of a folder; their models are added to those of the service.
 
     Args:
-        service: the engine and its models.
         model: the base model: a checkpoint folder, or a name on the hub.
         remote: how the processes of jobs split the model.
         folder: a private folder, made if it is missing.
@@ -92,9 +89,6 @@ def server(
     """Return a server with the API and the page.
 
     Args:
-        service: the engine and its models.
-        listener: the listening socket.
-        keys: the API keys.
         masking: name of the masking scheme, for the page.
         options: hosts, the folder of adapters and the time to drain.
         jobs: the fine-tuning jobs; None to offer none.

@@ -20,7 +20,6 @@ def lacking(federation: Federation, serving: Sequence[Serving], layers: Sequence
     """Return a message with a fix for each gap; empty if providers can compute every layer under every pad it needs.
 
     Args:
-        federation: the federation file.
         serving: the working providers of both roles.
         layers: the layer number of every layer group of the model (`layers.layers_of`).
     """

@@ -124,7 +124,6 @@ class Materials:
     """What a session gives to a scheme. All of it belongs to one process.
 
     Args:
-        facts: facts of all layer groups.
         secret: the source of seeds and row numbers.
         holders: returns the helpers of the next pad of a layer group, for a given executor, or for any executor if it
             is

@@ -45,7 +45,6 @@ def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) ->
 
     Args:
         config: the adapter's configuration; changed in place.
-        names: names of the model's modules.
         folder: the adapter's folder, for error messages.
 
     Returns:

@@ -27,7 +27,6 @@ def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
     """Return the rows (label, figure) of a table.
 
     Args:
-        ledger: the counters.
         tokens: number of tokens that the ledger covers, for the figures per token.
     """
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips

@@ -46,7 +46,6 @@ class OffloadedParameter(nn.Parameter):
     """A frozen parameter without values.
 
     Args:
-        shape: shape of the whole parameter.
         dtype, device: those of the parameter.
         requires_grad: ignored; the parameter is frozen.
 

@@ -46,7 +46,6 @@ class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input.
 
     Args:
-        backend: computes the products.
         index: index of the group in the manifest.
         weights: reads base weights from the public checkpoint; None if there is no checkpoint.
     """
@@ -173,7 +172,6 @@ class RemoteLayer(nn.Module):
     """A frozen linear whose weight is at the providers. PEFT treats it as the class that it replaces.
 
     Args:
-        weight: stands for the weight.
         bias: whether the linear has a bias. Its values are those of the group's facts.
         group: the layer group of the linear.
         member: index of the linear in the group.

@@ -19,12 +19,7 @@ from tenant.preparation.own_tensors import own_digest
 
 
 class Opening:
-    """The federation, preparation and checkpoints for a masking scheme. Each is read on first access.
-
-    Args:
-        options: the user's options.
-        model: the checkpoint being loaded.
-    """
+    """The federation, preparation and checkpoints for a masking scheme. Each is read on first access."""
 
     def __init__(self, options: Options, model: str | Path) -> None:
         self.options = options

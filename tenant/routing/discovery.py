@@ -125,7 +125,6 @@ class Discovery:
     Args:
         federation: names the registries.
         changed: called in any thread with the executors after they have changed.
-        interval_s: time between two rounds.
         deadline_s: time for one registry's answer.
         clock: seconds since 1970.
 

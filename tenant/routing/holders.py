@@ -29,7 +29,6 @@ def choose_holders(
     """Choose holders for the first target that has enough healthy helpers, else for the first that has enough.
 
     Args:
-        helpers: the helpers to choose from.
         targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; a later
             executor is then compared with the holders.
         executors: executors that could take over the rows.

@@ -129,7 +129,6 @@ class Routes:
         """Choose the executor of a request. Report the outcome to `answered`, `failed` or `given_up`.
 
         Args:
-            group: the layer group.
             size: bytes both ways.
             holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
             prefer: chosen if it is open.
@@ -212,7 +211,6 @@ class Routes:
 
         Args:
             executor: the executor that will see rows under the pad; None for any executor that serves the group.
-            without: helpers to leave out.
 
         Returns:
             Healthy and quick helpers first; fewer than a pad needs if there are no more.

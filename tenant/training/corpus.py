@@ -68,9 +68,6 @@ class JsonLine(msgspec.Struct):
 def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     """Return the text of a chat in the tokenizer's chat template.
 
-    Args:
-        options: of `apply_chat_template`.
-
     Raises:
         ConfigError: there is no template, or it refuses the messages.
     """
@@ -90,7 +87,6 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     template, and the model learns the assistant's messages. Any other file is plain text; see `read_documents`.
 
     Args:
-        path: the file.
         length: maximum number of tokens of an example.
 
     Returns:

@@ -38,7 +38,6 @@ class FineTuned:
     """The result of a fine-tuning run.
 
     Args:
-        adapter: the PEFT folder.
         losses: loss of each step, in nats per token.
         loss_before, loss_after: loss on the held-out examples, or on all examples if none are held out.
         held_out: True if `loss_before` and `loss_after` are of held-out examples.
@@ -70,12 +69,8 @@ def finetune(
     """Fine-tune a LoRA adapter on a text or JSONL file and write it to `output` as an ordinary PEFT folder.
 
     Args:
-        model_path: the base checkpoint.
         data: the training data; see `corpus.load_examples`.
         output: a new or empty folder, unless `options.resume` is set.
-        remote: how the model is split.
-        options: how to fine-tune.
-        on_progress: called after every step.
 
     Raises:
         ConfigError: the data, the output folder or an option is invalid.
@@ -131,7 +126,6 @@ def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tens
     """Make a batch of examples, each padded at the end to the length of the longest one.
 
     Args:
-        examples: examples of any lengths.
         multiple: the length is rounded up to a multiple of this number of tokens. Providers see the rounded length
             only.
 

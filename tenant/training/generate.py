@@ -56,8 +56,6 @@ def generate(
 
     Args:
         model: a split model, for instance from `open_model`.
-        prompt: plain text.
-        decoding: how to choose tokens.
         stream: print words as they are generated. Beam search and `fixed_length` print the text at the end.
 
     Raises:
@@ -72,7 +70,6 @@ class Chat:
     Args:
         model: a split model, for instance from `open_model`.
         tokenizer: its tokenizer, with a chat template.
-        decoding: how to choose tokens.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, decoding: Decoding = _GREEDY) -> None:

@@ -67,9 +67,7 @@ def check_output(
     """Refuse an output folder that would overwrite other files.
 
     Args:
-        output: the output folder.
         resume: True to continue from a checkpoint in `output`.
-        model: the base model's folder.
         checkpoint: the full checkpoint, if `model` is a slim one.
         cache: folder of quantised weights and verification keys; the user's cache folder if None.
 

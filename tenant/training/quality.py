@@ -25,7 +25,6 @@ class Quality:
         tokens: number of predicted tokens compared.
         top1: share of positions where both models rank the same token first.
         min_cosine: smallest cosine between the two models' logits of one position.
-        reference_perplexity: perplexity of the fp32 model.
     """
 
     tokens: int
@@ -88,7 +87,6 @@ class Likeness:
     Args:
         vectors: number of vectors compared: hidden states of tokens, or rows of the model's first output.
         min_cosine: smallest cosine between the two models' vectors.
-        mean_cosine: mean of these cosines.
     """
 
     vectors: int

@@ -43,9 +43,7 @@ class Outcome:
 
     Args:
         hits, trials: right guesses, and all guesses.
-        chance: the success rate of guessing.
         p_value: probability that guessing scores at least as well, by the scorer's most sensitive test.
-        figures: further numbers for the report.
     """
 
     hits: int

@@ -38,11 +38,7 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
     """Start a provider and measure an honest tenant's requests during each abuse.
 
     Args:
-        directory: new or empty folder.
-        hidden: width of the model.
-        seconds: duration of each measurement.
         visits: number of connections of the abuser that connects and disconnects.
-        threads: torch threads of the provider.
     """
     model = small_llama(hidden, inner=hidden).save(directory / "model")
     revoked = directory / "revoked.txt"

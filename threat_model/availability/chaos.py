@@ -45,8 +45,6 @@ class RunResult:
     """The results of a run.
 
     Args:
-        losses: loss of every step.
-        adapter: the trained tensors.
         texts: token ids of every generation.
         ledger: ledger of the session; zeros without a session.
     """
@@ -82,7 +80,6 @@ class Chaos:
     """A disturbed run and the undisturbed run.
 
     Args:
-        kills: the kills in order.
         pauses_s: longest time without an executor's answer around each kill.
         usual_s: longest time without an executor's answer before the first kill.
     """
@@ -132,7 +129,6 @@ def run_chaos(
     """Start the providers, do the work once while providers are killed, and once undisturbed.
 
     Args:
-        directory: new or empty folder.
         killing: the providers, and how they are killed.
         on_event: called with a description of each event.
 

@@ -45,7 +45,6 @@ class _Loss:
     """The loss of a rank and the restart of its group.
 
     Args:
-        what: name of the loss.
         at, back: times at which the group lost the rank and at which the group was ready again.
         named: True if the provider's log names the rank.
         before, after: resources of the provider and its ranks.
@@ -71,7 +70,6 @@ def measure_ranks(
     """A row for each number of groups and each loss.
 
     Args:
-        directory: new or empty folder.
         sharding: the executors, and the tenants that send requests to them.
         losses: names of LOSSES.
         on_event: called with a description of each event.

@@ -103,7 +103,6 @@ class Violation(Exception):
     Args:
         what: the provider's fault, in one clause.
         case: the smallest request found.
-        group: the layer group's name.
         difference: the first wrong entry of the answer.
         culprit: the provider at fault, if it is not the one that the property was run on.
     """
@@ -155,8 +154,6 @@ class Subject:
     """One provider in one role, under test.
 
     Args:
-        dialler: opens connections to the provider.
-        oracle: checks the provider's answers.
         executors: for a helper: executors to compare its effects with.
         require_floats: if True, an executor must serve floats; if False, floats are tested only if it serves them.
     """

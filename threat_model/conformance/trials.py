@@ -189,7 +189,6 @@ def verify(
         examples: number of Hypothesis examples of a property.
         budget_s: time limit in seconds for the tests of one subject. Properties after it are not tested.
         seed: seed of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
-        tick: called once per example.
     """
     for subject in subjects:
         silent, answered = 0, False

@@ -32,7 +32,6 @@ class Neighbour:
     Args:
         executor: the provider that both tenants use.
         identity: the second tenant's certificate and key.
-        public: public knowledge of the model.
     """
 
     def __init__(self, executor: Peer, identity: Identity, public: Public) -> None:

@@ -29,7 +29,6 @@ class Public:
         model: the base model in float32, without any adapter.
         store: its quantised groups.
         corpus: int64 `[n]`, tokens of public text.
-        pad_token: the tokenizer's padding token.
         siblings: tuples of groups that receive the same rows; if the tenant fuses siblings, each tuple has one group.
     """
 

@@ -46,7 +46,6 @@ class Truth:
         updates: `scaling * B @ A` of the final adapter, by base module name.
         generated: new tokens of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
-        steps: training steps.
         prompts: int64 `[b, t]` of each `generate` call.
     """
 

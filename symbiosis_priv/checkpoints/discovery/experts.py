@@ -52,7 +52,6 @@ def stacks_of(name: str, experts: nn.Module) -> tuple[GroupSpec, GroupSpec]:
     """The layer groups of a module's two stacks, in the order of their products.
 
     Args:
-        name: the module's name.
         experts: a module that `is_stacked`.
     """
     up, down = stacks_in(experts)

@@ -26,7 +26,6 @@ def inputs_of(function: Callable[..., Any], config: PreTrainedConfig, main: str 
 
     Args:
         function: the function; the names of its parameters say what it takes.
-        config: the model's configuration.
         main: the one input to make; all that the function takes if None, or if the function does not take it.
     """
     parameters = inspect.signature(function).parameters

@@ -22,7 +22,6 @@ class Source:
     """The stored tensors that a parameter is made of.
 
     Args:
-        parameter: its name.
         model: the model on the meta device.
         converter: the rule of transformers that makes it; None if it is stored as it is used.
         parts: (the rule's pattern, stored name), in transformers' order.
@@ -81,7 +80,6 @@ class StoredNames:
 
     Args:
         model: the model on the meta device.
-        groups: its layer groups.
     """
 
     def __init__(self, model: PreTrainedModel, groups: Iterable[GroupSpec]) -> None:

@@ -23,7 +23,6 @@ class Interfaces:
 
     Args:
         outer, inner: names of the interfaces.
-        host: address of the outer interface.
         network: the namespace, a file of /proc.
     """
 

@@ -41,11 +41,7 @@ def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
 
 
 class Direction:
-    """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay.
-
-    Args:
-        seed: seed of the losses.
-    """
+    """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay."""
 
     def __init__(self, condition: Condition, *, seed: int) -> None:
         self._condition = condition

@@ -40,8 +40,6 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     """Return the ASGI application of an endpoint.
 
     Args:
-        service: the engine and its models.
-        settings: who may use it.
         routers: more routes that need a key, unless `settings.open_paths` has their paths.
     """
     app = FastAPI(

@@ -25,13 +25,7 @@ _DROPPED = 8  # limits: a body up to this size is read and dropped, because most
 
 
 class Guard:
-    """An ASGI application around another one.
-
-    Args:
-        app: the application.
-        settings: who may use it.
-        metrics: counts the answers.
-    """
+    """An ASGI application around another one."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app

@@ -39,9 +39,7 @@ class Running:
     """Requests that run in the engine. Iterate over it for their events; `cancel` when nobody reads them any more.
 
     Args:
-        engine: the engine.
         requests: the choices of one HTTP request, all of one adapter.
-        metrics: counts them.
         users: number of running requests of each adapter.
 
     Raises:
@@ -180,7 +178,6 @@ def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
     Args:
         dones: the last events of all choices.
         prompts: number of different prompts; the choices of one prompt follow each other.
-        ledger: what they have cost.
     """
     prompt = sum(one.prompt_tokens for one in dones[:: len(dones) // prompts])
     new = sum(one.new_tokens for one in dones)

@@ -57,8 +57,6 @@ class Server:
     """One endpoint's server.
 
     Args:
-        app: the application.
-        listener: the listening socket.
         drain_s: seconds that answers may go on after SIGTERM or `stop`.
     """
 

@@ -26,9 +26,7 @@ class Service:
     """An engine with its models.
 
     Args:
-        engine: generates.
         model: the base model that the engine drives; its configuration says the context and the default sampling.
-        tokenizer: the model's.
         name: the base model's name for clients.
         tasks: the adapters; None for none.
         pooling: how an embedding is made of the hidden states of a text.

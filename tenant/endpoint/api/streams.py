@@ -48,7 +48,6 @@ def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float
 
     Args:
         running: cancelled when the client closes the connection.
-        chunks: JSON objects.
         drain_s: seconds that a stream may go on when the server stops.
     """
 

@@ -19,7 +19,6 @@ class Vocabulary:
     """The tokens of a model.
 
     Args:
-        tokenizer: the model's.
         size: number of the model's logits.
         ends: tokens that end an answer.
     """

@@ -60,7 +60,6 @@ class Hyperparameters(Strict):
 
     Args:
         learning_rate_multiplier: times the default learning rate.
-        rank: rank of LoRA.
         sequence_length: tokens of an example; longer ones are cut.
     """
 

@@ -30,11 +30,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What a process has to do.
 
     Args:
-        model: the base model's folder.
-        data: the training file.
         output: the output folder; the folder above it has the lock.
-        remote: arguments of `RemoteConfig`.
-        options: arguments of `FineTuning`.
     """
 
     model: str

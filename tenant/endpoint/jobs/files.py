@@ -25,9 +25,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a file.
 
     Args:
-        id: our name of it.
         filename: the client's name of it, which is shown and never used as a path.
-        bytes: size.
         created_at: seconds since 1970.
     """
 
@@ -60,7 +58,6 @@ class Files:
         """Store a file.
 
         Args:
-            source: its content.
             filename: the client's name; a name that ends in .jsonl or .ndjson means JSON lines.
 
         Raises:

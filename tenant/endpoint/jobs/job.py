@@ -38,10 +38,8 @@ class Job(msgspec.Struct, kw_only=True):
 
     Args:
         created_at, finished_at: seconds since 1970.
-        model: name of the base model.
         fine_tuned_model: name of the result, once there is one.
         trained_tokens: number of tokens, once the job has succeeded.
-        error: why the job failed.
     """
 
     id: str
@@ -67,13 +65,7 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredJob:
-    """A job and its events, with their folder.
-
-    Args:
-        folder: the job's folder.
-        job: the state.
-        events: the events so far.
-    """
+    """A job and its events, with their folder."""
 
     def __init__(self, folder: Path, job: Job, events: list[JobEvent]) -> None:
         self.folder = folder

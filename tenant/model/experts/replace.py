@@ -22,9 +22,6 @@ def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -
     """Replace one stack of an expert module by a parameter without values.
 
     Args:
-        experts: the module.
-        entry: the stack in the manifest.
-        group: the stack's layer group.
         mode: where the experts run; not "local".
 
     Raises:

@@ -21,7 +21,6 @@ class Route(ABC):
 
     Args:
         index: int64 `[t, k]`, the experts of each token.
-        experts: the number of experts.
     """
 
     def __init__(self, index: Tensor, *, experts: int) -> None:

@@ -81,10 +81,10 @@ class Provider:
             CertificateError: a certificate, a key or the revocation list cannot be used.
             CheckpointError, UnsupportedModelError: the model cannot be read or served.
         """
-        self._tls = self.config.tls
+        self._tls, self._relay = self.config.tls, self.config.relay
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         config = self.config = placed(self.config, progress=self._progress)
-        self._credentials = credentials = Credentials.load(config.tls)
+        self._credentials = credentials = Credentials.load(config.tls, helpers=config.relay.helpers)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
@@ -156,17 +156,17 @@ class Provider:
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
 
     def reload(self) -> None:
-        """Read certificates, revocations and quotas again soon. If one of them is invalid, it is logged and nothing
-        changes."""
+        """Read certificates, revocations, relays and quotas again soon. If one of them is invalid, it is logged and
+        nothing changes."""
         if self._gateway is not None:
             self._reloader.now()
 
     def _reload(self) -> None:
         config = self.config if self._source is None else load(self._source, whole=True)
-        credentials = Credentials.load(config.tls, before=self._credentials)
+        credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
         assert self._gateway is not None
-        self._tls, self._credentials = config.tls, credentials
         self._gateway.renew(config, credentials)
+        self._tls, self._relay, self._credentials = config.tls, config.relay, credentials
         if self._announcer is not None:
             self._announcer.now()
         chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
@@ -181,6 +181,7 @@ class Provider:
             limits=renewed,
             quota=self.config.quota,
             tenants=self.config.tenants,
+            relay=msgspec.structs.replace(config.relay, to=self.config.relay.to, helpers=self.config.relay.helpers),
             model=chosen if config.model.layers == AUTO else config.model,
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
@@ -191,7 +192,8 @@ class Provider:
     def _watched_files(self) -> list[Path]:
         tls = self._tls  # as last read: the file may name another revocation list since the start
         files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
-        return [path for path in files if path is not None]
+        relays = (*self._relay.helpers, *(target.certificate for target in self._relay.to))
+        return [*(path for path in files if path is not None), *relays]
 
     def __enter__(self) -> Self:
         return self.start()

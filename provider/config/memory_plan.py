@@ -57,6 +57,8 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         Need("one batch", _CPU, "int32", _WORKING * here),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
+    if config.relay.helpers:
+        plan.insert(-2, Need("blocks of relayed effects", _CPU, "int32 or packed", config.relay.memory_mib * MIB))
     if ranks > 1:
         gathered = max(sizes) * here // len(places)
         plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]

@@ -88,8 +88,17 @@ def _keys(config: type[msgspec.Struct], section: str, given: Mapping[str, object
         value = _EXAMPLES.get(key, field.default)
         if given.get(key) is not None:
             value, mark = given[key], ""
-        text += f"\n{_comment(explanation)}{mark}{field.encode_name} = {json.dumps(value, ensure_ascii=False)}\n"
+        text += f"\n{_comment(explanation)}{mark}{field.encode_name} = {_toml(value)}\n"
     return text
+
+
+def _toml(value: object) -> str:
+    """A value on one line: JSON, except for tables."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _comment(text: str) -> str:
@@ -105,7 +114,7 @@ _TENANTS = """
 #[tenants.alice]
 #weight = 2.0
 """
-_EXAMPLES = {
+_EXAMPLES: Mapping[str, object] = {
     "model.cache": "cache",
     "model.layers": "0-15",
     "tls.revoked": "keys/revoked.txt",
@@ -123,5 +132,7 @@ _EXAMPLES = {
     "registry.revoked": "keys/revoked.txt",
     "registry.address": "alpha.example:7401",
     "registry.capacity_layers": 16,
+    "relay.to": [{"address": "alpha.example:7401", "certificate": "keys/alpha.pem"}],
+    "relay.helpers": ["keys/beta.pem"],
 }
 """Example values for keys without a default."""

@@ -316,6 +316,37 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("announce needs authority: the certificate of who vouches for the federation's providers")
 
 
+class RelayTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An executor that a helper may send blocks to.
+
+    Args:
+        address: `host:port`; the certificate names the host.
+        certificate: the executor's certificate, from its operator.
+    """
+
+    address: str
+    certificate: Path
+
+    def __post_init__(self) -> None:
+        parse_address(self.address)
+
+
+class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Relay of effects from helpers to executors, so that tenants download less. Off if left out. A tenant decides
+    whether it uses the relay; both operators must allow it. Certificates are read again when a file changes.
+
+    Args:
+        to: as a helper, the executors that blocks may be sent to. No other address is ever dialled. While an executor
+            changes its certificate, list it with both.
+        helpers: as an executor, the certificates of the helpers whose blocks are accepted. They open nothing else.
+        memory_mib: as an executor, the memory for blocks. One tenant gets half of it at most.
+    """
+
+    to: tuple[RelayTarget, ...] = ()
+    helpers: tuple[Path, ...] = msgspec.field(default=(), name="from")
+    memory_mib: _Count = 1024
+
+
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One provider.
 
@@ -340,9 +371,14 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     usage: UsageConfig = UsageConfig()
     metrics: MetricsConfig = MetricsConfig()
     registry: AnnounceConfig = AnnounceConfig()
+    relay: RelayConfig = RelayConfig()
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
+        if self.relay.to and "helper" not in self.roles:
+            raise ValueError('[relay] to is for helpers: add "helper" to roles, or remove to')
+        if self.relay.helpers and "executor" not in self.roles:
+            raise ValueError('[relay] from is for executors: add "executor" to roles, or remove from')
         if self.registry.announce and "executor" not in self.roles:
             raise ValueError("[registry] lists executors: tenants choose their helpers by hand. Remove announce")
         if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from provider.round_robin import RoundRobin
+from provider.fairness.round_robin import RoundRobin
 
 J = TypeVar("J")
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from provider.config.schema import MIB, Limits
+from provider.gateway.credentials import Party
 from provider.refusal import Refusal
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, Role
@@ -118,7 +119,7 @@ class Register:
     """Each tenant's number of products and connections, and its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
-        self._visits: Counter[TenantIdentity] = Counter()
+        self._visits: Counter[Party] = Counter()
         self._requests: Counter[TenantIdentity] = Counter()
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
@@ -136,13 +137,13 @@ class Register:
         with self._lock:
             return self._requests[tenant]
 
-    def count_visit(self, tenant: TenantIdentity) -> None:
-        """Count a connection of the tenant, whether it is served or refused."""
+    def count_visit(self, party: Party) -> None:
+        """Count a connection, whether it is served or refused."""
         with self._lock:
-            self._visits[tenant] += 1
+            self._visits[party] += 1
 
-    def visits(self) -> dict[TenantIdentity, int]:
-        """Number of connections that each tenant has opened, including refused connections."""
+    def visits(self) -> dict[Party, int]:
+        """Number of connections that each tenant or helper has opened, including refused connections."""
         with self._lock:
             return dict(self._visits)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from provider import logs
@@ -20,12 +21,17 @@ from provider.config.schema import ProviderConfig
 from provider.executor.client import CachedReport, ExecutorRequester
 from provider.executor.envelope import ProductRequest, Stages, row_cost
 from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.frames import Frames, refusal_of
+from provider.gateway.frames import NOTHING, Frames, refusal_of
 from provider.gateway.quota import QuotaGate
 from provider.gateway.shapes import bad, check_shape, entry_of
 from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import Counts, Usage
 from provider.refusal import Refusal
+from provider.relay import blocks, permits
+from provider.relay.blocks import BlockStore
+from provider.relay.links import Links
+from provider.relay.matrices import hidden, without_blocks
+from provider.relay.permits import Permits
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
@@ -33,6 +39,8 @@ from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
+
+_BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class GatewayState:
     quotas: QuotaGate
     usage: Usage
     stages: Stages
+    permits: Permits
+    blocks: BlockStore
+    links: Links
     started: float
     """`time.monotonic()`"""
     executor_report: CachedReport = field(default_factory=CachedReport)
@@ -108,6 +119,7 @@ class Connection:
             while not self._state.stopping.is_set() and self._next_frame():
                 self._slot.end_request()
         finally:
+            self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
 
@@ -166,10 +178,19 @@ class Connection:
                 self._frames.expect_payload(0)
                 self._answer_health()
                 self._pause(size=0)
+            case wire.PermitRequest():
+                self._frames.expect_payload(0)
+                self._answer_permit(request)
+                self._pause(size=0)
+            case wire.FetchBlock():
+                self._frames.expect_payload(0)
+                self._answer_block(request)
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
         size = self._check(request)
+        if isinstance(request, wire.Execute):
+            self._state.blocks.confirm(self._tenant, request.confirms)
         if not self._state.counts:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:
@@ -238,20 +259,43 @@ class Connection:
             return
         inputs, outputs = self._entry(request).columns(request.direction)
         if len(answer.payload) == wire.RING32.size(request.rows, outputs):
-            if request.encoding == wire.RING24:
-                answer = answer._replace(payload=wire.RING24.pack(np.frombuffer(answer.payload, dtype="<i4")))
+            payload, relayed = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
             received = 0 if isinstance(request, wire.Effect) else request.encoding.size(request.rows, inputs)
-            sent = len(answer.payload)
+            sent = len(payload)
             self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
-            if limit is not None or request.encoding == wire.RING24:
-                result = wire.Result.answering(request, limit=limit)
-                answer = answer._replace(head=wire.encode(result, payload_bytes=sent))
-        elif self._left():  # rows that were multiplied before the executor noticed are billed
+            head = answer.head
+            if limit is not None or relayed or request.encoding == wire.RING24:
+                head = wire.encode(wire.Result.answering(request, limit=limit, relayed=relayed), payload_bytes=sent)
+            self._frames.send(head, payload)
+            return
+        if self._left():  # rows that were multiplied before the executor noticed are billed
             self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
         else:  # the request was late or failed
             self._bill(Counts(failed=1))
         self._frames.send(answer.head, answer.payload)
+
+    def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool]:
+        """The payload of the answer, and True if an effect was relayed or blocks were subtracted.
+
+        Args:
+            product: in 32 bits.
+        """
+        state, relayed = self._state, False
+        if isinstance(request, wire.Effect):
+            order = request.relay
+            if order is not None and state.links.leads_to(order.executor):
+                block = hidden(product, request, self._entry(request))
+                if state.links.deposit(request, order, block):
+                    return NOTHING, True
+        elif request.blocks:
+            wait = _BLOCK_WAIT_S if state.permits.known(self._tenant) else 0.0
+            parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
+            if parts is not None:
+                product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
+        if request.encoding == wire.RING24:
+            product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
+        return product, relayed
 
     def _bill(self, counts: Counts) -> None:
         """Count durably, before the tenant receives the answer."""
@@ -292,8 +336,10 @@ class Connection:
         received, sent = (request.encoding.size(request.rows, width) for width in columns)
         self._frames.expect_payload(0 if isinstance(request, wire.Effect) else received)
         self._executor.require_present()
-        # a packed answer is a copy, made after the rows' memory is free
-        return outputs + max(inputs, sent if request.encoding == wire.RING24 else 0)
+        # a packed answer and a block are copies, made after the rows' memory is free
+        copies = outputs if wire.may_be_relayed(request) else 0
+        copies += sent if request.encoding == wire.RING24 else 0
+        return outputs + max(inputs, copies)
 
     def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
         return entry_of(request, self._state.manifest)
@@ -320,6 +366,28 @@ class Connection:
             max_payload=self._frames.max_payload,
         )
         self._frames.send(wire.encode(welcome))
+
+    def _answer_permit(self, request: wire.PermitRequest) -> None:
+        if self._role != "executor":
+            raise Refusal(wire.ErrorCode.ROLE_REFUSED, "only executors accept blocks")
+        token, helpers = self._state.permits.issue(self._tenant, request.helpers)
+        permit = wire.Permit(
+            token=token,
+            helpers=helpers,
+            seconds=permits.LIFETIME_S,
+            block_seconds=blocks.LIFETIME_S,
+            max_bytes=self._state.blocks.max_bytes,
+        )
+        self._frames.send(wire.encode(permit))
+
+    def _answer_block(self, request: wire.FetchBlock) -> None:
+        kept = self._state.blocks.fetch(self._tenant, request.block)
+        assert kept.payload is not None  # `fetch` returns blocks that have arrived
+        size, header = len(kept.payload), kept.header
+        with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
+            block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
+            self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
+        self._pause(size=size)
 
     def _answer_health(self) -> None:
         executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)

@@ -1,46 +1,60 @@
-"""Credentials of a provider: its certificate, its tenants' authorities, and the list of revoked certificates."""
+"""Credentials of a provider: its certificate, its tenants' authorities, its helpers, and the list of revoked
+certificates."""
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Self
+from pathlib import Path
+from typing import Final, Self
 
+import msgspec
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider.config.schema import TlsConfig
 from provider.refusal import Refusal
 from symbiosis_priv.certificates import clock
-from symbiosis_priv.certificates.reading import key_fingerprint, load_certificates
+from symbiosis_priv.certificates.reading import fingerprint, key_fingerprint, load_certificates
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network.tls import TenantIdentity, server_context, tenant_identity
 from symbiosis_priv.network.wire import ErrorCode
 
+_SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
-@dataclass(frozen=True)
-class AuthenticatedTenant:
-    """A tenant, as its certificate identifies it.
+
+class HelperIdentity(msgspec.Struct, frozen=True):
+    """A helper whose blocks the operator accepts.
 
     Args:
-        tenant: name and authority of the tenant.
-        mark: identifies the certificate in a revocation list.
-        not_after: expiry of the certificate.
+        fingerprint: of its certificate.
     """
 
-    tenant: TenantIdentity
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"helper@{self.fingerprint[:_SHOWN]}"
+
+
+Party = TenantIdentity | HelperIdentity
+
+
+@dataclass(frozen=True)
+class AuthenticatedPeer:
+    """The client of a connection, as its certificate identifies it.
+
+    Args:
+        party: a tenant, by name and authority, or a helper.
+        mark: identifies the certificate in a revocation list.
+        not_after: expiry of the certificate.
+        key: the certificate's key.
+    """
+
+    party: Party
     mark: str
     not_after: datetime
-
-    @classmethod
-    def of(cls, connection: ssl.SSLObject) -> Self:
-        """Read the certificate of a connection after its handshake. Raises `CertificateError` if it names no tenant."""
-        tenant = tenant_identity(connection)
-        shown = connection.getpeercert(binary_form=True)
-        if shown is None:
-            raise CertificateError("the client showed no certificate: sign its request with `symbiosis-priv keys sign`")
-        certificate = x509.load_der_x509_certificate(shown)
-        return cls(tenant, mark_of(certificate), certificate.not_valid_after_utc)
+    key: PublicKeyTypes
 
 
 @dataclass(frozen=True)
@@ -51,21 +65,29 @@ class Credentials:
         context: TLS context for new connections.
         authorities: `key_fingerprint` of each accepted authority, with the expiry of the authority's last certificate.
         revoked: marks of revoked certificates.
+        helpers: `fingerprint` of the certificates from which blocks are accepted.
+        fingerprint: of the provider's own certificate.
     """
 
     context: ssl.SSLContext
     authorities: Mapping[str, datetime]
     revoked: frozenset[str]
+    helpers: frozenset[str] = frozenset()
+    fingerprint: str = ""
 
     @classmethod
-    def load(cls, config: TlsConfig, *, before: Self | None = None) -> Self:
+    def load(cls, config: TlsConfig, *, helpers: Sequence[Path] = (), before: Self | None = None) -> Self:
         """Read the files. Raises `CertificateError` if a file cannot be used.
 
         Args:
+            helpers: certificates of the helpers from which blocks are accepted.
             before: the credentials that are replaced. Their revoked certificates stay revoked.
         """
         context = server_context(
-            certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority
+            certificate=config.certificate,
+            key=config.key,
+            tenant_authority=config.tenant_authority,
+            helpers=helpers,
         )
         authorities: dict[str, datetime] = {}
         for certificate in sorted(load_certificates(config.tenant_authority), key=lambda c: c.not_valid_after_utc):
@@ -74,13 +96,32 @@ class Credentials:
             context,
             authorities=authorities,
             revoked=load_revoked(config.revoked, known=frozenset() if before is None else before.revoked),
+            helpers=frozenset(map(fingerprint, helpers)),
+            fingerprint=fingerprint(config.certificate),
         )
 
-    def refusal(self, peer: AuthenticatedTenant) -> Refusal | None:
-        """The reason to refuse an authenticated tenant now; None if its certificate is still accepted."""
-        authority_not_after = self.authorities.get(peer.tenant.authority)
-        if peer.mark in self.revoked or authority_not_after is None:
+    def identify(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
+        """The client of a connection after its handshake.
+
+        Raises:
+            CertificateError: its certificate is neither a tenant's nor that of a helper.
+        """
+        shown = connection.getpeercert(binary_form=True)
+        if shown is None:
+            raise CertificateError("the client showed no certificate: sign its request with `symbiosis-priv keys sign`")
+        certificate = x509.load_der_x509_certificate(shown)
+        own = fingerprint(shown)
+        party = HelperIdentity(own) if own in self.helpers else tenant_identity(connection)
+        return AuthenticatedPeer(party, mark_of(certificate), certificate.not_valid_after_utc, certificate.public_key())
+
+    def refusal(self, peer: AuthenticatedPeer) -> Refusal | None:
+        """The reason to refuse an authenticated client now; None if its certificate is still accepted."""
+        if isinstance(peer.party, TenantIdentity):
+            last = self.authorities.get(peer.party.authority)
+        else:
+            last = peer.not_after if peer.party.fingerprint in self.helpers else None
+        if peer.mark in self.revoked or last is None:
             return Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more: ask the provider's operator")
-        if clock.now() > min(peer.not_after, authority_not_after):
+        if clock.now() > min(peer.not_after, last):
             return Refusal(ErrorCode.REVOKED, "this certificate has expired: renew it (`symbiosis-priv keys request`)")
         return None

@@ -14,19 +14,23 @@ import threading
 import time
 
 from provider import logs
-from provider.config.schema import ProviderConfig
+from provider.config.schema import MIB, ProviderConfig
 from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.connection import Connection, GatewayState
-from provider.gateway.credentials import AuthenticatedTenant, Credentials
+from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
+from provider.gateway.deposits import DepositConnection
 from provider.gateway.frames import refuse
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots
 from provider.gateway.usage import Usage
 from provider.refusal import Refusal
+from provider.relay.blocks import BlockStore
+from provider.relay.links import Links
+from provider.relay.permits import Permits
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ProtocolError, TransportError
 from symbiosis_priv.network.stream import FrameStream, shut
@@ -69,6 +73,9 @@ class Gateway:
             quotas=QuotaGate(config.quota_of),
             usage=usage,
             stages=Stages(config.scheduler.few_rows),
+            permits=Permits(credentials.helpers),
+            blocks=BlockStore(config.relay.memory_mib * MIB),
+            links=Links(config),
             started=time.monotonic(),
         )
         self._reception = Reception(
@@ -80,7 +87,7 @@ class Gateway:
         )
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, FrameStream] = {}
-        self._peers: dict[FrameStream, AuthenticatedTenant] = {}  # the authenticated connections
+        self._peers: dict[FrameStream, AuthenticatedPeer] = {}  # the authenticated connections
 
     @property
     def requests(self) -> int:
@@ -112,16 +119,21 @@ class Gateway:
         return self._reception.handshakes
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Apply new quotas, certificates, revocations and shares for handshakes. Closes the connections of tenants that
-        are not accepted any more.
+        """Apply new quotas, certificates, revocations, relays and shares for handshakes. Closes the connections of
+        clients that are not accepted any more.
+
+        Raises:
+            CertificateError: a certificate of a relay cannot be used; nothing has changed.
         """
+        self._state.links.renew(config)
+        self._state.permits.renew(credentials.helpers)
         self._state.quotas.renew(config.quota_of)
         self._reception.renew(config.limits, credentials)
         with self._lock:
             self._credentials = credentials
             refused = [(stream, peer) for stream, peer in self._peers.items() if credentials.refusal(peer)]
         for stream, peer in refused:
-            log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
+            log.warning("hung_up_on", tenant=str(peer.party), reason="revoked")
             shut(stream.raw)
 
     def stop(self, timeout: float) -> bool:
@@ -133,6 +145,7 @@ class Gateway:
         self._join(deadline)
         self._hang_up(socket.SHUT_RDWR)  # the timeout is over
         self._join(time.monotonic() + 1.0)
+        self._state.links.close()
         return not self._threads
 
     def _hang_up(self, how: int) -> None:
@@ -146,7 +159,7 @@ class Gateway:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, stream: FrameStream, peer: AuthenticatedTenant) -> None:
+    def _begin(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
         """Start the thread of a connection whose tenant has authenticated."""
         thread = threading.Thread(target=self._run, args=(stream, peer), name="connection", daemon=True)
         with self._lock:
@@ -159,26 +172,27 @@ class Gateway:
 
     # A connection's thread
 
-    def _run(self, stream: FrameStream, peer: AuthenticatedTenant) -> None:
+    def _run(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
         try:
-            log.often("connection_opened", tenant=str(peer.tenant))
+            log.often("connection_opened", tenant=str(peer.party))
             reason = self._serve_accepted(stream, peer)
-            log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
+            log.often("connection_closed", tenant=str(peer.party), reason=reason)
         except Exception as error:  # a bug must not stop the provider
             log.failure("connection_failed", error)
         finally:
             stream.close()
             self._forget(threading.current_thread())
 
-    def _serve_accepted(self, stream: FrameStream, peer: AuthenticatedTenant) -> str:
-        """Serve a tenant if the current credentials still accept it. Returns the reason of the end."""
+    def _serve_accepted(self, stream: FrameStream, peer: AuthenticatedPeer) -> str:
+        """Serve a client if the current credentials still accept it. Returns the reason of the end."""
         with self._lock:
+            shown = self._credentials.fingerprint
             refusal = self._credentials.refusal(peer)
             if refusal is None:  # `renew` must not close a connection that is sent its refusal
                 self._peers[stream] = peer
         try:
             if refusal is None:
-                return self._serve(stream, peer)
+                return self._serve(stream, peer, shown)
             with contextlib.suppress(OSError, TransportError):
                 refuse(stream, refusal, timeout=self._limits.handshake_timeout_s)
             return refusal.code
@@ -186,29 +200,43 @@ class Gateway:
             with self._lock:
                 self._peers.pop(stream, None)
 
-    def _serve(self, stream: FrameStream, peer: AuthenticatedTenant) -> str:
-        """Serve until the connection ends. Returns the reason of the end."""
-        tenant = peer.tenant
+    def _serve(self, stream: FrameStream, peer: AuthenticatedPeer, shown: str) -> str:
+        """Serve until the connection ends. Returns the reason of the end.
+
+        Args:
+            shown: `fingerprint` of the provider's certificate.
+        """
+        party = peer.party
 
         def close() -> None:
-            log.often("connection_closed_for_another_tenant", tenant=str(tenant))
+            log.often("connection_closed_for_another_tenant", tenant=str(party))
             shut(stream.raw)
 
-        self._state.register.count_visit(tenant)
+        def refusal() -> Refusal | None:
+            return self._credentials.refusal(peer)
+
+        self._state.register.count_visit(party)
         try:
             try:
-                with self._state.slots.taken(tenant, close) as slot, ExecutorRequester(self._executor) as executor:
-                    Connection(
-                        stream,
-                        tenant=tenant,
-                        state=self._state,
-                        executor=executor,
-                        slot=slot,
-                        refusal=lambda: self._credentials.refusal(peer),
-                    ).serve()
-            except Refusal as refusal:
-                refuse(stream, refusal, timeout=self._limits.frame_timeout_s)
-                return refusal.code
+                with self._state.slots.taken(party, close) as slot:
+                    if isinstance(party, HelperIdentity):
+                        DepositConnection(
+                            stream,
+                            helper=party,
+                            key=peer.key,
+                            executor=shown,
+                            state=self._state,
+                            slot=slot,
+                            refusal=refusal,
+                        ).serve()
+                        return "left"
+                    with ExecutorRequester(self._executor) as executor:
+                        Connection(
+                            stream, tenant=party, state=self._state, executor=executor, slot=slot, refusal=refusal
+                        ).serve()
+            except Refusal as reason:
+                refuse(stream, reason, timeout=self._limits.frame_timeout_s)
+                return reason.code
         except TimeoutError:  # the connection was idle or too slow
             return "timeout"
         except (OSError, TransportError):

@@ -19,8 +19,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
+from provider.fairness.token_bucket import TokenBucket
+from provider.gateway.credentials import Party
 from provider.refusal import Refusal
-from provider.token_bucket import TokenBucket
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 
@@ -83,7 +84,7 @@ class QuotaGate:
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
         self._meters: dict[TenantIdentity, QuotaMeter] = {}
-        self._asides: dict[TenantIdentity, QuotaMeter] = {}
+        self._asides: dict[Party, QuotaMeter] = {}
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
 
@@ -106,7 +107,7 @@ class QuotaGate:
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
 
-    def pause(self, tenant: TenantIdentity, *, size: int) -> float:
+    def pause(self, tenant: Party, *, size: int) -> float:
         """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
 
         Args:

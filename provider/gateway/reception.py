@@ -28,10 +28,10 @@ import msgspec
 
 from provider import logs
 from provider.config.schema import Limits
-from provider.gateway.credentials import AuthenticatedTenant, Credentials
+from provider.fairness.round_robin import RoundRobin
+from provider.fairness.token_bucket import TokenBucket
+from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
-from provider.round_robin import RoundRobin
-from provider.token_bucket import TokenBucket
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network.addresses import bound_address, listen
 from symbiosis_priv.network.stream import FrameStream
@@ -89,7 +89,7 @@ class Reception:
         *,
         limits: Limits,
         credentials: Credentials,
-        welcome: Callable[[FrameStream, AuthenticatedTenant], None],
+        welcome: Callable[[FrameStream, AuthenticatedPeer], None],
         last_request: Callable[[], float],
     ) -> None:
         self._timeout_s = limits.handshake_timeout_s
@@ -101,7 +101,7 @@ class Reception:
         share = self._share(serving=False)
         self._processor_time = TokenBucket(per_s=share, burst=share, now=time.monotonic())
         self._queue: RoundRobin[str, UnauthenticatedConnection] = RoundRobin()  # by network
-        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedTenant] = OrderedDict()
+        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedPeer] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
         self._since: dict[UnauthenticatedConnection, float] = {}  # start of the wait for a turn
         self._waited_s = self._seconds = 0.0
@@ -280,10 +280,10 @@ class Reception:
             stream.close()
             raise
 
-    def _identified(self, connection: ssl.SSLObject) -> AuthenticatedTenant:
-        """The tenant of a connection's certificate, which the handshake has verified. Cached per TLS context."""
+    def _identified(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
+        """The client of a connection's certificate, which the handshake has verified. Cached per TLS context."""
         shown = connection.context, connection.getpeercert(binary_form=True) or b""
-        peer = self._known.pop(shown, None) or AuthenticatedTenant.of(connection)
+        peer = self._known.pop(shown, None) or self._credentials.identify(connection)
         self._known[shown] = peer
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -3,7 +3,8 @@
 While slots are free, a tenant may hold as many as its own limit allows. Once all are taken, a tenant that holds fewer
 than the others still gets in: the idlest connection of the tenant that holds the most is closed for it. So no group of
 tenants can shut out another one with connections that they do not use, and the shares of tenants that all want more
-become equal. A connection in the middle of a request counts as less idle than every connection between two requests.
+become equal. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less idle
+than every connection between two requests.
 """
 
 import math
@@ -14,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from provider.config.schema import Limits
+from provider.gateway.credentials import Party
 from provider.refusal import Refusal
-from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode
 
 _CLOSING_S = 2.0
@@ -31,7 +32,7 @@ class Slot:
         close: closes the connection, from any thread.
     """
 
-    tenant: TenantIdentity
+    tenant: Party
     close: Callable[[], None]
     _active: float = field(default_factory=time.monotonic)
     _busy: bool = False
@@ -60,16 +61,16 @@ class Slots:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: dict[TenantIdentity, list[Slot]] = {}
+        self._held: dict[Party, list[Slot]] = {}
         self._lock = threading.Lock()
 
-    def count(self, tenant: TenantIdentity) -> int:
+    def count(self, tenant: Party) -> int:
         """Number of slots that a tenant holds."""
         with self._lock:
             return len(self._held.get(tenant, ()))
 
     @contextmanager
-    def taken(self, tenant: TenantIdentity, close: Callable[[], None]) -> Iterator[Slot]:
+    def taken(self, tenant: Party, close: Callable[[], None]) -> Iterator[Slot]:
         """Hold a slot for a connection of `tenant`, which `close` closes from any thread.
 
         Raises, when it is entered:
@@ -90,7 +91,7 @@ class Slots:
                 self._give_back(slot)
             slot._ended.set()
 
-    def _make_room(self, tenant: TenantIdentity) -> Slot | None:
+    def _make_room(self, tenant: Party) -> Slot | None:
         """Return the slot whose connection must be closed for one more of `tenant`; None if a slot is free."""
         own = len(self._held.get(tenant, ()))
         if own >= self._limits.max_connections_per_tenant:

@@ -38,6 +38,11 @@ log = logs.EventLog(__name__)
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # seconds for each read of an operator's request
 _CLOSING_S = 0.05  # seconds until the server notices that it must stop
+_BLOCKS = {
+    "deposits": "blocks that were accepted",
+    "expired": "blocks that were never used up",
+    "missed": "requests whose blocks were missing or did not fit",
+}
 _PLACES = 16  # requests at a time; one more closes the oldest one of the client with the most
 
 
@@ -84,6 +89,7 @@ class _Collector:
         for registry, listed in status.registries.items():
             taken.add_metric([registry], listed)
         yield taken
+        yield from _relay_metrics(status)
         if status.executor is not None:
             yield from _executor_metrics(status.executor)
 
@@ -99,6 +105,22 @@ def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
     yield ended
     yield CounterMetricFamily(_PREFIX + "handshake_seconds", "processor time", value=handshakes.seconds)
     yield CounterMetricFamily(_PREFIX + "handshake_wait_seconds", "for their turns", value=handshakes.waited_s)
+
+
+def _relay_metrics(status: Status) -> Iterator[Metric]:
+    blocks = status.blocks
+    yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
+    yield _gauge("block_bytes", "their memory", blocks.bytes)
+    for name in _BLOCKS:
+        yield CounterMetricFamily(f"{_PREFIX}blocks_{name}", _BLOCKS[name], value=getattr(blocks, name))
+    up = GaugeMetricFamily(_PREFIX + "relay_up", "0 while connections to the executor fail", labels=["executor"])
+    sent = CounterMetricFamily(_PREFIX + "relayed", "blocks, by outcome", labels=["executor", "outcome"])
+    for link in status.relay_to:
+        up.add_metric([link.address], link.up)
+        for outcome in ("deposits", "refused", "failed"):
+            sent.add_metric([link.address, outcome], getattr(link, outcome))
+    yield up
+    yield sent
 
 
 def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:

@@ -13,6 +13,8 @@ from provider.gateway.gateway import Gateway
 from provider.gateway.reception import Handshakes
 from provider.gateway.usage import Counts, Served
 from provider.refusal import Refusal
+from provider.relay.blocks import BlockCounts
+from provider.relay.links import LinkCounts
 
 _ASK_S = 1.0
 
@@ -39,6 +41,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         executor: the executor's report; None if it does not answer.
         registries: by registry, True if it accepted the last announcement.
         usage_unwritten_s: seconds since usage was last written to disk, if writing fails; else 0.
+        relay_to: as a helper, the links to executors.
+        blocks: as an executor, the blocks of helpers.
         reloaded: True if the last reload of certificates, revocations and quotas succeeded. Otherwise the older
             settings are in use.
     """
@@ -58,6 +62,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantStatus]
     executor: ExecutorReport | None
     registries: dict[str, bool] = {}
+    relay_to: list[LinkCounts] = []
+    blocks: BlockCounts = BlockCounts()
     reloaded: bool = True
     usage_unwritten_s: float = 0.0
 
@@ -105,5 +111,7 @@ class StatusSource:
             executor=report,
             registries={} if self._announcer is None else self._announcer.taken,
             usage_unwritten_s=state.usage.unwritten_s,
+            relay_to=state.links.counts(),
+            blocks=state.blocks.counts(),
             reloaded=self._reloader.succeeded,
         )

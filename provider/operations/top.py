@@ -24,6 +24,7 @@ _TIMEOUT_S = 5.0
 _MOST_BYTES = 16 << 20  # bytes of an answer
 _BUSIEST = 10  # layer groups that are shown
 _MIB = 1 << 20
+_LINK = {True: "", False: "bold red"}
 
 
 def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
@@ -89,6 +90,13 @@ def _headline(status: Status) -> Text:
         ""
         if not status.usage_unwritten_s
         else (f"  usage unwritten for {status.usage_unwritten_s:,.0f} s", "bold red"),
+        f"  blocks: {status.blocks.blocks:,} of {status.blocks.bytes / _MIB:,.0f} MiB, {status.blocks.missed:,} missed"
+        if status.blocks.deposits
+        else "",
+        *(
+            (f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed", _LINK[link.up])
+            for link in status.relay_to
+        ),
         "" if status.reloaded else ("  changed files refused: see the log", "bold red"),
     )
 

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 
-from provider.token_bucket import TokenBucket
+from provider.fairness.token_bucket import TokenBucket
 
 
 class Rates:

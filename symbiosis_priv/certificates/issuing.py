@@ -31,7 +31,6 @@ from symbiosis_priv.certificates.reading import (
     load_certificates,
     pair,
     require_usable,
-    usages,
 )
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -44,6 +43,10 @@ _DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _CLOCK_SKEW: Final = timedelta(minutes=5)
 _KEY_USES: Final = tuple(inspect.signature(x509.KeyUsage).parameters)
 
+_USAGES: Final = {
+    Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],  # a helper connects to executors
+    Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
+}
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 """Types of public keys that a provider's or a tenant's certificate may have."""
 
@@ -188,7 +191,7 @@ def _renewed(
         raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
     check_name(certificate.stem)
     old = load_certificates(certificate)[0]
-    if kind_of(old) is None:
+    if (kind := kind_of(old)) is None:
         raise CertificateError(
             f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
             f"one and list both in the provider's tenant_authority file until every tenant has moved"
@@ -201,7 +204,7 @@ def _renewed(
         public_key=key.public_key(),
         extensions=[
             x509.SubjectAlternativeName(alternative_names(old)),
-            *_leaf_usage(x509.ExtendedKeyUsage(usages(old))),
+            *_leaf_usage(kind),
         ],
         days=days,
         signer=key if authority is None else _load_authority(authority),
@@ -229,13 +232,13 @@ def _sign_leaf(
             raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
         if operator is not None:
             raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
-        names, usage = [x509.UniformResourceIdentifier(TENANT_URN + name)], ExtendedKeyUsageOID.CLIENT_AUTH
+        names = [x509.UniformResourceIdentifier(TENANT_URN + name)]
     else:
-        names, usage = [_host(host) for host in hosts or DEFAULT_HOSTS], ExtendedKeyUsageOID.SERVER_AUTH
+        names = [_host(host) for host in hosts or DEFAULT_HOSTS]
     return _sign(
         who,
         public_key=public_key,
-        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(x509.ExtendedKeyUsage([usage]))],
+        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(kind)],
         days=days,
         signer=signer,
     )
@@ -276,9 +279,13 @@ def _sign(
     return builder.sign(signing_key, hashes.SHA256())
 
 
-def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
+def _leaf_usage(kind: Kind) -> list[x509.ExtensionType]:
     # a signature is the only use of a key that TLS 1.3 needs
-    return [x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature"), usage]
+    return [
+        x509.BasicConstraints(ca=False, path_length=None),
+        _key_usage("digital_signature"),
+        x509.ExtendedKeyUsage(_USAGES[kind]),
+    ]
 
 
 def _key_usage(*allowed: str) -> x509.KeyUsage:

@@ -20,6 +20,14 @@ INLINE void unpack24_items(const uint8_t *from, int64_t first, int64_t count, in
     }
 }
 
+INLINE void subtract24_items(const uint8_t *from, int64_t first, int64_t count, int32_t *to) {
+    for (int64_t i = first; i < count; i++) {
+        int32_t item;
+        unpack24_items(from + 3 * i, 0, 1, &item);
+        to[i] = (int32_t)((uint32_t)to[i] - (uint32_t)item);
+    }
+}
+
 #if HAVE_X86
 /* Writes 16 bytes for 4 items. The next items overwrite the last 4 bytes. */
 TARGET_AVX2 static void pack24_avx2(const int32_t *from, int64_t count, uint8_t *to) {
@@ -31,14 +39,25 @@ TARGET_AVX2 static void pack24_avx2(const int32_t *from, int64_t count, uint8_t 
 }
 
 /* Reads 16 bytes for 4 items. */
-TARGET_AVX2 static void unpack24_avx2(const uint8_t *from, int64_t count, int32_t *to) {
+TARGET_AVX2 static inline __m128i four24_avx2(const uint8_t *from) {
     const __m128i high = _mm_setr_epi8(-1, 0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11);
+    return _mm_srai_epi32(_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)from), high), 8);
+}
+
+TARGET_AVX2 static void unpack24_avx2(const uint8_t *from, int64_t count, int32_t *to) {
+    int64_t i = 0;
+    for (; i + 6 <= count; i += 4)
+        _mm_storeu_si128((__m128i *)(to + i), four24_avx2(from + 3 * i));
+    unpack24_items(from, i, count, to);
+}
+
+TARGET_AVX2 static void subtract24_avx2(const uint8_t *from, int64_t count, int32_t *to) {
     int64_t i = 0;
     for (; i + 6 <= count; i += 4) {
-        __m128i items = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(from + 3 * i)), high);
-        _mm_storeu_si128((__m128i *)(to + i), _mm_srai_epi32(items, 8));
+        __m128i items = _mm_loadu_si128((const __m128i *)(to + i));
+        _mm_storeu_si128((__m128i *)(to + i), _mm_sub_epi32(items, four24_avx2(from + 3 * i)));
     }
-    unpack24_items(from, i, count, to);
+    subtract24_items(from, i, count, to);
 }
 #endif
 
@@ -63,6 +82,17 @@ EXPORT void ring_unpack24(int32_t isa, const uint8_t *from, int64_t count, int32
     }
 #endif
     unpack24_items(from, 0, count, to);
+}
+
+/* Subtracts uint8 [3 count], read as -2^23 .. 2^23 - 1, from int32 [count] modulo 2^32. */
+EXPORT void ring_subtract24(int32_t isa, const uint8_t *from, int64_t count, int32_t *to) {
+#if HAVE_X86
+    if (isa >= ISA_AVX2) {
+        subtract24_avx2(from, count, to);
+        return;
+    }
+#endif
+    subtract24_items(from, 0, count, to);
 }
 
 #endif

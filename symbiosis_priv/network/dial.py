@@ -110,7 +110,9 @@ class ClientConnection:
         except OSError as error:
             raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
 
-    def send(self, message: wire.Message, payload: Tensor | bytes | None = None, *, deadline: float) -> None:
+    def send(
+        self, message: wire.Message, payload: Tensor | bytes | memoryview | None = None, *, deadline: float
+    ) -> None:
         """Send one frame.
 
         Raises:

@@ -58,6 +58,16 @@ class Encoding:
             array = _ordered(np.frombuffer(payload, dtype=np.int32 if self.dtype == torch.int32 else np.float32))
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
+    def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:
+        """Subtract the integers of a payload from a contiguous int32 matrix, modulo 2^32 and in place.
+
+        With 24 bits the payload holds signed representatives, as `unpack` returns them.
+        """
+        if self.item_bits == _NARROW:
+            _subtract24(np.frombuffer(payload, dtype=np.uint8), matrix)
+        else:
+            matrix -= _ordered(np.frombuffer(payload, dtype=np.int32)).reshape(matrix.shape)
+
     def space(self, matrix: NDArray[Any]) -> memoryview:
         """The part of a contiguous matrix's memory that receives its payload. Call `settle` once it is full."""
         return matrix.data.cast("B")[-self.size(1, matrix.size) :] if matrix.size else memoryview(bytearray())
@@ -102,3 +112,13 @@ def _unpack24(packed: NDArray[np.uint8], items: NDArray[np.int32]) -> None:
     elif items.size:
         library = native.brief_library() if items.size <= _BRIEF else library
         library.ring_unpack24(native.best(library), packed.ctypes.data, items.size, items.ctypes.data)
+
+
+def _subtract24(packed: NDArray[np.uint8], items: NDArray[np.int32]) -> None:
+    if (library := native.library()) is None:
+        subtrahend = np.empty_like(items)
+        _unpack24(packed, subtrahend)
+        np.subtract(items, subtrahend, out=items)
+    elif items.size:
+        library = native.brief_library() if items.size <= _BRIEF else library
+        library.ring_subtract24(native.best(library), packed.ctypes.data, items.size, items.ctypes.data)

@@ -29,6 +29,7 @@ from typing import Final
 import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from symbiosis_priv.certificates.alerts import warn_of_expiry, warn_of_exposed_key
 from symbiosis_priv.certificates.reading import (
@@ -46,6 +47,7 @@ from symbiosis_priv.certificates.reading import (
     load_pin,
     require_identity,
     tenant_name,
+    usages,
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
@@ -88,20 +90,24 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
         return f"{self.name}@{self.authority[:_SHOWN]}"
 
 
-def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> ssl.SSLContext:
-    """The provider's context: TLS 1.3 only, and every client must be a tenant.
+def server_context(
+    *, certificate: Path, key: Path, tenant_authority: Path, helpers: Sequence[Path] = ()
+) -> ssl.SSLContext:
+    """The provider's context: TLS 1.3 only, and every client must be a tenant or one of the helpers.
 
     Args:
         certificate: the provider's certificate.
         key: its private key.
         tenant_authority: the authorities that issue tenant certificates (several while one is replaced),
             or self-signed tenant certificates.
+        helpers: certificates of providers that may connect as helpers. Compare the certificate after the handshake.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key), prepare=True))
+    pinned = [_dialling(path) for path in helpers]
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
@@ -111,22 +117,28 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # a resumed session would skip the certificate check
-    return _showing(_trusting(_hardened(context), trusted), certificate=certificate, key=key)
+    if pinned:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an authority may have issued them
+    return _showing(_trusting(_hardened(context), [*trusted, *pinned]), certificate=certificate, key=key)
 
 
-def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.SSLContext:
-    """The tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned certificates.
+def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
+    """A tenant's context, or a helper's: TLS 1.3 only, host name checked, and nothing trusted but the pinned
+    certificates.
 
     Call `check_pin` after the handshake.
 
     Args:
-        certificate: the tenant's certificate.
+        certificate: the client's certificate.
         key: its private key.
         pins: the provider's certificate, self-signed or not; two during a rotation.
+        kind: the kind of the client's certificate.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
-    require_identity(Identity(certificate, key), kind=Kind.TENANT)
+    require_identity(Identity(certificate, key), kind=kind)
+    if kind is Kind.PROVIDER:
+        _dialling(certificate)
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key)))
     for path in (pin for pin in pins if isinstance(pin, Path)):
@@ -232,6 +244,17 @@ def handshake_error(
     return ConnectionLostError(
         f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run symbiosis-priv"
     )
+
+
+def _dialling(path: Path) -> x509.Certificate:
+    """A provider's certificate with which it can also connect to another provider."""
+    certificate = load_pin(path)
+    if ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
+        raise CertificateError(
+            f"{path} was made by an older release and cannot connect to other providers, as [relay] needs: its "
+            f"operator renews it (`symbiosis-priv keys rotate` or `keys request`)"
+        )
+    return certificate
 
 
 def _refusal(error: ssl.SSLCertVerificationError, pins: Sequence[Pin] | None) -> str:

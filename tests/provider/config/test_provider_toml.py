@@ -13,7 +13,7 @@ from symbiosis_priv.errors import ConfigError
 NO_DEFAULT = (
     *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
     *("weight =", "database", 'listen = "127.0.0.1:9464', "hosts ="),
-    *("announce =", "authority =", "address =", "capacity_layers"),
+    *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),
 )
 
 

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
 from provider.executor.client import ExecutorRequester
-from provider.gateway.credentials import AuthenticatedTenant, Credentials
+from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
 from provider.gateway.usage import Counts, Usage, read
 from provider.products.model import ServedModel
@@ -678,7 +678,8 @@ def test_requests_are_refused_once_the_certificate_has_expired(
         assert "expired" in reply.detail
         assert open_one.at_end()
         alice.product(execute(0, 1), ones(1))
-        peer = AuthenticatedTenant(ALICE, "mark", not_after=real_now() + timedelta(days=9))
+        key = reading.load_certificates(erin.certificate)[0].public_key()
+        peer = AuthenticatedPeer(ALICE, "mark", not_after=real_now() + timedelta(days=9), key=key)
         authorities = {ALICE.authority: real_now() + timedelta(days=1)}
         assert Credentials(context, authorities=authorities, revoked=frozenset()).refusal(peer) is not None
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.token_bucket import TokenBucket
+from provider.fairness.token_bucket import TokenBucket
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-5, 0.01)), max_size=300), st.floats(0.01, 1.0))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.round_robin import RoundRobin
+from provider.fairness.round_robin import RoundRobin
 
 
 @given(st.lists(st.sampled_from("abbbbbbbc"), max_size=60))

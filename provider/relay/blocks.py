@@ -1,0 +1,267 @@
+"""The blocks that an executor keeps for its tenants.
+
+Theory of operation. A block takes its bytes from the tenant's share of the memory before they are received. Every row
+of a block is used for one answer; a request that is sent again gets the plain product. The tenant needs a used block
+and its signature as evidence if it finds a wrong row. So a used block is kept until the tenant has confirmed the
+requests that used it, or until the connection that carried the answer ends: on that connection, the tenant may hold a
+missing block against the executor. Other blocks expire.
+
+A tenant finds only its own blocks: other tenants' blocks are missing for it, whatever ids it names.
+"""
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from provider.refusal import Refusal
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
+from symbiosis_priv.network.wire import ErrorCode
+
+LIFETIME_S = 600.0
+_ROW_BYTES = 256  # memory of a row's use
+_BLOCK_BYTES = 2048  # memory of a block's header, without the counts
+_COUNT_BYTES = 40
+
+_Key = tuple[TenantIdentity, bytes]
+
+
+@dataclass(eq=False)
+class KeptBlock:
+    """One block.
+
+    Args:
+        helper: `fingerprint` of the certificate of the connection on which the block came.
+        size: bytes of memory that the block takes, at most.
+        payload: the block's matrix; None until it has arrived and its signature was verified.
+    """
+
+    header: wire.Deposit
+    helper: str
+    size: int
+    payload: memoryview | None = None
+    expires: float = 0.0
+    requests: set[bytes] = field(default_factory=set)
+    """Nonces of the unconfirmed requests that used rows of the block."""
+    used: bytearray = field(default_factory=bytearray)
+    """1 for every row that was used."""
+
+
+class _Use(NamedTuple):
+    """An unconfirmed request that used blocks, and the connection that carries its answer."""
+
+    blocks: tuple[wire.BlockRows, ...]
+    connection: object
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the blocks of all tenants.
+
+    Args:
+        blocks, bytes: blocks that are kept now, and their memory.
+        deposits: blocks that were accepted.
+        expired: blocks that expired without being used up and confirmed.
+        missed: requests that named a block that was missing or did not fit.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    deposits: int = 0
+    expired: int = 0
+    missed: int = 0
+
+
+class BlockStore:
+    """The blocks of all tenants. Thread-safe.
+
+    A tenant gets at most `memory / (tenants + 1)` bytes, so that one more tenant finds room.
+
+    Args:
+        memory: bytes of all blocks.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, memory: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._memory = memory
+        self._now = now
+        self._blocks: dict[_Key, KeptBlock] = {}
+        self._expiring: OrderedDict[_Key, KeptBlock] = OrderedDict()  # those that no connection holds, oldest first
+        self._uses: dict[_Key, _Use] = {}  # by nonce
+        self._by_connection: dict[object, set[_Key]] = {}  # the same
+        self._held: Counter[TenantIdentity] = Counter()
+        self._tally: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest number of bytes that one tenant can have."""
+        return self._memory // 2
+
+    def counts(self) -> BlockCounts:
+        """The current figures."""
+        with self._changed:
+            self._expire()
+            return BlockCounts(blocks=len(self._blocks), bytes=self._held.total(), **self._tally)
+
+    @contextmanager
+    def arriving(self, tenant: TenantIdentity, header: wire.Deposit, *, helper: str, size: int) -> Iterator[KeptBlock]:
+        """Take the bytes of a block before it is received. Call `keep` with its payload; otherwise the bytes are free
+        again when the context ends.
+
+        Args:
+            size: bytes of the payload.
+
+        Raises, when the context is entered:
+            Refusal: REFUSED if the tenant has a block with this id, BUSY if the memory is used.
+        """
+        overhead = _BLOCK_BYTES + _ROW_BYTES * header.rows + _COUNT_BYTES * len(header.counts or ())
+        block, key = KeptBlock(header, helper, size + overhead), (tenant, header.nonce)
+        with self._changed:
+            self._expire()
+            if key in self._blocks:
+                raise Refusal(ErrorCode.REFUSED, "this block was sent before")
+            share = self._memory // (len(self._held.keys() | {tenant}) + 1)
+            free = self._memory - self._held.total()
+            if block.size > min(free, share - self._held[tenant]):
+                raise Refusal(ErrorCode.BUSY, "the memory for this tenant's blocks is used")
+            self._held[tenant] += block.size
+            self._blocks[key] = block
+            self._let_expire(key, block)
+        try:
+            yield block
+        finally:
+            with self._changed:
+                if block.payload is None:
+                    self._drop(key, block)
+
+    def keep(self, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
+        """Keep an arrived block, whose signature the caller has verified."""
+        with self._changed:
+            key = tenant, block.header.nonce
+            if self._blocks.get(key) is block:  # it has not expired
+                block.payload, block.used = payload, bytearray(block.header.rows)
+                self._let_expire(key, block)
+                self._tally["deposits"] += 1
+                self._changed.notify_all()
+
+    def take(
+        self, tenant: TenantIdentity, request: wire.Execute, *, connection: object, timeout: float
+    ) -> list[tuple[wire.BlockRows, memoryview]] | None:
+        """Use the rows of blocks that a request names. Waits for blocks that have not arrived.
+
+        Args:
+            connection: carries the answer. Call `end` when it ends.
+            timeout: seconds.
+
+        Returns:
+            Each range of rows with the whole payload of its block. None if a block is missing or does not fit the
+            request, or if its rows were used before; then no row is used.
+        """
+        keys = [(tenant, part.block) for part in request.blocks]
+        with self._changed:
+            self._expire()
+            self._changed.wait_for(lambda: all(self._arrived(key) for key in keys), timeout)
+            found = [self._arrived(key) for key in keys]
+            parts = [(part, block) for part, block in zip(request.blocks, found, strict=True) if block is not None]
+            if len(parts) < len(found) or not self._use(tenant, request, parts):
+                self._tally["missed"] += 1
+                return None
+            use = tenant, request.nonce
+            self._uses[use] = _Use(request.blocks, connection)
+            self._by_connection.setdefault(connection, set()).add(use)
+            for key, (_, block) in zip(keys, parts, strict=True):
+                block.requests.add(request.nonce)
+                self._expiring.pop(key, None)
+            return [(part, block.payload) for part, block in parts if block.payload is not None]
+
+    def confirm(self, tenant: TenantIdentity, nonces: Iterable[bytes]) -> None:
+        """Forget what is kept for requests of the tenant. Blocks with unused rows remain."""
+        with self._changed:
+            for nonce in nonces:
+                if (use := self._uses.pop((tenant, nonce), None)) is not None:
+                    self._by_connection[use.connection].discard((tenant, nonce))
+                    self._release(tenant, nonce, use)
+
+    def end(self, connection: object) -> None:
+        """Let the blocks expire whose answers this connection has carried."""
+        with self._changed:
+            for tenant, nonce in self._by_connection.pop(connection, ()):
+                self._release(tenant, nonce, self._uses.pop((tenant, nonce)))
+
+    def fetch(self, tenant: TenantIdentity, block: bytes) -> KeptBlock:
+        """A block of the tenant, which has arrived. Raises `Refusal` if there is none."""
+        with self._changed:
+            self._expire()
+            found = self._arrived((tenant, block))
+        if found is None:
+            raise Refusal(ErrorCode.REFUSED, "there is no such block")
+        return found
+
+    def _use(
+        self, tenant: TenantIdentity, request: wire.Execute, parts: list[tuple[wire.BlockRows, KeptBlock]]
+    ) -> bool:
+        """Mark rows as used. Returns False if they cannot be used for the request; then nothing has changed."""
+        if (tenant, request.nonce) in self._uses:
+            return False
+        if not all(_fits(part, block.header, request) for part, block in parts):
+            return False
+        for done, (part, block) in enumerate(parts):
+            stop = part.start + part.rows
+            if any(block.used[part.start : stop]):
+                for other, marked in parts[:done]:
+                    marked.used[other.start : other.start + other.rows] = bytes(other.rows)
+                return False
+            block.used[part.start : stop] = b"\1" * part.rows
+        return True
+
+    def _arrived(self, key: _Key) -> KeptBlock | None:
+        block = self._blocks.get(key)
+        return None if block is None or block.payload is None else block
+
+    def _release(self, tenant: TenantIdentity, nonce: bytes, use: _Use) -> None:
+        for key in {(tenant, part.block) for part in use.blocks}:
+            block = self._blocks[key]  # it was held
+            block.requests.discard(nonce)
+            if not block.requests:
+                self._let_expire(key, block)
+
+    def _let_expire(self, key: _Key, block: KeptBlock) -> None:
+        """Drop a block that is used up; let the lifetime of another one begin now."""
+        if block.used and all(block.used):
+            self._drop(key, block)
+            return
+        block.expires = self._now() + LIFETIME_S
+        self._expiring[key] = block
+        self._expiring.move_to_end(key)
+
+    def _expire(self) -> None:
+        while self._expiring:
+            key, block = next(iter(self._expiring.items()))
+            if block.expires > self._now():
+                return
+            self._drop(key, block)
+            self._tally["expired"] += 1
+
+    def _drop(self, key: _Key, block: KeptBlock) -> None:
+        if self._blocks.get(key) is not block:
+            return
+        del self._blocks[key]
+        self._expiring.pop(key, None)
+        tenant, _ = key
+        self._held[tenant] -= block.size
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+def _fits(part: wire.BlockRows, block: wire.Deposit, request: wire.Execute) -> bool:
+    """True if the rows of a block are of the kind of the request's rows, and exist on both sides."""
+    kinds = ((each.group, each.direction, each.arithmetic, each.ring_bits) for each in (block, request))
+    if len(set(kinds)) > 1 or (block.counts is None) != (request.counts is None):
+        return False
+    return part.rows > 0 and part.start + part.rows <= block.rows and part.first + part.rows <= request.rows

@@ -1,0 +1,252 @@
+"""A helper's connections to the executors under `[relay] to`.
+
+Theory of operation. The gateway's thread that has made a block sends it itself, on an idle connection or a new one, and
+waits for the executor's receipt. The number of connections to one executor is limited; other threads wait for one of
+them. Every wait has a deadline, after which the tenant gets the effect directly. After a connection has failed, no
+request waits for that executor again: effects go directly to the tenants until a thread in the background has made a
+connection. Its attempts back off.
+
+Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
+of a connection show a certificate that the other side has pinned.
+"""
+
+import ssl
+import threading
+import time
+from collections import Counter
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+
+from provider import logs
+from provider.config.schema import MIB, ProviderConfig, RelayTarget
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
+from symbiosis_priv.certificates.signing import sign
+from symbiosis_priv.errors import ProtocolError, SymbiosisError, one_line
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.blocks import block_id, statement
+from symbiosis_priv.network.dial import ClientConnection
+from symbiosis_priv.network.tls import client_context
+
+log = logs.EventLog(__name__)
+
+_CONNECTIONS = 8  # to one executor
+_CONNECT_S = 5.0
+_DEPOSIT_S = 5.0  # for a block without its bytes
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+
+
+class LinkCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the link to one executor.
+
+    Args:
+        address: the executor's address.
+        up: False while connections fail.
+        deposits: blocks that the executor has accepted.
+        refused: blocks that the executor has refused.
+        failed: blocks that could not be sent, so that the tenant got the effect.
+    """
+
+    address: str
+    up: bool
+    deposits: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+class Links:
+    """The links of one helper. Thread-safe.
+
+    Args:
+        config: the destinations, and the helper's certificate.
+
+    Raises:
+        CertificateError: a certificate or the key cannot be used.
+    """
+
+    def __init__(self, config: ProviderConfig) -> None:
+        self._links: dict[str, _Link] = {}
+        self.renew(config)
+
+    def renew(self, config: ProviderConfig) -> None:
+        """Use other destinations and another certificate. Blocks that are being sent are finished."""
+        identity = Identity(config.tls.certificate, config.tls.key)
+        tallies = {executor: link.tally for executor, link in self._links.items()}
+        links = {}
+        for target in config.relay.to:
+            executor = fingerprint(target.certificate)
+            links[executor] = _Link(
+                target,
+                context=client_context(
+                    certificate=identity.certificate, key=identity.key, pins=[target.certificate], kind=Kind.PROVIDER
+                ),
+                key=identity.private_key(),
+                rate=config.limits.min_transfer_mib_per_s * MIB,
+                tally=tallies.get(executor, Counter()),
+            )
+        self.close()
+        self._links = links
+
+    def leads_to(self, executor: str) -> bool:
+        """True if the operator allows blocks for this executor.
+
+        Args:
+            executor: `fingerprint` of the executor's certificate.
+        """
+        return executor in self._links
+
+    def deposit(self, request: wire.Effect, order: wire.RelayOrder, payload: memoryview) -> bool:
+        """Sign a block and send it. Returns True if the executor keeps it, False if the tenant needs the effect itself.
+
+        Args:
+            order: the relay of the request.
+            payload: the matrix e + m in the encoding of the request.
+        """
+        link = self._links.get(order.executor)
+        return link is not None and link.deposit(_block_of(request), payload, permit=order.permit)
+
+    def counts(self) -> list[LinkCounts]:
+        """The current figures, one for each destination."""
+        return [link.counts() for link in self._links.values()]
+
+    def close(self) -> None:
+        """Close all connections. Those in use are closed after their blocks."""
+        for link in self._links.values():
+            link.close()
+
+
+class _Link:
+    """The connections to one executor.
+
+    Args:
+        key: the helper's key, which signs blocks.
+        rate: slowest rate of a block, in bytes per second.
+    """
+
+    def __init__(
+        self, target: RelayTarget, *, context: ssl.SSLContext, key: PrivateKeyTypes, rate: float, tally: Counter[str]
+    ) -> None:
+        self._target, self._context, self._key, self._rate = target, context, key, rate
+        self._executor = fingerprint(target.certificate)
+        self.tally = tally
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._idle: list[ClientConnection] = []
+        self._pause = 0.0  # seconds between attempts to connect; 0.0 while the link is up
+        self._retry_at = 0.0
+        self._reviving = self._closed = False
+
+    def deposit(self, block: wire.Binding, payload: memoryview, *, permit: bytes) -> bool:
+        if self._pause:
+            self._revive()
+            outcome = "failed"
+        else:
+            outcome = self._send_in_turn(block, payload, permit)
+        with self._lock:
+            self.tally[outcome] += 1
+        return outcome == "deposits"
+
+    def counts(self) -> LinkCounts:
+        with self._lock:
+            return LinkCounts(address=self._target.address, up=not self._pause, **self.tally)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for line in idle:
+            line.close()
+
+    def _send_in_turn(self, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
+        signature = sign(self._key, statement(block, permit=permit, executor=self._executor, payload=payload))
+        deposit = wire.Deposit(**msgspec.structs.asdict(block), permit=permit, signature=signature)
+        deadline = time.monotonic() + _DEPOSIT_S + len(payload) / self._rate
+        if not self._places.acquire(timeout=_DEPOSIT_S):
+            return "failed"
+        try:
+            return self._send(deposit, payload, deadline)
+        except SymbiosisError as error:
+            self._mark_down(error)
+            return "failed"
+        finally:
+            self._places.release()
+
+    def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
+        line = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
+        try:
+            line.send(deposit, payload, deadline=deadline)
+            header, _ = line.receive_header(max_payload=0, deadline=deadline)
+            reply = wire.decode_link_reply(header)
+            if isinstance(reply, wire.Deposited) and reply.block != deposit.nonce:
+                raise ProtocolError("the executor has confirmed another block")
+        except BaseException:
+            line.close()
+            raise
+        self._put_idle(line)
+        if isinstance(reply, wire.Failure):
+            log.often("block_refused", address=self._target.address, code=reply.code, detail=one_line(reply.detail))
+            return "refused"
+        return "deposits"
+
+    def _connect(self, deadline: float) -> ClientConnection:
+        host, port = parse_address(self._target.address)
+        pins = [self._target.certificate]
+        line = ClientConnection("the executor", host=host, port=port, pins=pins, context=self._context)
+        try:
+            line.open(deadline)
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def _take_idle(self) -> ClientConnection | None:
+        with self._lock:
+            while self._idle:
+                line = self._idle.pop()
+                if not line.peer_left():
+                    return line
+                line.close()
+        return None
+
+    def _put_idle(self, line: ClientConnection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _mark_down(self, error: SymbiosisError) -> None:
+        with self._lock:
+            self._pause = min(_LAST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
+            self._retry_at = time.monotonic() + self._pause
+        log.often("relay_failed", address=self._target.address, error=type(error).__name__, reason=one_line(str(error)))
+
+    def _revive(self) -> None:
+        """Try to connect in the background, unless another thread does, or it is too early."""
+        with self._lock:
+            if self._reviving or self._closed or time.monotonic() < self._retry_at:
+                return
+            self._reviving = True
+        threading.Thread(target=self._try_to_connect, name="relay", daemon=True).start()
+
+    def _try_to_connect(self) -> None:
+        try:
+            self._put_idle(self._connect(time.monotonic() + _CONNECT_S))
+            self._pause = 0.0
+            log.often("relay_restored", address=self._target.address)
+        except SymbiosisError as error:
+            self._mark_down(error)
+        finally:
+            self._reviving = False
+
+
+def _block_of(request: wire.Effect) -> wire.Binding:
+    return wire.Binding(
+        nonce=block_id(request),
+        group=request.group,
+        direction=request.direction,
+        arithmetic=request.arithmetic,
+        rows=request.rows,
+        counts=request.counts,
+        ring_bits=request.ring_bits,
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # all import torch, so `__getattr__` imports them
     from tenant.model.hf import RemoteConfig, backend_of
+    from tenant.model.overlap import overlapped
     from tenant.model.rounded import rounded_model
     from tenant.tasks import Tasks
     from tenant.tasks.methods import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig
@@ -25,6 +26,7 @@ _MODULES = {
     "RemoteConfig": "tenant.model.hf",
     "Tasks": "tenant.tasks",
     "backend_of": "tenant.model.hf",
+    "overlapped": "tenant.model.overlap",
     "rounded_model": "tenant.model.rounded",
 }
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "RemoteConfig",
     "Tasks",
     "backend_of",
+    "overlapped",
     "rounded_model",
 ]
 

@@ -1,6 +1,7 @@
 """Connects Hugging Face models to this package. Read in this order:
 
 hf             `RemoteConfig`, the quantization config that `from_pretrained` takes
+overlap        runs parts of a batch at the same time
 remote_linear  the module that replaces an offloaded linear
 base_weights   reads base weights from the public checkpoint, for methods that need them
 connect        opens the backend that the user's options ask for

@@ -14,6 +14,7 @@ The bias is public and is here: the product includes it as it was loaded, and a 
 import copy
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.model import compiled
 from tenant.model.base_weights import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
+from tenant.model.overlap import waiting
 
 
 class Rider(Protocol):
@@ -85,7 +88,7 @@ class LayerGroup:
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
-        self.backend.multiply(self.index, FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
+        self.multiply(FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
         return parts
 
     def _forward_with(self, riders: list[tuple[Rider, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -94,7 +97,7 @@ class LayerGroup:
         own = x.reshape(-1, x.shape[-1])
         rows = torch.cat([own.to(wide), *(extra.to(wide) for _, extra in riders)])
         parts = [torch.empty((len(rows), width), dtype=wide, device=x.device) for width in self._outputs]
-        self.backend.multiply(self.index, FORWARD, [rows], parts)
+        self.multiply(FORWARD, [rows], parts)
         start = len(own)
         for rider, extra in riders:
             rider.take(parts[rider.member][start : start + len(extra)])
@@ -107,8 +110,20 @@ class LayerGroup:
         """Compute the input's gradient, in `dtype`, from all members' output gradients, with one backend call."""
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = torch.empty((*grads[0].shape[:-1], self.inputs), dtype=dtype, device=grads[0].device)
-        self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
+        self.multiply(BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
         return grad_x
+
+    def multiply(
+        self,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
+        """Call the backend. Other parts of an overlapped batch compute meanwhile."""
+        with waiting():
+            self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # a copied model shares the session, not the pending outputs

@@ -114,5 +114,5 @@ class _ProductByExpert(torch.autograd.Function):
 def _multiply(rows: Tensor, group: LayerGroup, counts: Counts, direction: Direction, dtype: torch.dtype) -> Tensor:
     _, width = group.backend.facts[group.index].for_rows(counts).columns[direction]
     product = torch.empty(rows.shape[0], width, dtype=dtype, device=rows.device)
-    group.backend.multiply(group.index, direction, [rows], [product], counts=counts)
+    group.multiply(direction, [rows], [product], counts=counts)
     return product

@@ -41,13 +41,18 @@ _Job = tuple[Promise[Any], Callable[[], Any]]
 
 
 class Worker:
-    """Runs jobs one after the other in its own thread, which starts with the first job."""
+    """Runs jobs one after the other in its own thread, which starts with the first job.
+
+    Attributes:
+        unfinished: number of jobs that are queued or being done.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._lock = threading.Lock()
         self._started = self._stopped = False
+        self.unfinished = 0
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         """Queue a job. If the worker is stopped before the job starts, the future fails with `SymbiosisError`."""
@@ -59,6 +64,7 @@ class Worker:
             if not self._started:
                 self._thread.start()
                 self._started = True
+            self.unfinished += 1
             self._jobs.put((future, lambda: work(*args, **kwargs)))
         return future
 
@@ -84,6 +90,8 @@ class Worker:
                     future.set_result(work())
                 except BaseException as error:  # `result` raises it in the caller's thread
                     future.set_exception(error)
+            with self._lock:
+                self.unfinished -= 1
             del job, future, work  # free their tensors before the next wait
 
 

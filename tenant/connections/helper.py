@@ -4,8 +4,10 @@ While there are spare helpers, a request is tried once and for a limited time, a
 request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.
 """
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from torch import Tensor
 
@@ -22,9 +24,13 @@ from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
 
+_LANES: Final = 2
+"""Connections for pads needed now, and for pads made ahead: as many requests are under way at once as a tenant's two
+threads send products."""
+
 
 class HelperClient:
-    """The client of one helper. It has its own seed and two connections: for pads needed now and for pads made ahead.
+    """The client of one helper. It has its own seed, and connections for pads needed now and for pads made ahead.
 
     Args:
         route: the session's knowledge of the helper.
@@ -47,8 +53,9 @@ class HelperClient:
         self.route = route
         self.peer = route.peer
         self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
-        self.channels = (new_channel(), new_channel())
+        self.channels = tuple(new_channel() for _ in range(2 * _LANES))
         self._routes = routes
+        self._choosing = threading.Lock()
 
     def submit(
         self,
@@ -69,8 +76,9 @@ class HelperClient:
             counts: rows of every expert of a stack. The helper sees them.
             ahead: True for a pad that is made ahead, False if a product waits for the pad.
         """
-        channel = self.channels[ahead]
-        return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows, counts)
+        with self._choosing:
+            channel = min(self.channels[ahead * _LANES :][:_LANES], key=lambda channel: channel.worker.unfinished)
+            return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows, counts)
 
     def _effect(
         self,
@@ -119,6 +127,6 @@ class HelperClient:
         return joined(effects)
 
     def close(self) -> None:
-        """Close both connections, for good and without waiting."""
+        """Close all connections, for good and without waiting."""
         for channel in self.channels:
             channel.close()

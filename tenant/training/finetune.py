@@ -99,6 +99,7 @@ def finetune(
                 output=output,
                 record=record,
                 interrupts=interrupts,
+                overlap=options.overlap,
                 model=peft_model,
                 args=_arguments(output, options),
                 train_dataset=train,

@@ -39,6 +39,10 @@ class FineTuning:
         int, Option(min=1, help="Pad examples to a multiple of this number of tokens; providers see padded lengths.")
     ] = 1
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
+    overlap: Annotated[
+        int,
+        Option(min=1, help="Parts of a batch that run at the same time: one computes while the rows of others travel."),
+    ] = 1
     gradient_checkpointing: Annotated[
         bool,
         Option("--gradient-checkpointing", help="Recompute activations: less memory, more round trips."),

@@ -41,6 +41,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_length: int
     seed: int
     pad_to_multiple_of: int = 1
+    overlap: int = 1
 
     def check_continues(self, before: Self) -> None:
         """Refuse to continue from the checkpoint of a run with other settings.

@@ -23,6 +23,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError, Sy
 from symbiosis_priv.system.files import storing
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.ledger import ledger_of, since
+from tenant.model.overlap import overlapped
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -40,10 +41,13 @@ class ResumableTrainer(Trainer):
         output: the output folder of the run.
         record: settings that a later run must share to continue from this one.
         interrupts: an entered `Interrupts`, which delays signals.
+        overlap: number of parts of a batch that run at the same time (`tenant.overlapped`).
         options: arguments of `Trainer`.
     """
 
-    def __init__(self, *, output: Path, record: RunRecord, interrupts: Interrupts, **options: Any) -> None:
+    def __init__(
+        self, *, output: Path, record: RunRecord, interrupts: Interrupts, overlap: int = 1, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         self._random = _RandomState()
@@ -51,6 +55,7 @@ class ResumableTrainer(Trainer):
         self._output = output
         self._record = record
         self._interrupts = interrupts
+        self._overlap = overlap
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
         """Train, and save the adapter in the output folder.
@@ -81,8 +86,19 @@ class ResumableTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward pass with signals enabled: they change neither adapter nor optimizer."""
+        step = super().training_step
         with self._interrupts.anywhere():
-            return super().training_step(model, inputs, num_items_in_batch)
+            if self._overlap == 1:
+                return step(model, inputs, num_items_in_batch)
+            chunks = zip(*(tensor.chunk(self._overlap) for tensor in inputs.values()), strict=True)
+            parts = [dict(zip(inputs, part, strict=True)) for part in chunks]
+            steps = self.current_gradient_accumulation_steps
+            self.current_gradient_accumulation_steps = steps * len(parts)  # a loss that is a mean is divided by it
+            try:
+                losses = overlapped(model, lambda part: step(model, part, num_items_in_batch), parts)
+            finally:
+                self.current_gradient_accumulation_steps = steps
+            return torch.stack(losses).sum()
 
     def _loss(self) -> float:
         with self._interrupts.anywhere():

@@ -110,6 +110,13 @@ def test_a_resumed_run_gives_the_same_bits(
     assert equal(output, whole)
 
 
+def test_overlapped_parts_of_a_batch_are_steps_of_gradient_accumulation(run: Run, tmp_path: Path) -> None:
+    overlapped, accumulated = tmp_path / "overlapped", tmp_path / "accumulated"
+    run(overlapped, batch_size=2, overlap=2, dropout=0.0, steps=3)
+    run(accumulated, batch_size=1, gradient_accumulation=2, dropout=0.0, steps=3)
+    assert equal(overlapped, accumulated)
+
+
 def test_the_adapter_is_as_new_as_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
     """After SIGKILL nothing can be saved, so the folder must be up to date at any time."""
     output = tmp_path / "adapter"

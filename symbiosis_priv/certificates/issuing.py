@@ -18,20 +18,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates import clock, reading
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS, TENANT_URN, check_name, subject
 from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
-from symbiosis_priv.certificates.reading import (
-    Identity,
-    Kind,
-    alternative_names,
-    is_authority,
-    is_current,
-    kind_of,
-    load_certificates,
-    pair,
-    require_usable,
-)
 from symbiosis_priv.errors import CertificateError, ConfigError
 
 DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
@@ -44,8 +33,11 @@ _CLOCK_SKEW: Final = timedelta(minutes=5)
 _KEY_USES: Final = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 _USAGES: Final = {
-    Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],  # a helper connects to executors
-    Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
+    reading.Kind.PROVIDER: [
+        ExtendedKeyUsageOID.SERVER_AUTH,
+        ExtendedKeyUsageOID.CLIENT_AUTH,
+    ],  # a helper connects to executors
+    reading.Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 """Types of public keys that a provider's or a tenant's certificate may have."""
@@ -57,7 +49,7 @@ class _Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> Identity:
+def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> reading.Identity:
     """Creates a certificate authority for tenants or providers: `<name>.pem` and `<name>.key`.
 
     Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
@@ -77,13 +69,13 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
 def issue(
     directory: Path,
     *,
-    authority: Identity | None,
-    kind: Kind,
+    authority: reading.Identity | None,
+    kind: reading.Kind,
     name: str,
     hosts: Sequence[str] = (),
     days: int = 365,
     operator: str | None = None,
-) -> Identity:
+) -> reading.Identity:
     """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
 
     Args:
@@ -108,8 +100,8 @@ def issue(
 def issue_to_key(
     public_key: LeafKey,
     *,
-    authority: Identity,
-    kind: Kind,
+    authority: reading.Identity,
+    kind: reading.Kind,
     name: str,
     hosts: Sequence[str] = (),
     days: int = 365,
@@ -121,13 +113,13 @@ def issue_to_key(
 
 
 def create_self_signed(
-    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
-) -> Identity:
+    directory: Path, *, kind: reading.Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+) -> reading.Identity:
     """Creates a self-signed certificate and its key, for peers that pin it. Arguments and errors as for `issue`."""
     return issue(directory, authority=None, kind=kind, name=name, hosts=hosts, days=days)
 
 
-def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
     """Creates the pair that `rotate` will use later: `<name>.next.pem` and `<name>.next.key`.
 
     Tenants can then pin a provider's next certificate while the provider still shows the current one. Arguments and
@@ -137,7 +129,7 @@ def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int
     return _write_pair(certificate.parent, name=certificate.stem + NEXT, certificate=new, key=key)
 
 
-def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+def rotate(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
     """Replaces a pair by its next pair, or by a new pair with the same subject, alternative names and key usage.
 
     The old pair is kept as `<name>.previous.pem` and `<name>.previous.key`. `<name>.previous.pem` also keeps the
@@ -152,19 +144,19 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
     Raises `CertificateError` for an authority's certificate (create a second authority instead), and if `authority` is
     None although an authority has issued the certificate.
     """
-    upcoming = pair(certificate.parent, certificate.stem + NEXT)
+    upcoming = reading.pair(certificate.parent, certificate.stem + NEXT)
     prepared = upcoming.certificate.exists()
     if prepared:
-        new = load_certificates(upcoming.certificate)[0]
-        require_usable(upcoming, new, fix=f"remove {upcoming.certificate} to make another")
+        new = reading.load_certificates(upcoming.certificate)[0]
+        reading.require_usable(upcoming, new, fix=f"remove {upcoming.certificate} to make another")
         key_bytes = read_file(upcoming.key)
     else:
         key, new = _renewed(certificate, authority=authority, days=days)
         key_bytes = key_pem(key)
 
-    old = load_certificates(certificate)[0]
-    current = pair(certificate.parent, certificate.stem)
-    previous = pair(certificate.parent, certificate.stem + PREVIOUS)
+    old = reading.load_certificates(certificate)[0]
+    current = reading.pair(certificate.parent, certificate.stem)
+    previous = reading.pair(certificate.parent, certificate.stem + PREVIOUS)
     # If the key does not fit, it is lost, or an interrupted rotation has already kept the old pair.
     if _fits(current, old):
         replace_file(previous.key, read_file(current.key), mode=0o600)
@@ -180,18 +172,18 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
 
 def current_certificates(*files: Path) -> list[x509.Certificate]:
     """The certificates of some files that are valid now, without duplicates. Missing files are skipped."""
-    found = (c for file in files if file.exists() for c in load_certificates(file))
-    return list(dict.fromkeys(filter(is_current, found)))
+    found = (c for file in files if file.exists() for c in reading.load_certificates(file))
+    return list(dict.fromkeys(filter(reading.is_current, found)))
 
 
 def _renewed(
-    certificate: Path, *, authority: Identity | None, days: int
+    certificate: Path, *, authority: reading.Identity | None, days: int
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     if certificate.suffix != ".pem":
         raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
     check_name(certificate.stem)
-    old = load_certificates(certificate)[0]
-    if (kind := kind_of(old)) is None:
+    old = reading.load_certificates(certificate)[0]
+    if (kind := reading.kind_of(old)) is None:
         raise CertificateError(
             f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
             f"one and list both in the provider's tenant_authority file until every tenant has moved"
@@ -203,7 +195,7 @@ def _renewed(
         old.subject,
         public_key=key.public_key(),
         extensions=[
-            x509.SubjectAlternativeName(alternative_names(old)),
+            x509.SubjectAlternativeName(reading.alternative_names(old)),
             *_leaf_usage(kind),
         ],
         days=days,
@@ -218,7 +210,7 @@ def _renewed(
 def _sign_leaf(
     public_key: LeafKey,
     *,
-    kind: Kind,
+    kind: reading.Kind,
     name: str,
     hosts: Sequence[str],
     operator: str | None,
@@ -227,7 +219,7 @@ def _sign_leaf(
 ) -> x509.Certificate:
     who = subject(name, unit=kind, operator=operator)
     names: list[x509.GeneralName]
-    if kind is Kind.TENANT:
+    if kind is reading.Kind.TENANT:
         if hosts:
             raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
         if operator is not None:
@@ -279,7 +271,7 @@ def _sign(
     return builder.sign(signing_key, hashes.SHA256())
 
 
-def _leaf_usage(kind: Kind) -> list[x509.ExtensionType]:
+def _leaf_usage(kind: reading.Kind) -> list[x509.ExtensionType]:
     # a signature is the only use of a key that TLS 1.3 needs
     return [
         x509.BasicConstraints(ca=False, path_length=None),
@@ -303,18 +295,18 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _load_authority(identity: Identity) -> _Authority:
-    certificate = load_certificates(identity.certificate)[0]
+def _load_authority(identity: reading.Identity) -> _Authority:
+    certificate = reading.load_certificates(identity.certificate)[0]
     fix = "create an authority with `symbiosis-priv keys authority`"
-    if not is_authority(certificate):
+    if not reading.is_authority(certificate):
         raise CertificateError(f"{identity.certificate} is not a CA certificate: {fix}")
-    key = require_usable(identity, certificate, fix=fix)
+    key = reading.require_usable(identity, certificate, fix=fix)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
     return _Authority(certificate=certificate, key=key)
 
 
-def _fits(identity: Identity, certificate: x509.Certificate) -> bool:
+def _fits(identity: reading.Identity, certificate: x509.Certificate) -> bool:
     try:
         return identity.private_key().public_key() == certificate.public_key()
     except CertificateError:
@@ -323,8 +315,8 @@ def _fits(identity: Identity, certificate: x509.Certificate) -> bool:
 
 def _write_pair(
     directory: Path, *, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
-) -> Identity:
-    identity = pair(directory, name)
+) -> reading.Identity:
+    identity = reading.pair(directory, name)
     make_folder(directory)
     create_file(identity.key, key_pem(key), mode=0o600)
     try:

@@ -23,19 +23,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.issuing import LeafKey, current_certificates, issue_to_key
 from symbiosis_priv.certificates.naming import check_name, subject
 from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
-from symbiosis_priv.certificates.reading import (
-    Identity,
-    Kind,
-    key_fingerprint,
-    load_certificates,
-    pair,
-    provider_name,
-    sole_attribute,
-    tenant_name,
-)
 from symbiosis_priv.errors import CertificateError, ConfigError
 
 _MAKE = "make one with `symbiosis-priv keys request`"
@@ -49,13 +40,13 @@ class Request:
         fingerprint: fingerprint of the key; `keys request` shows the same one to the owner of the key.
     """
 
-    kind: Kind
+    kind: reading.Kind
     name: str
     public_key: LeafKey
     fingerprint: str
 
 
-def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> Path:
+def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.Kind.TENANT) -> Path:
     """Writes `<name>.csr`, and `<name>.key` unless it exists. A request for an existing key renews a certificate.
 
     Raises:
@@ -64,8 +55,8 @@ def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> P
     """
     check_name(name)
     make_folder(directory)
-    identity = pair(directory, name)
-    if identity.certificate.exists() and _names(load_certificates(identity.certificate)[0])[kind] != name:
+    identity = reading.pair(directory, name)
+    if identity.certificate.exists() and _names(reading.load_certificates(identity.certificate)[0])[kind] != name:
         raise CertificateError(f"{identity.certificate} is not the certificate of a {kind} {name}: choose another name")
     if identity.key.exists():
         key = identity.private_key()
@@ -97,18 +88,23 @@ def load_request(path: Path) -> Request:
         raise CertificateError(f"{path} is not signed by the key that it names: it was altered, or {_MAKE}")
     if not isinstance(key, LeafKey):
         raise CertificateError(f"{path} is for a key that is neither elliptic-curve nor Ed25519: {_MAKE}")
-    name = sole_attribute(asked_for, NameOID.COMMON_NAME)
+    name = reading.sole_attribute(asked_for, NameOID.COMMON_NAME)
     if name is None:
         raise CertificateError(f"{path} does not have exactly one common name: {_MAKE}")
     check_name(name)
-    unit = sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
-    return Request(Kind.PROVIDER if unit == Kind.PROVIDER else Kind.TENANT, name, key, key_fingerprint(request))
+    unit = reading.sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
+    return Request(
+        reading.Kind.PROVIDER if unit == reading.Kind.PROVIDER else reading.Kind.TENANT,
+        name,
+        key,
+        reading.key_fingerprint(request),
+    )
 
 
 def sign_request(
     request: Request,
     *,
-    authority: Identity,
+    authority: reading.Identity,
     directory: Path,
     operator: str | None = None,
     hosts: Sequence[str] = (),
@@ -130,7 +126,7 @@ def sign_request(
         CertificateError: the name belongs to another key or to a certificate of another kind (case does not count); or
             the authority is unusable.
     """
-    if request.kind is Kind.PROVIDER and not (operator and hosts):
+    if request.kind is reading.Kind.PROVIDER and not (operator and hosts):
         raise ConfigError(
             f"{request.name} asks for a provider's certificate: find out which company runs it and where, then pass "
             f"--operator 'Alpha GmbH' --host alpha.example"
@@ -145,7 +141,7 @@ def sign_request(
         operator=operator,
         days=days,
     )
-    path = pair(directory, request.name).certificate
+    path = reading.pair(directory, request.name).certificate
     earlier = path.with_name(f"{request.name}.previous.pem")
     if issued := current_certificates(path, earlier):
         replace_file(earlier, b"".join(map(certificate_pem, issued)), mode=0o644)
@@ -162,7 +158,7 @@ def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
     for path in sorted(directory.glob("*.pem")):
         if path.name.endswith(".previous.pem"):
             continue
-        certificate = load_certificates(path)[0]
+        certificate = reading.load_certificates(path)[0]
         names = _names(certificate)
         if request.name.casefold() not in (name.casefold() for name in (path.stem, *names.values()) if name):
             continue
@@ -170,13 +166,16 @@ def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
             raise CertificateError(
                 f"{path} has the name {request.name}, another case of it, or another kind: choose another name"
             )
-        if key_fingerprint(certificate) != request.fingerprint and not renew:
+        if reading.key_fingerprint(certificate) != request.fingerprint and not renew:
             raise CertificateError(
                 f"{path} already gives the name {request.name} to another key: if {request.name} has made a new key, "
                 f"confirm its fingerprint and pass --renew; if not, it needs another name"
             )
 
 
-def _names(certificate: x509.Certificate) -> dict[Kind, str | None]:
+def _names(certificate: x509.Certificate) -> dict[reading.Kind, str | None]:
     """The names of the tenant and of the provider in a certificate; one of them at most is not None."""
-    return {Kind.TENANT: tenant_name(certificate), Kind.PROVIDER: provider_name(certificate)}
+    return {
+        reading.Kind.TENANT: reading.tenant_name(certificate),
+        reading.Kind.PROVIDER: reading.provider_name(certificate),
+    }

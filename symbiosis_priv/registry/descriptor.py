@@ -27,15 +27,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import signing
-from symbiosis_priv.certificates.reading import (
-    Identity,
-    hosts_of,
-    key_fingerprint,
-    load_certificates,
-    operator_of,
-    provider_name,
-)
+from symbiosis_priv.certificates import reading, signing
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, DescriptorError
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
@@ -128,17 +120,17 @@ class VerifiedDescriptor:
     @cached_property
     def key(self) -> str:
         """`key_fingerprint` of the executor's public key."""
-        return key_fingerprint(self.certificate)
+        return reading.key_fingerprint(self.certificate)
 
     @cached_property
     def name(self) -> str:
         """The executor's name in its certificate."""
-        return provider_name(self.certificate) or ""
+        return reading.provider_name(self.certificate) or ""
 
     @cached_property
     def operator(self) -> str:
         """The operator's name in the executor's certificate."""
-        return operator_of(self.certificate) or ""
+        return reading.operator_of(self.certificate) or ""
 
     @property
     def age(self) -> tuple[int, bytes]:
@@ -147,7 +139,7 @@ class VerifiedDescriptor:
 
 
 def describe(
-    identity: Identity,
+    identity: reading.Identity,
     *,
     address: tuple[str, int],
     model_digest: str,
@@ -171,7 +163,7 @@ def describe(
     host, port = address
     fields = {
         "issued": issued,
-        "certificate": load_certificates(identity.certificate)[0].public_bytes(Encoding.DER),
+        "certificate": reading.load_certificates(identity.certificate)[0].public_bytes(Encoding.DER),
         "host": host,
         "port": port,
         "model_digest": model_digest,
@@ -231,9 +223,9 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
     if not signing.is_signed(key, _DOMAIN + signed.body, signed.signature):
         raise DescriptorError("it is not signed by the key of its certificate")
-    if operator_of(certificate) is None:
+    if reading.operator_of(certificate) is None:
         raise DescriptorError("its certificate names no operator (`symbiosis-priv keys sign --operator`)")
-    if descriptor.host not in hosts_of(certificate):
+    if descriptor.host not in reading.hosts_of(certificate):
         raise DescriptorError("it claims a host that its certificate does not name")
     if descriptor.issued / MS > now + CLOCK_TOLERANCE_S:
         raise DescriptorError("it comes from the future: compare the clocks")

@@ -43,10 +43,22 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Decoding(Strict):
-    """The fields that chat and completions share."""
+class Generating(Strict):
+    """The fields that all requests for an answer share."""
 
     model: Annotated[str, Field(max_length=1024)]
+    metadata: None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    user: str | None = None
+
+
+class Decoding(Generating):
+    """The fields that chat and completions share."""
+
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: (
         Annotated[
@@ -56,19 +68,12 @@ class Decoding(Strict):
         | None
     ) = None
     max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
-    metadata: None = None
     n: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     seed: Annotated[int, Field(ge=-(2**53), le=2**53), WHOLE] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    user: str | None = None
 
 
 class CompletionRequest(Decoding):
@@ -184,35 +189,36 @@ class InputText(Strict):
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class InputMessage(Strict):
-    """A message of the conversation. `id` and `status` are those of an earlier answer."""
+class InputItem(Strict):
+    """An item of the conversation. `id` and `status` are those of an earlier answer, and change nothing."""
 
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
     id: str | None = None
     status: str | None = None
 
 
-class InputCall(Strict):
+class InputMessage(InputItem):
+    """A message of the conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+
+
+class InputCall(InputItem):
     """A call of a tool in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class InputResult(Strict):
+class InputResult(InputItem):
     """What a called tool has returned."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str
-    id: str | None = None
-    status: str | None = None
 
 
 class FunctionTool(Function):
@@ -227,14 +233,11 @@ class ChosenFunction(FunctionName):
     type: Literal["function"]
 
 
-class TextFormat(Strict):
+class TextFormat(JsonSchema):
     """The form of the answer, as `ResponseFormat`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
-    description: str | None = None
-    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextOptions(Strict):
@@ -249,31 +252,23 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Generating):
     """`POST /v1/responses`."""
 
-    model: Annotated[str, Field(max_length=1024)]
     input: str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096)]
     background: Literal[False] | None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    metadata: None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     text: TextOptions | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     truncation: Literal["disabled"] | None = None
-    user: str | None = None
 
 
 class EmbeddingRequest(Strict):

@@ -27,7 +27,7 @@ class Prepared(Protocol):
 
     requests: list[Request]
 
-    def whole(self, answers: list[Collected], running: Running) -> BaseModel:
+    def whole(self, results: list[Collected], running: Running) -> BaseModel:
         """Return the whole answer."""
 
     def chunks(self, running: Running) -> AsyncIterator[BaseModel]:

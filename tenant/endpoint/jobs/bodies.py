@@ -1,11 +1,12 @@
 """What clients send and get: OpenAI's formats for files and fine-tuning jobs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 
 from tenant.endpoint.api.bodies import WHOLE, Strict
+from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.jobs.files import File
 from tenant.endpoint.jobs.job import Asked, JobEvent, StoredJob
 from tenant.training.options import FineTuning
@@ -37,14 +38,6 @@ class FileAnswer(BaseModel):
     def of(cls, file: File) -> "FileAnswer":
         """Describe a file."""
         return cls(id=file.id, bytes=file.bytes, created_at=file.created_at, filename=file.filename)
-
-
-class FileList(BaseModel):
-    """Some of the files."""
-
-    object: Literal["list"] = "list"
-    data: list[FileAnswer]
-    has_more: bool
 
 
 class DeletedFile(BaseModel):
@@ -178,14 +171,6 @@ class JobAnswer(BaseModel):
         )
 
 
-class JobList(BaseModel):
-    """Some of the jobs, the newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[JobAnswer]
-    has_more: bool
-
-
 class Metrics(BaseModel):
     """One step of training."""
 
@@ -221,9 +206,26 @@ class EventAnswer(BaseModel):
         )
 
 
-class EventList(BaseModel):
-    """Some events of a job, the newest first."""
+Answer = TypeVar("Answer", FileAnswer, JobAnswer, EventAnswer)
+
+
+class Page(BaseModel, Generic[Answer]):
+    """A part of a list."""
 
     object: Literal["list"] = "list"
-    data: list[EventAnswer]
+    data: list[Answer]
     has_more: bool
+
+    @classmethod
+    def of(cls, found: list[Answer], after: str | None, limit: int) -> "Page[Answer]":
+        """Return what follows the entry `after`, at most `limit` entries.
+
+        Raises:
+            ApiError: there is no such entry.
+        """
+        if after is not None:
+            names = [one.id for one in found]
+            if after not in names:
+                raise ApiError(404, "after is no name in this list", code="not_found", param="after")
+            found = found[names.index(after) + 1 :]
+        return cls(data=found[:limit], has_more=len(found) > limit)

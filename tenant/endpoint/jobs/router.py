@@ -1,8 +1,8 @@
 """The routes of files and fine-tuning jobs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -13,21 +13,9 @@ from starlette.types import Message
 
 from tenant.endpoint.api.bodies import JsonRoute
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.jobs.bodies import (
-    DeletedFile,
-    EventAnswer,
-    EventList,
-    FileAnswer,
-    FileList,
-    JobAnswer,
-    JobList,
-    JobRequest,
-    Upload,
-)
+from tenant.endpoint.jobs import bodies
 from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.jobs import Jobs
-
-T = TypeVar("T")
 
 UPLOAD = "/v1/files"
 """The path whose bodies this router limits itself."""
@@ -49,9 +37,9 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     uploads = APIRouter(route_class=_limited(files.file_limit + _FORM_BYTES))
 
     @uploads.post(UPLOAD)
-    def upload(form: Annotated[Upload, Form(media_type="multipart/form-data")]) -> FileAnswer:
+    def upload(form: Annotated[bodies.Upload, Form(media_type="multipart/form-data")]) -> bodies.FileAnswer:
         """Store a training file: JSON lines (.jsonl) or plain text."""
-        return FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
+        return bodies.FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
 
     @router.get(UPLOAD)
     def list_files(
@@ -59,16 +47,15 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         after: After = None,
         order: Literal["asc", "desc"] = "desc",
-    ) -> FileList:
+    ) -> bodies.Page[bodies.FileAnswer]:
         """List the files."""
-        found = files.list()
-        page, more = _page(found if order == "asc" else found[::-1], lambda file: file.id, after, limit)
-        return FileList(data=[FileAnswer.of(file) for file in page], has_more=more)
+        found = files.list() if order == "asc" else files.list()[::-1]
+        return bodies.Page[bodies.FileAnswer].of([bodies.FileAnswer.of(file) for file in found], after, limit)
 
     @router.get(UPLOAD + "/{file_id}")
-    def file(file_id: str) -> FileAnswer:
+    def file(file_id: str) -> bodies.FileAnswer:
         """Describe a file."""
-        return FileAnswer.of(files.get(file_id))
+        return bodies.FileAnswer.of(files.get(file_id))
 
     @router.get(UPLOAD + "/{file_id}/content", response_model=None, responses=_CONTENT)
     def content(file_id: str) -> Response:
@@ -76,44 +63,45 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         return FileResponse(files.path(file_id), media_type="application/octet-stream")
 
     @router.delete(UPLOAD + "/{file_id}")
-    def delete(file_id: str) -> DeletedFile:
+    def delete(file_id: str) -> bodies.DeletedFile:
         """Delete a file."""
         jobs.delete_file(file_id)
-        return DeletedFile(id=file_id)
+        return bodies.DeletedFile(id=file_id)
 
     @router.post("/v1/fine_tuning/jobs")
-    def create(asked: JobRequest) -> JobAnswer:
+    def create(asked: bodies.JobRequest) -> bodies.JobAnswer:
         """Queue a fine-tuning job of the base model."""
         if asked.model != jobs.name:
             said = f"only the base model, {jobs.name}, can be fine-tuned"
             raise ApiError(404, said, code="model_not_found", param="model")
-        return JobAnswer.of(jobs.create(asked.asked()))
+        return bodies.JobAnswer.of(jobs.create(asked.asked()))
 
     @router.get("/v1/fine_tuning/jobs")
-    def list_jobs(after: After = None, limit: Limit = 20) -> JobList:
+    def list_jobs(after: After = None, limit: Limit = 20) -> bodies.Page[bodies.JobAnswer]:
         """List the jobs, the newest first."""
-        page, more = _page(jobs.list()[::-1], lambda stored: stored.job.id, after, limit)
-        return JobList(data=[JobAnswer.of(stored) for stored in page], has_more=more)
+        found = [bodies.JobAnswer.of(stored) for stored in jobs.list()[::-1]]
+        return bodies.Page[bodies.JobAnswer].of(found, after, limit)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}")
-    def job(job_id: str) -> JobAnswer:
+    def job(job_id: str) -> bodies.JobAnswer:
         """Describe a job."""
-        return JobAnswer.of(jobs.get(job_id))
+        return bodies.JobAnswer.of(jobs.get(job_id))
 
     @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
-    def cancel(job_id: str) -> JobAnswer:
+    def cancel(job_id: str) -> bodies.JobAnswer:
         """End a job."""
-        return JobAnswer.of(jobs.cancel(job_id))
+        return bodies.JobAnswer.of(jobs.cancel(job_id))
 
-    @router.get("/v1/fine_tuning/jobs/{job_id}/events", response_model=EventList, responses=_STREAM)
+    @router.get(
+        "/v1/fine_tuning/jobs/{job_id}/events", response_model=bodies.Page[bodies.EventAnswer], responses=_STREAM
+    )
     async def events(http: Request, job_id: str, after: After = None, limit: Limit = 20, stream: bool = False) -> Any:
         """List the events of a job, the newest first; or stream them, the oldest first, until the job has ended."""
         stored = jobs.get(job_id)
         if stream:
             return EventSourceResponse(_events(jobs, job_id), sep="\n")
-        found = [EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
-        page, more = _page(found[::-1], lambda event: event.id, after, limit)
-        return EventList(data=list(page), has_more=more)
+        found = [bodies.EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
+        return bodies.Page[bodies.EventAnswer].of(found[::-1], after, limit)
 
     router.include_router(uploads)
     return router
@@ -124,22 +112,12 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
     while True:
         ended = stored.job.status in ENDED  # its last event is there already
         for number, event in enumerate(stored.events[sent:], start=sent):
-            yield ServerSentEvent(EventAnswer.of(number, event).model_dump_json())
+            yield ServerSentEvent(bodies.EventAnswer.of(number, event).model_dump_json())
             sent = number + 1
         if ended:
             yield ServerSentEvent("[DONE]")
             return
         await asyncio.sleep(_POLL_S)
-
-
-def _page(found: Sequence[T], name: Callable[[T], str], after: str | None, limit: int) -> tuple[Sequence[T], bool]:
-    """Return what follows the entry `after`, at most `limit` entries, and whether there are more."""
-    if after is not None:
-        names = [name(one) for one in found]
-        if after not in names:
-            raise ApiError(404, "after is no name in this list", code="not_found", param="after")
-        found = found[names.index(after) + 1 :]
-    return found[:limit], len(found) > limit
 
 
 def _limited(limit: int) -> type[APIRoute]:

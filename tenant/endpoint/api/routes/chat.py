@@ -8,18 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import (
-    Chat,
-    ChatChoice,
-    ChatChunk,
-    ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatMessage,
-    ChatPiece,
-    FinishReason,
-    TopLogprob,
-)
+from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
@@ -35,7 +24,7 @@ _NEW_TOKENS = 2048  # if the request does not say
 _ANY_OBJECT = {"type": "object"}
 
 
-@router.post("/v1/chat/completions", response_model=Chat, responses=DOCUMENTED)
+@router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
 async def chat(asked: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     endpoint = endpoint_of(http)
@@ -88,55 +77,59 @@ class PreparedChat:
         )
         return cls(asked, service, request, in_tags=in_tags)
 
-    def whole(self, answers: list[Collected], running: Running) -> Chat:
+    def whole(self, results: list[Collected], running: Running) -> answers.Chat:
         """Return the answer as one object."""
         found = []
-        for index, answer in enumerate(answers):
+        for index, answer in enumerate(results):
             text = self._separated()
             content = text.add(answer.text)
             rest, calls = text.end()
             content += rest
             reason = self._reason(answer.done, called=bool(calls))
             found.append(
-                ChatChoice(
+                answers.ChatChoice(
                     index=index,
-                    message=ChatMessage(content=content if content or not calls else None, tool_calls=calls or None),
+                    message=answers.ChatMessage(
+                        content=content if content or not calls else None, tool_calls=calls or None
+                    ),
                     logprobs=self._logprobs(answer.tokens),
                     finish_reason=reason,
                 )
             )
-        dones = [answer.done for answer in answers if answer.done is not None]
-        return Chat(**self._head, choices=found, usage=usage(dones, 1, running.ledger()))
+        dones = [answer.done for answer in results if answer.done is not None]
+        return answers.Chat(**self._head, choices=found, usage=usage(dones, 1, running.ledger()))
 
-    async def chunks(self, running: Running) -> AsyncIterator[ChatChunk]:
+    async def chunks(self, running: Running) -> AsyncIterator[answers.ChatChunk]:
         """Return the answer piece by piece."""
         options = self._asked.stream_options
         texts = [self._separated() for _ in self.requests]
         dones = []
 
-        def chunk(*deltas: ChatDelta) -> ChatChunk:
+        def chunk(*deltas: answers.ChatDelta) -> answers.ChatChunk:
             ledger = running.ledger() if options and options.include_ledger else None
-            return ChatChunk(**self._head, choices=list(deltas), ledger=ledger)
+            return answers.ChatChunk(**self._head, choices=list(deltas), ledger=ledger)
 
         for index in range(len(texts)):
-            yield chunk(ChatDelta(index=index, delta=ChatPiece(role="assistant", content="")))
+            yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(role="assistant", content="")))
         async for index, event in running:
             if isinstance(event, engine.Token):
                 text = texts[index].add(event.text)
                 logprobs = self._logprobs([event])
                 if text or logprobs or (options and options.include_ledger):
-                    yield chunk(ChatDelta(index=index, delta=ChatPiece(content=text), logprobs=logprobs))
+                    yield chunk(
+                        answers.ChatDelta(index=index, delta=answers.ChatPiece(content=text), logprobs=logprobs)
+                    )
             elif isinstance(event, engine.Done):
                 dones.append(event)
                 text = texts[index].add(event.text)
                 rest, calls = texts[index].end()
                 if text + rest:
-                    yield chunk(ChatDelta(index=index, delta=ChatPiece(content=text + rest)))
+                    yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(content=text + rest)))
                 if calls:
                     numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
-                    yield chunk(ChatDelta(index=index, delta=ChatPiece(tool_calls=numbered)))
+                    yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(tool_calls=numbered)))
                 reason = self._reason(event, called=bool(calls))
-                yield chunk(ChatDelta(index=index, delta=ChatPiece(), finish_reason=reason))
+                yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(), finish_reason=reason))
         if options is not None and options.include_usage:
             last = chunk()
             last.usage = usage(dones, 1, running.ledger())
@@ -148,25 +141,25 @@ class PreparedChat:
             return _AllText()
         return ToolText(tagged=self._in_tags, names={tool.function.name for tool in tools})
 
-    def _logprobs(self, tokens: Sequence[engine.Token]) -> ChatLogprobs | None:
+    def _logprobs(self, tokens: Sequence[engine.Token]) -> answers.ChatLogprobs | None:
         if not self._asked.logprobs:
             return None
         found = []
         for token in tokens:
             assert token.logprob is not None
             tops = [self._top(other, logprob) for other, logprob in token.logprob.top]
-            found.append(ChatLogprob(**vars(self._top(token.id, token.logprob.logprob)), top_logprobs=tops))
-        return ChatLogprobs(content=found)
+            found.append(answers.ChatLogprob(**vars(self._top(token.id, token.logprob.logprob)), top_logprobs=tops))
+        return answers.ChatLogprobs(content=found)
 
-    def _top(self, token: int, logprob: float) -> TopLogprob:
+    def _top(self, token: int, logprob: float) -> answers.TopLogprob:
         found = self._service.vocabulary.bytes_of(token)
-        return TopLogprob(
+        return answers.TopLogprob(
             token=self._service.vocabulary.text_of(token),
             logprob=max(logprob, -9999.0),  # JSON has no infinity; this is OpenAI's number for it
             bytes=None if found is None else list(found),
         )
 
-    def _reason(self, done: engine.Done | None, *, called: bool) -> FinishReason:
+    def _reason(self, done: engine.Done | None, *, called: bool) -> answers.FinishReason:
         if called:
             return "tool_calls"
         return "stop" if done is not None and done.finish == "stop" else "length"

@@ -71,10 +71,10 @@ class _Prepared:
             texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
         return cls(asked, service, texts=texts, requests=requests)
 
-    def whole(self, answers: list[Collected], running: Running) -> Completion:
+    def whole(self, results: list[Collected], running: Running) -> Completion:
         """Return the answer as one object."""
         found = []
-        for index, answer in enumerate(answers):
+        for index, answer in enumerate(results):
             tokens = [(token.id, token.logprob) for token in answer.tokens]
             found.append(
                 TextChoice(
@@ -84,7 +84,7 @@ class _Prepared:
                     finish_reason=_reason(answer.done),
                 )
             )
-        dones = [answer.done for answer in answers if answer.done is not None]
+        dones = [answer.done for answer in results if answer.done is not None]
         return Completion(**self._head, choices=found, usage=usage(dones, self._prompts, running.ledger()))
 
     async def chunks(self, running: Running) -> AsyncIterator[Completion]:

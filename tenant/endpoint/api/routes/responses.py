@@ -6,18 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from tenant.endpoint.api.answers import (
-    CalledTool,
-    Chat,
-    FunctionCallItem,
-    IncompleteDetails,
-    MessageItem,
-    OutputText,
-    Response,
-    ResponseEvent,
-    ResponseUsage,
-    Usage,
-)
+from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, JsonRoute, ResponsesRequest
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
@@ -30,7 +19,7 @@ _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_for
 """Fields of `ResponsesRequest` by the field of the chat."""
 
 
-@router.post("/v1/responses", response_model=Response, responses=DOCUMENTED)
+@router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
 async def responses(asked: ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     endpoint = endpoint_of(http)
@@ -90,34 +79,34 @@ class _Prepared:
     def __init__(self, asked: ResponsesRequest, chat: PreparedChat) -> None:
         self.requests = chat.requests
         self._chat = chat
-        said = asked.model_dump(by_alias=True, include=set(Response.model_fields) - {"id"}, exclude_none=True)
+        said = asked.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
         self._head: dict[str, Any] = {**said, "id": new_id("resp"), "created_at": chat.created}
 
-    def whole(self, answers: list[Collected], running: Running) -> Response:
+    def whole(self, results: list[Collected], running: Running) -> answers.Response:
         """Return the answer as one object."""
-        chat: Chat = self._chat.whole(answers, running)
+        chat: answers.Chat = self._chat.whole(results, running)
         message = chat.choices[0].message
-        items: list[MessageItem | FunctionCallItem] = []
+        items: list[answers.MessageItem | answers.FunctionCallItem] = []
         if message.content:
             items.append(_message(message.content))
         items += map(_call, message.tool_calls or ())
         return self._ended(items, chat.choices[0].finish_reason, chat.usage)
 
-    async def chunks(self, running: Running) -> AsyncIterator[ResponseEvent]:
+    async def chunks(self, running: Running) -> AsyncIterator[answers.ResponseEvent]:
         """Yield the events of a stream."""
         number = 0
 
-        def event(kind: str, **fields: Any) -> ResponseEvent:
+        def event(kind: str, **fields: Any) -> answers.ResponseEvent:
             nonlocal number
             number += 1
-            return ResponseEvent(type=f"response.{kind}", sequence_number=number - 1, **fields)
+            return answers.ResponseEvent(type=f"response.{kind}", sequence_number=number - 1, **fields)
 
-        begun = Response(**self._head, status="in_progress", output=[])
+        begun = answers.Response(**self._head, status="in_progress", output=[])
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
         message = _message("", status="in_progress")
         place = {"item_id": message.id, "output_index": 0, "content_index": 0}
-        text, calls, reason, used = "", list[CalledTool](), "stop", None
+        text, calls, reason, used = "", list[answers.CalledTool](), "stop", None
         async for chunk in self._chat.chunks(running):
             used = chunk.usage or used
             for delta in chunk.choices:
@@ -130,7 +119,7 @@ class _Prepared:
                     yield event("content_part.added", part=message.content[0], **place)
                 text += delta.delta.content
                 yield event("output_text.delta", delta=delta.delta.content, logprobs=[], **place)
-        items: list[MessageItem | FunctionCallItem] = []
+        items: list[answers.MessageItem | answers.FunctionCallItem] = []
         if text:
             message = _message(text, id=message.id)
             items.append(message)
@@ -149,14 +138,16 @@ class _Prepared:
         ended = self._ended(items, reason, used)
         yield event(ended.status, response=ended)
 
-    def _ended(self, items: Sequence[MessageItem | FunctionCallItem], reason: str, used: Usage) -> Response:
+    def _ended(
+        self, items: Sequence[answers.MessageItem | answers.FunctionCallItem], reason: str, used: answers.Usage
+    ) -> answers.Response:
         cut = reason == "length"
-        return Response(
+        return answers.Response(
             **self._head,
             status="incomplete" if cut else "completed",
-            incomplete_details=IncompleteDetails() if cut else None,
+            incomplete_details=answers.IncompleteDetails() if cut else None,
             output=list(items),
-            usage=ResponseUsage(
+            usage=answers.ResponseUsage(
                 input_tokens=used.prompt_tokens,
                 input_tokens_details=used.prompt_tokens_details,
                 output_tokens=used.completion_tokens,
@@ -166,10 +157,10 @@ class _Prepared:
         )
 
 
-def _message(text: str, **fields: Any) -> MessageItem:
-    return MessageItem(**{"id": new_id("msg"), **fields}, content=[OutputText(text=text)])
+def _message(text: str, **fields: Any) -> answers.MessageItem:
+    return answers.MessageItem(**{"id": new_id("msg"), **fields}, content=[answers.OutputText(text=text)])
 
 
-def _call(call: CalledTool) -> FunctionCallItem:
+def _call(call: answers.CalledTool) -> answers.FunctionCallItem:
     function = call.function
-    return FunctionCallItem(id=new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments)
+    return answers.FunctionCallItem(id=new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments)

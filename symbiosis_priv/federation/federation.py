@@ -27,6 +27,7 @@ class Federation:
     Args:
         companies: providers and operators that count as one party although their operators' names differ.
         pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
+        relay: helpers send effects to the executor, if both allow it.
         ring_bits: bits of the integers that travel.
         registries: registries that list more executors; None: the tenant uses the executors of the file only.
         scope: the optional layer groups that the providers serve.
@@ -39,6 +40,7 @@ class Federation:
     peers: tuple[Peer, ...]
     companies: tuple[Company, ...] = ()
     pad_helpers: int | None = None
+    relay: bool = False
     registries: Registries | None = None
     scope: Scope = DEFAULT_SCOPE
     ring_bits: RingBits = DEFAULT_RING_BITS

@@ -22,6 +22,7 @@ certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certifi
 
 [pads]
 helpers = 2                      # two helpers share each pad, others are spares. Without it all share every pad
+# relay = true                   # helpers send effects to the executor: half the bytes down (docs/federation.md)
 
 [[company]]                      # its members and operators count as one party; so do providers of one operator
 name = "Holding SE"
@@ -91,7 +92,12 @@ class _Provider(_Section, frozen=True):
 
 
 class _Pads(_Section, frozen=True):
-    helpers: Annotated[int, msgspec.Meta(ge=1)]
+    helpers: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    relay: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.helpers is None and self.relay is None:
+            raise ValueError("pads has neither helpers nor relay")
 
 
 class _Company(_Section, frozen=True):
@@ -136,6 +142,7 @@ def load_federation(path: str | Path) -> Federation:
         peers=tuple(peers),
         companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
         pad_helpers=file.pads.helpers if file.pads else None,
+        relay=bool(file.pads and file.pads.relay),
         registries=_registries(file.registry, path) if file.registry else None,
         scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts),
     )

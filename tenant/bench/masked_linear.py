@@ -25,10 +25,10 @@ from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
 from tenant.bench.providers import parsed, provide
 from tenant.bench.result_file import Row
-from tenant.core.prepared import Preparation
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tenant.session.spans import PARTS, recorded

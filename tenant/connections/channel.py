@@ -11,10 +11,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.buffers import Buffers
@@ -56,6 +57,21 @@ class Wiretap(Protocol):
         """Called when a reply has arrived, before it is checked."""
 
 
+class Reply(NamedTuple):
+    """What `attempt` returns.
+
+    Args:
+        words: CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified. Its
+            values are undefined if the effect was relayed.
+        relayed: True if an executor has subtracted blocks from it, or if a helper has relayed the effect.
+        line: the connection on which it arrived.
+    """
+
+    words: Tensor
+    relayed: bool
+    line: ClientConnection
+
+
 class Channel:
     """A connection that reconnects by itself. It serves one thread at a time; other threads wait.
 
@@ -67,6 +83,8 @@ class Channel:
         notices: logs what a request waits for, and names the option for `deadline_s`.
         wiretap: an observer of every frame, or None.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
+        relay: True if effects may be relayed. The channel then speaks a version that older providers refuse, and an
+            older version with those providers.
         permit: called with the provider and the rows before a request is sent; raises if it must not be sent.
     """
 
@@ -82,12 +100,15 @@ class Channel:
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
         ring_bits: wire.RingBits = 32,
+        relay: bool = False,
         permit: Callable[[Peer, MaskedRows | None], None] | None = None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
         self.worker = Worker(f"{peer.role}-{peer.name}")
-        self._hello = wire.Hello(version=wire.version_of(ring_bits), role=peer.role, model_digest=model_digest)
+        version = wire.version_of(ring_bits, relay=relay)
+        self._hello = wire.Hello(version=version, role=peer.role, model_digest=model_digest)
+        self._older_version = wire.version_of(ring_bits)
         self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
@@ -163,7 +184,7 @@ class Channel:
 
         def connect_and_ask(deadline: float) -> Tensor:
             self._connect(deadline)
-            return self._round_trip(message, payload, outputs, deadline)
+            return self._round_trip(message, payload, outputs, deadline).words
 
         return self._used(self._persist, connect_and_ask)
 
@@ -176,7 +197,7 @@ class Channel:
         deadline: float,
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Tensor:
+    ) -> Reply:
         """Send a request once, without retrying, on the current connection.
 
         Args:
@@ -185,18 +206,57 @@ class Channel:
             since: start of the first attempt on the same clock, for log messages about a long wait.
             meanwhile: called while the answer is awaited.
 
-        Returns:
-            As `request`.
-
         Raises:
             TransportError: the provider is away, busy or too slow. The same bytes may be sent to any provider.
             ProviderError, ProtocolError: as for `request`.
         """
 
-        def ask(deadline: float) -> Tensor:
+        def ask(deadline: float) -> Reply:
             return self._round_trip(message, payload, outputs, deadline, meanwhile)
 
         return self._used(self._once, ask, deadline, began=since)
+
+    def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
+        """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant.
+
+        Raises:
+            TransportError, ProviderError, ProtocolError: there is no permit.
+        """
+
+        def ask(deadline: float) -> wire.Permit:
+            self._connect(deadline)
+            reply, _ = self._told(wire.PermitRequest(helpers=tuple(helpers)), deadline, max_payload=0)
+            if not isinstance(reply, wire.Permit):
+                raise ProtocolError(f"{self._name} sent no permit")
+            return reply
+
+        return self._used(self._once, ask, deadline)
+
+    def fetch_block(
+        self, request: wire.FetchBlock, size: int, *, line: ClientConnection, deadline: float
+    ) -> tuple[wire.Block, bytearray]:
+        """Fetch a block that an executor has subtracted from an answer, with its payload of `size` bytes.
+
+        Args:
+            line: the connection on which the answer arrived. On another connection the provider may be another process,
+                which does not have the block.
+
+        Raises:
+            TransportError: the connection is lost, or the block is late.
+            ProviderError, ProtocolError: the executor does not have the block, or sent something else.
+        """
+
+        def ask(deadline: float) -> tuple[wire.Block, bytearray]:
+            if self._line is not line:
+                raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
+            reply, payload_size = self._told(request, deadline, max_payload=size)
+            if not isinstance(reply, wire.Block) or payload_size != size:
+                raise ProtocolError(f"{self._name} sent something else than a block of {size} bytes")
+            payload = bytearray(size)
+            line.fill(payload, deadline=deadline)
+            return reply, payload
+
+        return self._used(self._once, ask, deadline)
 
     def close(self) -> None:
         """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
@@ -279,7 +339,7 @@ class Channel:
         outputs: int,
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Tensor:
+    ) -> Reply:
         if payload is not None and type(payload) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
@@ -295,11 +355,11 @@ class Channel:
         meanwhile()
         encoding = message.encoding
         answer = self._buffers.matrix(message.rows, outputs, dtype=encoding.dtype)
-        reply = self._receive(line, encoding.space(answer.numpy()), deadline)
-        if isinstance(reply, wire.Result):
+        reply, filled = self._receive(line, encoding.space(answer.numpy()), deadline, message)
+        if filled:
             encoding.settle(answer.numpy())
         if self._wiretap:
-            self._wiretap.received(self.peer, reply, answer if isinstance(reply, wire.Result) else None)
+            self._wiretap.received(self.peer, reply, answer if filled else None)
         self.traffic.round_trips += 1
         if isinstance(reply, wire.Failure | wire.Result) and reply.limit is not None:
             self._notices.limited(self.peer.name, reply.limit)
@@ -307,7 +367,19 @@ class Channel:
             raise self._failure(reply)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one that was sent")
-        return answer
+        return Reply(answer, reply.relayed, line)
+
+    def _told(
+        self, message: wire.PermitRequest | wire.FetchBlock, deadline: float, *, max_payload: int
+    ) -> tuple[wire.Reply, int]:
+        """Send a message without rows or seeds. Returns the reply and the size of its payload, which follows."""
+        assert self._line is not None
+        self._line.send(message, deadline=deadline)
+        reply, payload_size = self._line.receive(max_payload=max_payload, deadline=deadline)
+        self.traffic.round_trips += 1
+        if isinstance(reply, wire.Failure):
+            raise self._failure(reply)
+        return reply, payload_size
 
     def _connect(self, deadline: float) -> wire.Welcome:
         if (welcome := self._probe()) is not None:
@@ -330,6 +402,10 @@ class Channel:
         line.open(deadline)
         line.send(self._hello, deadline=deadline)
         reply, _ = line.receive(max_payload=0, deadline=deadline)
+        if isinstance(reply, wire.Failure) and self._is_too_new(reply):
+            self._hello = msgspec.structs.replace(self._hello, version=self._older_version)
+            line.send(self._hello, deadline=deadline)
+            reply, _ = line.receive(max_payload=0, deadline=deadline)
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
         if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
@@ -340,17 +416,25 @@ class Channel:
     def _probe(self) -> wire.Welcome | None:
         return None if self._line is None or self._line.peer_left() else self._welcome
 
-    def _receive(self, line: ClientConnection, space: memoryview, deadline: float) -> wire.Reply:
-        """Receive a reply, and write the payload of a result to `space`."""
+    def _receive(
+        self, line: ClientConnection, space: memoryview, deadline: float, message: wire.Execute | wire.Effect
+    ) -> tuple[wire.Reply, bool]:
+        """Receive a reply, and write the payload of a result to `space`. Returns the reply, and True if it was
+        written."""
         reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
-        if not isinstance(reply, wire.Result):
+        filled = isinstance(reply, wire.Result) and not (reply.relayed and isinstance(message, wire.Effect))
+        if not filled:
             if payload_size:
                 raise ProtocolError(f"{self._name} sent a payload with a reply that has none")
-            return reply
+            return reply, False
         if payload_size != len(space):
             raise ProtocolError(f"{self._name} sent {payload_size} bytes of payload instead of {len(space)}")
         line.fill(space, deadline=deadline)
-        return reply
+        return reply, True
+
+    def _is_too_new(self, refusal: wire.Failure) -> bool:
+        """Returns True if an older provider may accept another hello."""
+        return refusal.code is wire.ErrorCode.BAD_REQUEST and self._hello.version != self._older_version
 
     def _say(self, deadline: float, why: str) -> None:
         if self._wanted():

@@ -2,16 +2,18 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.lanes import Lanes
 from tenant.core.parts import Part
 from tenant.routing.health import State
@@ -22,7 +24,51 @@ LANES: Final = 2
 """Connections for one product: one connection transfers data while the rows of the other are multiplied."""
 MOST_LANES: Final = 8
 """Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
+_EVIDENCE_S: Final = 10.0
 _REMEMBERED: Final = 1024  # cached row limits, one per width and provider
+
+
+class Answer:
+    """An executor's answer to a part. A relayed answer keeps its connection until `close`, because the executor hands
+    out the blocks that it has subtracted on that connection only.
+
+    Attributes:
+        words: int32 `[r, o]`, unverified.
+        seconds: time that it took once there was a connection.
+        relayed: True if the executor has subtracted the blocks of all rows.
+        missed: True if the request named blocks, and the executor has not subtracted them.
+    """
+
+    def __init__(self, words: Tensor, seconds: float, *, kept: "Kept | None", named: bool) -> None:
+        self.words, self.seconds, self.relayed = words, seconds, kept is not None
+        self.missed = named and kept is None
+        self._kept = kept
+
+    def fetch_block(self, block_id: bytes, size: int) -> tuple[wire.Block, bytearray]:
+        """Fetch a block of a relayed answer; see `Channel.fetch_block`."""
+        assert self._kept is not None
+        deadline = time.monotonic() + _EVIDENCE_S
+        request = wire.FetchBlock(block=block_id)
+        return self._kept.channel.fetch_block(request, size, line=self._kept.reply.line, deadline=deadline)
+
+    def confirm(self) -> None:
+        """Let the executor forget the blocks, because the answer was right."""
+        if self._kept is not None:
+            self._kept.executor.confirms.append(self._kept.nonce)
+
+    def close(self) -> None:
+        """Give the connection of a relayed answer back."""
+        if self._kept is not None:
+            self._kept.executor.lanes.release(self._kept.channel)
+
+
+class Kept(NamedTuple):
+    """A relayed answer, its connection, and the nonce of its request."""
+
+    executor: "ExecutorClient"
+    channel: Channel
+    reply: Reply
+    nonce: bytes
 
 
 class ExecutorClient:
@@ -37,6 +83,8 @@ class ExecutorClient:
         self.route = route
         self.lanes = Lanes(new_channel, most=MOST_LANES)
         self.workers = [Worker(f"lane-{route.peer.name}") for _ in range(LANES)]
+        self.uses_blocks = True
+        self.confirms: deque[bytes] = deque()  # nonces of answers that were right, and not confirmed yet
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -59,6 +107,11 @@ class ExecutorClient:
         with self.lanes.take(until=until) as channel:
             return channel.welcome(wanted=wanted, refused_s=refused_s)
 
+    def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
+        """Ask for a permit; see `Channel.permit`."""
+        with self.lanes.take(until=deadline) as channel:
+            return channel.permit(helpers, deadline=deadline)
+
     def ask(
         self,
         part: Part,
@@ -68,7 +121,7 @@ class ExecutorClient:
         deadline: float,
         since: float,
         meanwhile: Callable[[], None],
-    ) -> tuple[Tensor, float]:
+    ) -> Answer:
         """Send masked rows once, without retrying, in as many requests as the executor's limits need.
 
         Args:
@@ -79,16 +132,13 @@ class ExecutorClient:
             since: time of the first attempt, on the same clock.
             meanwhile: called while an answer is awaited.
 
-        Returns:
-            The answer, unverified, and the seconds that it took once there was a connection.
-
         Raises:
             LanesInUseError: no connection was free until the deadline. No request was sent.
             TransportError: the executor is away, busy, too slow, or no longer serves the layer group.
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
-        answers, before = [], self.route.health.state
+        answers, kept, before = [], None, self.route.health.state
         channel = self.lanes.acquire(until=deadline)
         try:
             if self.route.health.state is State.DOWN and before is not State.DOWN:
@@ -100,19 +150,26 @@ class ExecutorClient:
             started = time.monotonic()
             limit = row_limit(facts.widest, welcome)
             pieces = part.sent.split(limit) if part.count > limit else [part.sent]
-            for request, rows in zip(self._requests(part, limit), pieces, strict=True):
-                answers.append(
-                    channel.attempt(
-                        request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
-                    )
+            requests = self._requests(part, limit)
+            for request, rows in zip(requests, pieces, strict=True):
+                reply = channel.attempt(
+                    request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
                 )
-            return joined(answers), time.monotonic() - started
+                answers.append(reply.words)
+                if reply.relayed:
+                    kept = Kept(self, channel, reply, request.nonce)
+            named = bool(requests[0].blocks)
+            return Answer(joined(answers), time.monotonic() - started, kept=kept, named=named)
         finally:
-            self.lanes.release(channel)
+            if kept is None:
+                self.lanes.release(channel)
 
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
+            blocks = _blocks(part, self.route.peer) if self.uses_blocks and part.count <= limit else ()
+            for pad in () if blocks else part.pads:
+                pad.fetch_effects()
             requests = part.requests[self, limit] = [
                 wire.Execute(
                     nonce=fresh_nonce(),
@@ -122,10 +179,30 @@ class ExecutorClient:
                     rows=min(limit, part.count - first),
                     counts=part.counts_of(first, limit),
                     ring_bits=part.rows.ring_bits,
+                    blocks=blocks,
+                    confirms=tuple(self._to_confirm()),
                 )
                 for first in range(0, part.count, limit)
             ]
         return requests
+
+    def _to_confirm(self) -> Iterator[bytes]:
+        for _ in range(wire.MAX_BLOCKS):
+            try:
+                yield self.confirms.popleft()
+            except IndexError:  # also if other threads have taken them
+                return
+
+
+def _blocks(part: Part, executor: Peer) -> tuple[wire.BlockRows, ...]:
+    """The blocks of all rows of a part, if they lie at this executor or are on their way to it; else none."""
+    found, now = list[wire.BlockRows](), time.monotonic()
+    for first, pad in part.pads_in_place():
+        blocks = pad.blocks()
+        if not blocks or any(block.executor != executor or block.until < now for block in blocks):
+            return ()
+        found += [wire.BlockRows(block=b.id, start=b.start, first=first, rows=pad.rows) for b in blocks]
+    return tuple(found) if len(found) <= wire.MAX_BLOCKS else ()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,9 @@ request: the pad is drawn with other helpers. Without spares a request is repeat
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +17,9 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.executor import joined, row_limit
 from tenant.core.secret import SessionSecret
 from tenant.routing.health import State
@@ -27,6 +30,31 @@ from tenant.worker import Promise
 _LANES: Final = 2
 """Connections for pads needed now, and for pads made ahead: as many requests are under way at once as a tenant's two
 threads send products."""
+_RELAY_S: Final = 30.0  # an order that takes longer is given up; the link between providers has a shorter deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayTarget:
+    """The executor to which the helpers of a pad send their effects.
+
+    Args:
+        executor: the executor.
+        order: what each helper is told.
+        until: until when the blocks may be used, by `time.monotonic`.
+        failed: called if a helper does not relay.
+    """
+
+    executor: Peer
+    order: wire.RelayOrder
+    until: float
+    failed: Callable[[], None]
+
+
+class Relay(NamedTuple):
+    """The request that orders one effect as a block, and the executor that receives the block."""
+
+    request: wire.Effect
+    target: RelayTarget
 
 
 class HelperClient:
@@ -57,6 +85,23 @@ class HelperClient:
         self._routes = routes
         self._choosing = threading.Lock()
 
+    def relay(
+        self,
+        target: RelayTarget,
+        index: int,
+        direction: Direction,
+        facts: GroupFacts,
+        *,
+        first_row: int,
+        rows: int,
+        counts: Counts | None,
+    ) -> Relay | None:
+        """Return an order for `submit`. None if the helper does not relay, or cannot answer with one block."""
+        welcome = self.route.welcome
+        if welcome is None or welcome.version < wire.RELAY_VERSION or rows > row_limit(facts.widest, welcome):
+            return None
+        return Relay(self._request(index, direction, first_row, rows, counts, relay=target.order), target)
+
     def submit(
         self,
         index: int,
@@ -67,18 +112,21 @@ class HelperClient:
         rows: int,
         counts: Counts | None = None,
         ahead: bool,
-    ) -> Promise[Tensor]:
-        """Request the effect of rows of the helper's keystream. The result is unverified.
+        relay: Relay | None = None,
+    ) -> Promise[Tensor | None]:
+        """Request the effect of rows of the helper's keystream. The result is unverified; None if it was relayed.
 
         Args:
             facts: facts of the layer group, or of one expert's matrix if there are counts.
             first_row, rows: rows of the keystream.
             counts: rows of every expert of a stack. The helper sees them.
             ahead: True for a pad that is made ahead, False if a product waits for the pad.
+            relay: the order to send first, for the same rows. If it fails, the effect is requested without relay.
         """
         with self._choosing:
             channel = min(self.channels[ahead * _LANES :][:_LANES], key=lambda channel: channel.worker.unfinished)
-            return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows, counts)
+            arguments = (channel, index, direction, facts, first_row, rows, counts, relay)
+            return channel.worker.submit(self._effect, *arguments)
 
     def _effect(
         self,
@@ -89,9 +137,11 @@ class HelperClient:
         first_row: int,
         rows: int,
         counts: Counts | None,
-    ) -> Tensor:
+        relay: Relay | None,
+    ) -> Tensor | None:
         persists = not self._routes.can_replace(index, [self.peer])
-        size = wire.RING32.size(rows, facts.outputs(direction))
+        outputs = facts.outputs(direction)
+        size = wire.RING32.size(rows, outputs)
         if not persists and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; other helpers make the pads")
         began = time.monotonic()
@@ -99,32 +149,61 @@ class HelperClient:
         try:
             welcome = channel.welcome() if persists else channel.connect(deadline=until)
             self._routes.connected(self.route, welcome)
-            started, effects = time.monotonic(), []
-            step = row_limit(facts.widest, welcome)
-            for first in range(first_row, first_row + rows, step):
-                count = min(step, first_row + rows - first)
-                request = wire.Effect(
-                    nonce=fresh_nonce(),
-                    group=index,
-                    direction=direction,
-                    arithmetic="ring",
-                    rows=count,
-                    counts=None if counts is None else clip(counts, first - first_row, count),
-                    ring_bits=self._ring_bits,
-                    seed=self.seed,
-                    first_row=first,
-                )
-                outputs = facts.outputs(direction)
-                if persists:
-                    effects.append(channel.request(request, None, outputs=outputs))
-                else:
-                    effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
+            started = time.monotonic()
+            reply = None if relay is None else self._relayed(channel, relay, outputs, until)
+            if reply is None:
+                step = row_limit(facts.widest, welcome)
+                effects = []
+                for first in range(first_row, first_row + rows, step):
+                    count = min(step, first_row + rows - first)
+                    its_counts = None if counts is None else clip(counts, first - first_row, count)
+                    request = self._request(index, direction, first, count, its_counts)
+                    if persists:
+                        effects.append(channel.request(request, None, outputs=outputs))
+                    else:
+                        effects.append(channel.attempt(request, None, outputs=outputs, deadline=until).words)
+                effect: Tensor | None = joined(effects)
+            else:
+                effect = None if reply.relayed else reply.words
         except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed:
                 self._routes.failed(self.route, error, waited_s=0.0 if persists else time.monotonic() - began)
             raise
         self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
-        return joined(effects)
+        return effect
+
+    def _relayed(self, channel: Channel, relay: Relay, outputs: int, until: float) -> Reply | None:
+        """Order a relay. Returns None if the order failed, and no answer came instead of it."""
+        reply = None
+        with suppress(TransportError, ProviderError):
+            deadline = min(until, time.monotonic() + _RELAY_S)
+            reply = channel.attempt(relay.request, None, outputs=outputs, deadline=deadline)
+        if reply is None or not reply.relayed:
+            relay.target.failed()
+        return reply
+
+    def _request(
+        self,
+        index: int,
+        direction: Direction,
+        first_row: int,
+        rows: int,
+        counts: Counts | None,
+        *,
+        relay: wire.RelayOrder | None = None,
+    ) -> wire.Effect:
+        return wire.Effect(
+            nonce=fresh_nonce(),
+            group=index,
+            direction=direction,
+            arithmetic="ring",
+            rows=rows,
+            counts=counts,
+            ring_bits=self._ring_bits,
+            seed=self.seed,
+            first_row=first_row,
+            relay=relay,
+        )
 
     def close(self) -> None:
         """Close all connections, for good and without waiting."""

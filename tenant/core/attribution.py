@@ -3,6 +3,9 @@
 A refused product y = y' - sum e_j means that the answer y' or an effect e_j is wrong, but not which one. The blame keys
 check each of them separately (`verifier`). An effect that the tenant computed itself is checked as well: damage to the
 tenant's own packed weights must not convict a provider.
+
+A relayed answer is first replaced by the executor's product and the effects that the helpers have signed
+(`tenant.session.evidence`).
 """
 
 import logging
@@ -15,7 +18,7 @@ from torch import Tensor
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Peer
 from tenant.core.parts import Part
-from tenant.core.prepared import Preparation
+from tenant.core.verifier import BlameKeys
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class Attribution(NamedTuple):
     own: bool
 
 
-def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> Attribution:
+def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> Attribution:
     """Check the answer and every effect of a refused product. The result is empty if the keys detect no error.
 
     Args:
@@ -43,7 +46,7 @@ def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tens
 
     def accepts(first: int, rows: Tensor, result: Tensor) -> bool:
         counts = part.counts_of(first, rows.shape[0])
-        return preparation.blame.accepts(
+        return blame.accepts(
             part.index, part.direction, rows=rows, answer=result, counts=counts, ring_bits=part.rows.ring_bits
         )
 

@@ -13,7 +13,7 @@ another key or other layers. Another executor of the same operator is another pa
 import functools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from symbiosis_priv.errors import QuarantinedError, RoleConflictError
@@ -100,4 +100,11 @@ class Gate:
         elif peer.role != "executor" or (rows.holders and not self._may_see(peer, rows.holders)):
             raise RoleConflictError(
                 f"{peer.role} {peer.name!r} was about to get rows under a pad of its own company; nothing was sent"
+            )
+
+    def check_relay(self, executor: Peer, holders: Collection[Peer]) -> None:
+        """Check rule 8 before these helpers of a pad are told to relay its effects. Raises `RoleConflictError`."""
+        if not self._may_see(executor, tuple(holders)):
+            raise RoleConflictError(
+                f"a helper was about to relay to {executor.name!r} of its own company; nothing was ordered"
             )

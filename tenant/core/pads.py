@@ -10,6 +10,10 @@ once: the second attempt raises `BurntRowError`. Schemes differ in the source of
 
 A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A party that lacks at least one seed sees
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
+
+Relay. A helper may send its effect to the executor instead of to the tenant. Because n_j could be computed from e_j, it
+sends the block `e_j + m_j`: m_j is a second keystream of the same seed, with the same row numbers. The executor
+subtracts the blocks from its product, and the tenant adds the m_j to the answer.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +22,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream, mask_key
+from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, relay_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
@@ -28,20 +32,57 @@ from tenant.core.secret import SessionSecret
 from tenant.worker import Promise, Worker
 
 
+class Block(NamedTuple):
+    """An effect that its helper was told to send to an executor, plus rows of a second keystream.
+
+    Args:
+        executor: the executor that receives the block. The gate has checked rule 8 for it and the pad's helpers.
+        id: derived from the seed, the rows and the executor.
+        rows: number of rows of the block.
+        start: the pad's first row in the block.
+        second: the second keystream, with rows as wide as the effect, and the row numbers of the mask.
+        until: the tenant does not use the block after this time, by `time.monotonic`.
+    """
+
+    executor: Peer
+    id: bytes
+    rows: int
+    start: int
+    second: Keystream
+    until: float
+
+
 class Share(NamedTuple):
     """The share of one seed in a pad: rows of its keystream, and the promise of their effect.
 
     Args:
         holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
         keystream: keystream of this seed, layer group and direction.
-        first_row: first row in the keystream.
-        effect: int32 `[r, o]`, unverified.
+        first_row: the pad's first row in the keystream.
+        effect: int32 `[r, o]`, unverified; None if it lies at an executor, as a block.
+        offset: the pad's first row in the effect.
+        block: the effect as a block; None if it was not relayed.
+        fetch: requests the effect of some rows, given the first row and their number, without relay.
     """
 
     holder: Peer | None
     keystream: Keystream
     first_row: int
-    effect: Promise[Tensor]
+    effect: Promise[Tensor] | Promise[Tensor | None]
+    offset: int = 0
+    block: Block | None = None
+    fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
+
+    @property
+    def is_relayed(self) -> bool:
+        """Returns True if the effect lies at an executor; False if that is not known yet."""
+        known = self.block is not None and self.effect.done() and self.effect.exception() is None
+        return known and self.effect.result() is None
+
+    def later(self, rows: int) -> Self:
+        """The share without its first `rows` rows."""
+        block = self.block and self.block._replace(start=self.block.start + rows)
+        return self._replace(first_row=self.first_row + rows, offset=self.offset + rows, block=block)
 
 
 class Pad:
@@ -52,18 +93,17 @@ class Pad:
     Args:
         rows: number of rows of each share.
         shares: the shares of the pad, at least one.
-        start: first row of the pad in each share.
 
     Raises:
         BurntRowError: no shares; such a pad would hide nothing.
     """
 
-    __slots__ = ("_unused", "rows", "shares", "start")
+    __slots__ = ("_unused", "rows", "shares")
 
-    def __init__(self, rows: int, shares: tuple[Share, ...], start: int = 0) -> None:
+    def __init__(self, rows: int, shares: tuple[Share, ...]) -> None:
         if not shares:
             raise BurntRowError("a pad without shares hides nothing; nothing was sent")
-        self.rows, self.shares, self.start = rows, shares, start
+        self.rows, self.shares = rows, shares
         self._unused = [True]  # popping is atomic, also with threads
 
     def add_mask(self, rows: Tensor) -> None:
@@ -74,20 +114,20 @@ class Pad:
         """
         self._use()
         for share in self.shares:
-            share.keystream.add_to(rows, first_row=share.first_row + self.start)
+            share.keystream.add_to(rows, first_row=share.first_row)
 
     def subtract_mask(self, rows: Tensor) -> None:
         """Subtract the mask, in place. The pad remains used."""
         rows.neg_()
         for share in self.shares:
-            share.keystream.add_to(rows, first_row=share.first_row + self.start)
+            share.keystream.add_to(rows, first_row=share.first_row)
         rows.neg_()
 
     def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the matrices from which the check of the product starts.
 
-        A scheme that opens answers in its own way derives from `Pad` and overrides this method: it may add a second
-        keystream to the answer, or subtract the effects and round off a small error.
+        A scheme that opens answers in its own way derives from `Pad` and overrides this method: it may subtract the
+        effects and round off a small error.
 
         Args:
             answer: int32 `[r, o]` from the executor, for this pad's rows; not changed.
@@ -97,9 +137,28 @@ class Pad:
         """
         return answer, self.effects()
 
+    def open_relayed(self, answer: Tensor) -> None:
+        """Add the second keystreams to an answer from which the executor has subtracted the blocks, in place."""
+        for share in self.shares:
+            assert share.block is not None
+            share.block.second.add_to(answer, first_row=share.first_row)
+
+    def blocks(self) -> list[Block]:
+        """The block of every share, or no block if an effect is subtracted by the tenant."""
+        blocks = [s.block for s in self.shares if s.block is not None and (s.is_relayed or not s.effect.done())]
+        return blocks if len(blocks) == len(self.shares) else []
+
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
-        return [some_rows(share.effect.result(), self.start, self.rows) for share in self.shares]
+        effects = [(share.effect.result(), share.offset) for share in self.shares]
+        return [some_rows(effect, offset, self.rows) for effect, offset in effects if effect is not None]
+
+    def fetch_effects(self) -> None:
+        """Request the effects that lie at an executor, so that they can be subtracted from an answer without blocks."""
+        self.shares = tuple(
+            s._replace(effect=s.fetch(s.first_row, self.rows), offset=0) if s.fetch and s.is_relayed else s
+            for s in self.shares
+        )
 
     def wrong_effects(self, accepts: Callable[[Tensor, Tensor], bool]) -> Iterator[Peer | None]:
         """Yield the holders whose effects are not the product of their mask rows; None stands for the tenant.
@@ -108,13 +167,15 @@ class Pad:
             accepts: returns True if int32 `[r, o]` is the product of int32 `[r, d]`.
         """
         for share, effect in zip(self.shares, self.effects(), strict=True):
-            if not accepts(share.keystream.expand(share.first_row + self.start, self.rows), effect):
+            if not accepts(share.keystream.expand(share.first_row, self.rows), effect):
                 yield share.holder
 
     def make_next(self) -> None:
-        """Expand the masks that follow this pad's masks, because the next product probably needs them."""
+        """Expand the masks that follow this pad's masks, for the next product, and the rows that open the answer."""
         for share in self.shares:
-            share.keystream.make_ahead(share.first_row + self.start + self.rows, self.rows)
+            share.keystream.make_ahead(share.first_row + self.rows, self.rows)
+            if share.block is not None:
+                share.block.second.make_ahead(share.first_row, self.rows)
 
     def holders(self) -> list[Peer]:
         """The helpers that know a seed of this pad."""
@@ -124,7 +185,7 @@ class Pad:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
         self._use()
         kind = type(self)
-        return kind(rows, self.shares, self.start), kind(self.rows - rows, self.shares, self.start + rows)
+        return kind(rows, self.shares), kind(self.rows - rows, tuple(share.later(rows) for share in self.shares))
 
     def _use(self) -> None:
         try:
@@ -144,7 +205,7 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self._keystreams: dict[tuple[bytes, int, Direction, bool], Keystream] = {}
+        self._keystreams: dict[tuple[bytes, int, Direction, bool, bool], Keystream] = {}
 
     @abstractmethod
     def draw(
@@ -170,13 +231,20 @@ class EffectSource(ABC):
         facts = self._facts[index].for_rows(counts)
         return self._secret.burn(group_name=facts.entry.name, direction=direction, rows=rows)
 
-    def _keystream(self, seed: bytes, index: int, direction: Direction, counts: Counts | None = None) -> Keystream:
-        """The keystream of a seed for one layer group and direction, or for rows for its experts."""
-        place = seed, index, direction, counts is None
+    def _keystream(
+        self, seed: bytes, index: int, direction: Direction, counts: Counts | None = None, *, second: bool = False
+    ) -> Keystream:
+        """The keystream of a seed for one layer group and direction, or for rows for its experts.
+
+        Args:
+            second: return the keystream that hides relayed effects, which has the width of effects.
+        """
+        place = seed, index, direction, counts is None, second
         if (keystream := self._keystreams.get(place)) is None:
             facts = self._facts[index].for_rows(counts)
-            key = mask_key(seed, group_name=facts.entry.name, direction=direction)
-            keystream = self._keystreams[place] = Keystream(key, width=facts.inputs(direction))
+            key_of, width = (relay_key, facts.outputs) if second else (mask_key, facts.inputs)
+            key = key_of(seed, group_name=facts.entry.name, direction=direction)
+            keystream = self._keystreams[place] = Keystream(key, width=width(direction))
         return keystream
 
 

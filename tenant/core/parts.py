@@ -5,16 +5,14 @@ The steps of a part, in this order:
     mask      adds pads to the encoded rows, once; the result is `MaskedRows`, which can be sent
     remask    only after a failure: replaces pads, so the masked rows change
     open      subtracts the effects from the answer and checks it; results of rows that fail are dropped
-    correct   only in a narrow ring: corrects the wraps of rows that failed
+    put       only in a narrow ring: checks the corrected product of a row that failed, and writes its results
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic import wraps
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.passes import refused, unmask
 from symbiosis_priv.arithmetic.ring import Direction
@@ -44,13 +42,12 @@ class Part:
         counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
 
     Attributes:
-        count: number of rows r.
+        count, width: number of rows r, and of columns d.
         size: bytes of rows and answer.
         sent: the masked rows, after `mask`.
-        shares: all shares of the pads.
+        relayed: True if the executor has subtracted blocks from the latest answer.
         requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, including
-            the
-            nonce (rule 3).
+            the nonce (rule 3).
     """
 
     index: int
@@ -65,13 +62,17 @@ class Part:
     outputs: int
     counts: Counts | None = None
     sent: MaskedRows = field(init=False)
-    shares: list[Share] = field(init=False)
+    relayed: bool = field(default=False, init=False)
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.count, width = self.encoded.shape
-        self.size = wire.RING32.size(self.count, width + self.outputs)
-        self.shares = [share for pad in self.pads for share in pad.shares]
+        self.count, self.width = self.encoded.shape
+        self.size = wire.RING32.size(self.count, self.width + self.outputs)
+
+    @property
+    def shares(self) -> list[Share]:
+        """All shares of the pads."""
+        return [share for pad in self.pads for share in pad.shares]
 
     def mask(self) -> None:
         """Mask the rows. Afterwards the part holds no unmasked rows.
@@ -103,42 +104,39 @@ class Part:
         }
         self.sent = remask(self.sent, fresh)
         self.pads = self.sent.pads
-        self.shares = [share for pad in self.pads for share in pad.shares]
         self.requests.clear()
         return sum(pad.rows for pad in fresh.values())
 
-    def open(self, answer: Tensor) -> list[int]:
+    def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results.
 
         Args:
-            answer: int32 `[r, o]`, an executor's answer; not changed.
+            answer: int32 `[r, o]`, an executor's answer. Changed only if it is relayed.
+            relayed: True if the executor has subtracted blocks from the answer.
 
         Returns:
             The numbers of the rows that failed the check. Their results must be dropped.
         """
-        return [row for block in self._blocks(answer) for row in self._check(*block)]
+        self.relayed = relayed
+        if relayed:
+            for first, pad in self.pads_in_place():
+                pad.open_relayed(some_rows(answer, first, pad.rows))
+        return [row for block in self.opened(answer) for row in self._check(*block)]
 
-    def may_wrap(self, rows: Sequence[int]) -> bool:
-        """Returns True if the products of all these rows can leave a narrow ring. Rows of zeros cannot."""
-        return self.rows.most_wraps > 0 and self.start + max(rows) < self.rows.count
+    def opened(self, answer: Tensor) -> Iterator[tuple[int, Tensor, Sequence[Tensor]]]:
+        """The rows of each pad: the first row, the answer, and the effects to subtract from it."""
+        if self.relayed or not self.pads:
+            yield 0, answer, ()
+            return
+        for first, pad in self.pads_in_place():
+            yield first, *pad.open(some_rows(answer, first, pad.rows))
 
-    def correct(self, rows: Sequence[int], answer: Tensor) -> list[int]:
-        """Correct the wraps of rows that failed the check, and write their results.
-
-        Returns:
-            The numbers of the rows that cannot be corrected.
-        """
-        left = []
-        for first, block, effects in self._blocks(answer):
-            for row in (row - first for row in rows if first <= row < first + block.shape[0]):
-                y = unmask(block[row], [effect[row] for effect in effects], ring_bits=self.rows.ring_bits)
-                if not self._correct(first + row, y):
-                    left.append(first + row)
-        return left
-
-    def multiply_again(self, rows: Sequence[int], multiply: Callable[[Rows], None]) -> None:
-        """Multiply rows of this part at half their scale (`Rows.multiply_again`)."""
-        self.rows.multiply_again([self.start + row for row in rows], multiply)
+    def put(self, row: int, one: Rows, product: Tensor) -> bool:
+        """Check the product of one row, int32 `[o]`, and write its results if it is right. Returns True if it is."""
+        if one.decode(0, product[None], column=self.column, expected=self.expected[row : row + 1]):
+            return False
+        self.rows.put([self.start + row], one)
+        return True
 
     def pads_in_place(self) -> Iterator[tuple[int, Pad]]:
         """The pads, each with the first row that it covers."""
@@ -146,13 +144,6 @@ class Part:
         for pad in self.pads:
             yield first, pad
             first += pad.rows
-
-    def _blocks(self, answer: Tensor) -> Iterator[tuple[int, Tensor, Sequence[Tensor]]]:
-        """The rows of each pad: the first row, the answer, and the effects to subtract from it."""
-        if not self.pads:
-            yield 0, answer, ()
-        for first, pad in self.pads_in_place():
-            yield first, *pad.open(some_rows(answer, first, pad.rows))
 
     def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> list[int]:
         count = answer.shape[0]
@@ -172,28 +163,3 @@ class Part:
             expected = self.expected[first + real : first + count]
             wrong += [real + row for row in refused(zeros, self.column, expected)]
         return [first + row for row in wrong]
-
-    def _correct(self, row: int, y: Tensor) -> bool:
-        """Correct the wraps of one row. Returns True if its results were written.
-
-        Args:
-            y: int32 `[o]`, the signed residues of its product.
-        """
-        one = self.rows.some([number := self.start + row])
-        column, products = self.second()
-        residue = torch.empty(1, dtype=torch.int64, device="cpu")
-        one.encode(
-            self.sent.masked_words.new_empty((1, self.sent.masked_words.shape[1])), column=products, expected=residue
-        )
-        expected = self.expected[row : row + 1]
-        t = wraps.corrected(
-            y,
-            (self.column, int(expected)),
-            (column, int(residue)),
-            ring_bits=self.rows.ring_bits,
-            most=self.rows.most_wraps,
-        )
-        if t is None or one.decode(0, t[None], column=self.column, expected=expected):
-            return False
-        self.rows.put([number], one)
-        return True

@@ -14,7 +14,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.wire import Role
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 

@@ -22,8 +22,8 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
-    from tenant.core.prepared import Preparation
     from tenant.federation.probe import Finding
+    from tenant.preparation.prepared import Preparation
     from tenant.routing.discovery import Found
 
 app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it lists.")

@@ -31,8 +31,8 @@ from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
-from tenant.core.prepared import Preparation
 from tenant.federation.coverage import Serving, layer_text
+from tenant.preparation.prepared import Preparation
 
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64

@@ -3,18 +3,25 @@
 Helper j expands its seed to a share n_j of the pad and returns the effect e_j = n_j @ W.T. The pad is n = sum n_j, its
 effect e = sum e_j. The executor together with all helpers but one still sees uniform rows. The check of the product
 covers every e_j. The effects of rows for experts of a stack depend on how many rows each expert has, so every helper
-sees these counts, as the executor does.
+sees these counts, as the executor does. With `[pads] relay = true`, helpers send effects to the executor, hidden by a
+second keystream (`tenant.core.pads`).
 """
 
 from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
-from tenant.core.pads import EffectSource, Pad, Share
+from symbiosis_priv.network.blocks import block_id
+from tenant.connections.helper import HelperClient, Relay
+from tenant.core.pads import Block, EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme
+from tenant.worker import Promise
 
 
 class OneTimePads(SessionScheme):
@@ -35,7 +42,7 @@ class PadSource(EffectSource):
     """Gets effects from helpers. A pad is the sum of one share for each helper.
 
     Args:
-        holders: chooses the helpers of a group's next pad.
+        holders: chooses the helpers of a group's next pad, and the executor to which they relay effects.
     """
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, holders: Holders) -> None:
@@ -52,10 +59,47 @@ class PadSource(EffectSource):
         ahead: bool,
         executor: Peer | None = None,
     ) -> Pad:
-        helpers = self._holders(index, executor)
+        helpers, target = self._holders(index, executor)
         first = self._burn(index, direction, rows, counts)
         facts, shares = self._facts[index].for_rows(counts), []
         for helper in helpers:
-            effect = helper.submit(index, direction, facts, first_row=first, rows=rows, counts=counts, ahead=ahead)
-            shares.append(Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect))
+            relay = None
+            if target is not None:
+                relay = helper.relay(target, index, direction, facts, first_row=first, rows=rows, counts=counts)
+            effect = helper.submit(
+                index, direction, facts, first_row=first, rows=rows, counts=counts, ahead=ahead, relay=relay
+            )
+            share = Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect)
+            if relay is not None:
+                share = share._replace(
+                    block=self._block(relay, helper.seed),
+                    fetch=partial(_fetch, helper, index, direction, facts, first, counts),
+                )
+            shares.append(share)
         return Pad(rows, tuple(shares))
+
+    def _block(self, relay: Relay, seed: bytes) -> Block:
+        request, target = relay
+        return Block(
+            executor=target.executor,
+            id=block_id(request),
+            rows=request.rows,
+            start=0,
+            second=self._keystream(seed, request.group, request.direction, request.counts, second=True),
+            until=target.until,
+        )
+
+
+def _fetch(
+    helper: HelperClient,
+    index: int,
+    direction: Direction,
+    facts: GroupFacts,
+    first: int,
+    counts: Counts | None,
+    first_row: int,
+    rows: int,
+) -> Promise[Tensor | None]:
+    """Request the effect of some rows of a pad whose first row is `first` and that has these counts."""
+    its_counts = None if counts is None else clip(counts, first_row - first, rows)
+    return helper.submit(index, direction, facts, first_row=first_row, rows=rows, counts=its_counts, ahead=False)

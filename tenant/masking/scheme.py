@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.wire import Role
-from tenant.connections.helper import HelperClient
+from tenant.connections.helper import HelperClient, RelayTarget
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource
 from tenant.core.secret import SessionSecret
@@ -116,7 +116,7 @@ class BackendScheme(Scheme):
         """
 
 
-Holders = Callable[[int, Peer | None], Sequence[HelperClient]]
+Holders = Callable[[int, Peer | None], tuple[Sequence[HelperClient], RelayTarget | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,8 @@ class Materials:
     Args:
         secret: the source of seeds and row numbers.
         holders: returns the helpers of the next pad of a layer group, for a given executor, or for any executor if it
-            is
-            None. Raises if there are fewer helpers than a pad needs. Returns none if the scheme's `roles` name no
-                helpers.
+            is None, and the executor to which they relay effects, if they do. Raises if there are fewer helpers than a
+            pad needs. Returns none if the scheme's `roles` name no helpers.
         store: the tenant's own copy of the weights, if it has one.
     """
 

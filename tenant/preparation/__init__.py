@@ -1,5 +1,6 @@
 """Makes verification keys and facts from a checkpoint before the first session, and caches them on disk.
 
+prepared      what the tenant keeps of a base model: facts and keys
 keys          makes, caches and reads verification keys
 opening       opens a prepared model, or prepares it
 own_tensors   digests of the tensors and files that stay with the tenant

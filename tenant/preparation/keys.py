@@ -42,9 +42,9 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
-from tenant.core.prepared import Preparation
 from tenant.core.verifier import BlameKeys, VerificationKeys
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
+from tenant.preparation.prepared import Preparation
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, RingBits
-from tenant.core.prepared import Preparation
 from tenant.options import Options
 from tenant.preparation.keys import prepare
 from tenant.preparation.own_tensors import own_digest
+from tenant.preparation.prepared import Preparation
 
 
 class Opening:

@@ -124,7 +124,13 @@ class Routes:
         return route in self.executors and self._serves(route, group)
 
     def choose(
-        self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
+        self,
+        group: int,
+        size: int,
+        *,
+        holders: Collection[Peer] | None,
+        prefer: Route | None = None,
+        relayed_to: Peer | None = None,
     ) -> Route | None:
         """Choose the executor of a request. Report the outcome to `answered`, `failed` or `given_up`.
 
@@ -132,6 +138,7 @@ class Routes:
             size: bytes both ways.
             holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
             prefer: chosen if it is open.
+            relayed_to: the executor at which the effects of the rows' pads lie. It counts as the present executor.
 
         Returns:
             The executor; None if no able executor is open.
@@ -145,10 +152,23 @@ class Routes:
             if able and len(serving) == 1:
                 route: Route | None = able[0]
             else:
-                route = self._best([r for r in able if r.is_open], group, size, prefer)
+                route = self._best([r for r in able if r.is_open], group, size, prefer, relayed_to)
             if route is not None:
                 route.in_flight += 1
             return route
+
+    def likely(self, group: int) -> Route | None:
+        """The executor that will probably get the next rows of a group; None if none is open.
+
+        It is an executor that may see rows under a pad of the helpers that `holders` returns for it.
+        """
+        with self._lock:
+            able = [route for route in self.able(group) if self._has_holders(group, route)]
+            if len(able) == 1:
+                return able[0]
+            open_ones = [route for route in able if route.is_open]
+            present = self._present.get((group, True))
+            return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
     def open_for(self, group: int, size: int) -> list[Route]:
         """The executors that may share a large product, the cheapest first."""
@@ -187,7 +207,9 @@ class Routes:
         known = tuple(holders)
         return [route for route in executors if self._admits(route.peer, known)]
 
-    def _best(self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None) -> Route | None:
+    def _best(
+        self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None, relayed_to: Peer | None
+    ) -> Route | None:
         if prefer in open_ones:
             return prefer
         now, few = self._clock(), size <= FEW_BYTES
@@ -198,7 +220,8 @@ class Routes:
         if not open_ones:
             return None
         best = min(open_ones, key=lambda route: route.cost(size))
-        present = self._present.get((group, few))
+        lying = (route for route in open_ones if route.peer == relayed_to)
+        present = next(lying, self._present.get((group, few)))
         if present is not None and present in open_ones and best.cost(size) > _CLEARLY * present.cost(size):
             return present
         self._present[group, few] = best
@@ -260,6 +283,10 @@ class Routes:
         if not away and waited_s < self.patience_with_helpers_s(group, holders, size):
             return []
         return [route for route in self.helpers if route.peer not in holders]
+
+    def _has_holders(self, group: int, executor: Route) -> bool:
+        holders = [route.peer for route in self._holders(group, executor)]
+        return len(holders) == self.helpers_per_pad and self._admits(executor.peer, tuple(holders))
 
     # Outcomes of requests
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from typing import Any
 
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import (
@@ -22,7 +23,7 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from tenant.connections.lanes import LanesInUseError
-from tenant.core.pads import Pad
+from tenant.core.pads import Pad, Share
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -32,6 +33,7 @@ from tenant.session.pools import is_lost
 from tenant.session.retry import RetryState
 from tenant.session.runtime import Runtime
 from tenant.session.tally import Tally
+from tenant.worker import Promise
 
 _LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
 
@@ -136,7 +138,14 @@ class Failover:
         while True:
             self.runtime.prober.revive()
             self.faults.check(part, retry)
-            route = self.routes.choose(part.index, part.size, holders=part.sent.holders, prefer=preferred)
+            lying_at = part.pads[0].blocks()[:1] if part.pads else []
+            route = self.routes.choose(
+                part.index,
+                part.size,
+                holders=part.sent.holders,
+                prefer=preferred,
+                relayed_to=lying_at[0].executor if lying_at else None,
+            )
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
                 self.runtime.prober.revive(urgent=self.routes.executors)
@@ -159,7 +168,7 @@ class Failover:
 
     def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
         """Wait until all effects have arrived, or until the missing effects are late and their pads can be replaced."""
-        missing = {share for share in part.shares if not share.effect.done()}
+        missing = self._missing(part)
         longest = self.options.deadline_s  # this pad was ordered ahead, so an absent helper may owe many before it
         began = time.monotonic()
         until = began + longest
@@ -180,12 +189,20 @@ class Failover:
                 waited = time.monotonic() - began
                 wanted = self.routes.wanted(part.index, holders, part.size, waited_s=waited)
                 self.runtime.prober.revive(urgent=wanted)
-            wait([share.effect for share in missing], max(0.0, patience))
-            missing = {share for share in missing if not share.effect.done()}
-            if missing and spare:
-                retry.late |= {share.holder for share in missing if share.holder is not None}
+            effects: list[Promise[Any]] = [share.effect for share in missing]
+            wait(effects, max(0.0, patience))
+            late = [share for share in missing if not share.effect.done()]
+            missing = self._missing(part)
+            if late and spare:
+                retry.late |= {share.holder for share in late if share.holder is not None}
                 self.routes.late(retry.late, waited_s=patience)
                 return
+
+    def _missing(self, part: Part) -> list[Share]:
+        """The shares whose effects are not here. Requests those that lie at an executor."""
+        for pad in part.pads:
+            pad.fetch_effects()
+        return [share for share in part.shares if not share.effect.done()]
 
     def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
         """Replace pads whose helper was lost or late, or is quarantined."""

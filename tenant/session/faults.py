@@ -3,20 +3,20 @@
 `tenant.core.attribution` finds whose result was wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from symbiosis_priv.errors import CheckpointError, QuarantinedError, VerificationError
+from symbiosis_priv.errors import CheckpointError, QuarantinedError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
+from tenant.connections.executor import Answer
 from tenant.core.attribution import attribute
 from tenant.core.gate import Gate
 from tenant.core.parts import Part
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
+from tenant.session.evidence import disclose
 from tenant.session.retry import RetryState
 from tenant.session.tally import Tally
 
@@ -30,6 +30,7 @@ class Faults:
         routes: quarantines providers, and knows which ones are left.
         gate: is closed while a fault is attributed.
         tally: counts rejected answers.
+        end_relays: ends the relays to an executor.
         own_weights: folder of the tenant's own packed weights, for messages; None if the tenant has none.
     """
 
@@ -37,13 +38,14 @@ class Faults:
     routes: Routes
     gate: Gate
     tally: Tally
+    end_relays: Callable[[Peer], None]
     own_weights: Path | None = None
 
     def product_refused(
-        self, route: Route, part: Part, answer: Tensor, retry: RetryState, *, may_wrap: bool = False
+        self, route: Route, part: Part, answer: Answer, retry: RetryState, *, may_wrap: bool = False
     ) -> bool:
-        """Handle a product that failed the check: the executor's answer, int32 `[r, o]`, or an effect of its pads is
-        wrong; or, if `may_wrap` is True, the product has left a narrow ring.
+        """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
+        `may_wrap` is True, the product has left a narrow ring.
 
         Returns:
             False if the keys find no error, and the product may have left the ring: nobody is suspected then.
@@ -56,8 +58,16 @@ class Faults:
             involved = [executor := route.peer, *part.sent.holders]
             # another part may have found the same fault already; then the keys that attribute faults are deleted
             found = [peer for peer in involved if peer in self.routes.quarantined]
+            try:
+                if not found and part.relayed and not disclose(part, answer.words, answer.fetch_block):
+                    found = [executor]
+            except TransportError as lost:  # no evidence, so nobody is suspected
+                self.end_relays(executor)
+                part.requests.clear()  # they name blocks
+                retry.failed(route, lost)
+                return True
             if not found:
-                found, own = attribute(self.preparation, executor, part, answer)
+                found, own = attribute(self.preparation.blame, executor, part, answer.words)
                 if own:
                     self._quarantine(*found)
                     raise self._own_damage(part)

@@ -13,6 +13,7 @@ A large product goes out in pieces (`pieces`). Each piece is a request with its 
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,14 +24,15 @@ from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
-from tenant.connections.executor import ExecutorClient
+from tenant.connections.executor import Answer, ExecutorClient
 from tenant.core.masked import cut
 from tenant.core.pads import some_rows
 from tenant.core.parts import Part
-from tenant.core.prepared import Preparation
 from tenant.core.rows import Rows
+from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
+from tenant.session import corrections
 from tenant.session.failover import Failover
 from tenant.session.options import SessionOptions
 from tenant.session.pieces import piece_rows, product_bytes, share
@@ -94,37 +96,44 @@ class Products:
                 continue
             finally:
                 record("network + product", since=began)
-            began = clock()
-            complete = self.failover.effects_are_there(part, retry)
-            record("wait for effects", since=began)
-            if not complete:
-                continue
-            began = clock()
-            refused = part.open(answer)
-            left = self._corrected(route, part, answer, refused, retry) if refused else []
-            record("unmask + verify + dequantise", since=began)
-            if left is None:
-                continue
-            self.tally.add(answers_verified=part.count, effects_verified=part.count if part.sent.holders else 0)
+            with closing(answer):
+                began = clock()
+                complete = answer.relayed or self.failover.effects_are_there(part, retry)
+                record("wait for effects", since=began)
+                if not complete:
+                    continue
+                began = clock()
+                refused = part.open(answer.words, relayed=answer.relayed)
+                left = self._corrected(route, part, answer, refused, retry) if refused else []
+                record("unmask + verify + dequantise", since=began)
+                if left is None:
+                    continue
+                answer.confirm()
+            self.tally.add(
+                answers_verified=part.count,
+                effects_verified=part.count if part.sent.holders else 0,
+                rows_relayed=part.count if answer.relayed else 0,
+            )
             self.routes.credit(route, part.sent.holders)
             retry.succeeded(route, self.tally)
             break
         if left:
             self.tally.add(rows_repeated=len(left))
-            part.multiply_again(left, partial(self.multiply, part.index, part.direction))
+            again = [part.start + row for row in left]
+            part.rows.multiply_again(again, partial(self.multiply, part.index, part.direction))
 
     def _corrected(
-        self, route: Route, part: Part, answer: Tensor, refused: Sequence[int], retry: RetryState
+        self, route: Route, part: Part, answer: Answer, refused: Sequence[int], retry: RetryState
     ) -> Sequence[int] | None:
         """Handle rows that failed the check. Returns the rows that left a narrow ring too often to be corrected, or
         None if a provider was at fault and the part has to be sent again."""
-        may_wrap = part.may_wrap(refused)
+        may_wrap = corrections.may_wrap(part, refused)
         is_fault = partial(self.failover.faults.product_refused, route, part, answer, retry, may_wrap=may_wrap)
         # few rows leave the ring: so many are a lie, and looking for their wraps would take long
         suspicious = not may_wrap or len(refused) > max(_FEW_ROWS, part.count // _FEW_PARTS)
         if suspicious and is_fault():
             return None
-        left = part.correct(refused, answer)
+        left = corrections.correct(part, refused, answer.words)
         if left and not suspicious and is_fault():
             return None
         self.tally.add(rows_corrected=len(refused) - len(left))
@@ -200,10 +209,10 @@ class Products:
     ) -> tuple[Column, Column | Sequence[Column]]:
         return self.preparation.second().for_rows(index, direction, counts)
 
-    def _send(self, route: Route, part: Part, retry: RetryState) -> Tensor:
+    def _send(self, route: Route, part: Part, retry: RetryState) -> Answer:
         """Return an executor's answer, unverified. Raises what `ExecutorClient.ask` raises."""
         retry.patience_s = self.routes.patience_s(route, part.index, part.size, left_s=retry.deadline - retry.asked_at)
-        answer, seconds = self.runtime.executor(route).ask(
+        answer = self.runtime.executor(route).ask(
             part,
             self.preparation.facts[part.index].for_rows(part.counts),
             patience_s=retry.patience_s,
@@ -211,7 +220,9 @@ class Products:
             since=retry.began,
             meanwhile=partial(self._get_ready, part),
         )
-        self.routes.answered(route, seconds=seconds, size=part.size)
+        self.routes.answered(route, seconds=answer.seconds, size=part.size)
+        if answer.missed and self.runtime.relays is not None:
+            self.runtime.relays.pause(route.peer)
         return answer
 
     def _get_ready(self, part: Part) -> None:

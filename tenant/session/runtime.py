@@ -25,20 +25,21 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor import ExecutorClient, row_limit
-from tenant.connections.helper import HelperClient
+from tenant.connections.helper import HelperClient, RelayTarget
 from tenant.connections.notices import Notices
 from tenant.core.gate import Gate
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad
-from tenant.core.prepared import Preparation
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
+from tenant.preparation.prepared import Preparation
 from tenant.routing.discovery import Discovery
 from tenant.routing.probing import Prober
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.options import SessionOptions
 from tenant.session.pools import PadPool, PoolMemory
+from tenant.session.relays import Relays
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Runtime:
         closing: set when the runtime is being closed.
         prober: asks providers what they serve.
         source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
+        relays: decides which effects are relayed; None if the federation file does not say `relay = true`.
         buffers: memory for rows and answers.
         notices: tells the user what is being waited for.
     """
@@ -81,6 +83,7 @@ class Runtime:
         self._executors: dict[Route, ExecutorClient] = {}
         self._probing: set[Channel] = set()
         self._making = threading.Lock()
+        self.relays = Relays(self.gate, routes, self.executor) if federation.relay else None
         self._refill = Worker("refill")
         secret = SessionSecret()
         self._helpers = {
@@ -170,6 +173,13 @@ class Runtime:
         peer = None if executor is None else executor.peer
         return self.source.draw(index, direction, rows, counts=counts, ahead=False, executor=peer)
 
+    def end_relays(self, executor: Peer) -> None:
+        """Relay no more effects to an executor in this session."""
+        if self.relays is not None:
+            self.relays.pause(executor, for_good=True)
+        for client in self.executors:
+            client.uses_blocks = client.uses_blocks and client.route.peer != executor
+
     def row_limit(self, facts: GroupFacts) -> int:
         """Return the row limit of one request: the largest limit among the executors, for request and answer.
 
@@ -244,16 +254,20 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _holders(self, index: int, executor: Peer | None) -> list[HelperClient]:
-        """Return the helpers of the next pad; see `scheme.Materials`."""
+    def _holders(self, index: int, executor: Peer | None) -> tuple[list[HelperClient], RelayTarget | None]:
+        """Return the helpers of the next pad, and the executor to which they relay; see `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
-        routes = self._routes.holders(index, route)
+        target = None if self.relays is None else self.relays.target(index, route)
+        routes = self._routes.holders(index, target or route)
         if len(routes) < max(1, self._routes.helpers_per_pad):
             raise QuarantinedError(
                 f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
                 f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
             )
-        return [self._helpers[route] for route in routes]
+        order = None
+        if self.relays is not None and target is not None:
+            order = self.relays.order(target, [route.peer for route in routes])
+        return [self._helpers[route] for route in routes], order
 
     def _persist(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
         # a provider that answered before may be restarting
@@ -286,6 +300,7 @@ class Runtime:
             notices=self.notices,
             wiretap=self._options.wiretap,
             ring_bits=self._options.ring_bits,
+            relay=self._federation.relay,
             permit=self.gate.check,
         )
 

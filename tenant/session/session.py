@@ -24,9 +24,9 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from tenant.connections.channel import Channel
-from tenant.core.prepared import Preparation
 from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
+from tenant.preparation.prepared import Preparation
 from tenant.routing.probing import check_expected
 from tenant.routing.route import ProviderFigures
 from tenant.routing.routes import Routes
@@ -151,7 +151,9 @@ class Session:
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` then closes the connections, and waits
                 own_weights = None if self._store is None else self._store.cache
-                faults = Faults(self.preparation, self.routes, runtime.gate, self._tally, own_weights)
+                faults = Faults(
+                    self.preparation, self.routes, runtime.gate, self._tally, runtime.end_relays, own_weights
+                )
                 failover = Failover(self._options, self.routes, runtime, self._tally, faults)
                 self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, failover)
             return self._products

@@ -11,6 +11,7 @@ class Ledger:
     Args:
         pads_redrawn: rows whose pads were replaced, because a helper was lost, late or at fault.
         providers: the figures of each provider.
+        rows_relayed: rows whose effects the executor has subtracted.
         rows_corrected: rows whose products left a narrow ring and were corrected.
         rows_repeated: rows whose products left it too often, and were multiplied again at half their scale.
         takeovers: requests that one executor failed and another one answered, with a delay of `takeover_s` in total.
@@ -31,6 +32,7 @@ class Ledger:
     bytes_from_executors: int = 0
     bytes_to_helpers: int = 0
     bytes_from_helpers: int = 0
+    rows_relayed: int = 0
     rows_corrected: int = 0
     rows_repeated: int = 0
     takeovers: int = 0

@@ -16,20 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from provider.products.model import ServedModel
+from symbiosis_priv.arithmetic.keystream import expand, relay_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
-from symbiosis_priv.certificates.reading import Identity, Kind
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
+from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.blocks import block_id, statement
 from symbiosis_priv.network.tls import server_context
 from tenant.connections.channel import Wiretap
-from tenant.core.prepared import Preparation
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
@@ -82,7 +86,12 @@ class Heard:
 
 
 Behaviour = Callable[[Heard, wire.Result, Tensor], bytes | None]
-"""(request, honest header, honest matrix) -> the bytes to send, or None to close the connection."""
+"""(request, honest header, honest matrix) -> the bytes to send, or None to close the connection.
+
+The matrix of a relayed effect is the block, and that of an answer to a request with blocks has them subtracted.
+"""
+Stored = tuple[wire.Block | wire.Failure, bytes]
+"""A block as an executor keeps it, and its payload; or a refusal."""
 
 
 def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
@@ -102,8 +111,14 @@ class ScriptedProvider:
         model: the weights that it multiplies by.
         identity: its certificate and key.
         authority: the authority that signs tenants' certificates.
+        others: the providers of the test by fingerprint, among them the executors to which it relays.
         max_rows: row limit that it announces and enforces.
         max_payload: byte limit that it announces and enforces.
+
+    Attributes:
+        blocks: the blocks that it keeps as an executor.
+        evidence: what it hands out of a block that the tenant fetches; None to close the connection.
+        block_wait_s: how long it waits for a block as an executor.
     """
 
     def __init__(
@@ -111,6 +126,7 @@ class ScriptedProvider:
         model: ServedModel,
         identity: Identity,
         authority: Identity,
+        others: dict[str, "ScriptedProvider"],
         *,
         max_rows: int = 4096,
         max_payload: int = 1 << 24,
@@ -123,8 +139,14 @@ class ScriptedProvider:
         self.refuse_connections = False
         self.closing = threading.Event()
         self.certificate = identity.certificate
+        self.blocks: dict[bytes, tuple[wire.Block, bytes]] = {}
+        self.evidence: Callable[[tuple[wire.Block, bytes]], Stored | None] = lambda stored: stored
+        self.takes_blocks = True
+        self.block_wait_s = 0.3
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
-        self._authority = authority
+        self._authority, self._others = authority, others
+        self.fingerprint = fingerprint(identity.certificate)
+        others[self.fingerprint] = self
         self.show(identity)
         self._lock = threading.Lock()
         self._connections: list[ssl.SSLSocket] = []
@@ -160,6 +182,7 @@ class ScriptedProvider:
 
     def show(self, identity: Identity) -> None:
         """Use this certificate on later connections."""
+        self._key = identity.private_key()
         self._context = server_context(
             certificate=identity.certificate, key=identity.key, tenant_authority=self._authority.certificate
         )
@@ -252,6 +275,18 @@ class ScriptedProvider:
             )
             connection.sendall(frame(report))
             return True
+        if isinstance(request, wire.PermitRequest):
+            permit = wire.Permit(
+                token=bytes(wire.TOKEN_BYTES),
+                helpers=request.helpers if self.takes_blocks else (),
+                seconds=600.0,
+                block_seconds=600.0,
+                max_bytes=1 << 30,
+            )
+            connection.sendall(frame(permit))
+            return True
+        if isinstance(request, wire.FetchBlock):
+            return self._hand_out(connection, request)
         assert isinstance(request, wire.Execute | wire.Effect)
         if request.group not in self._model.served:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="not these layers")))
@@ -268,10 +303,62 @@ class ScriptedProvider:
             rows = self._model.mask_rows(request)
         heard = Heard(request, prefix + header, payload, rows)
         self.heard.append(heard)
-        reply = self.behaviour(heard, wire.Result.answering(request), self.product(heard))
+        answer, relayed = self.product(heard), False
+        if isinstance(request, wire.Execute):
+            answer, relayed = self._subtract_blocks(request, answer)
+        elif to := self._relayed_to(request):
+            answer = answer + self._second(request)
+        reply = self.behaviour(heard, wire.Result.answering(request, relayed=relayed), answer)
         if reply is None:
             return False
+        if isinstance(request, wire.Effect) and to:
+            reply = self._deposit(to, request, reply)
         connection.sendall(reply)
+        return True
+
+    # Relay
+
+    def _relayed_to(self, request: wire.Effect) -> "ScriptedProvider | None":
+        to = request.relay and self._others.get(request.relay.executor)
+        return to if to and to.takes_blocks else None
+
+    def _second(self, request: wire.Effect) -> Tensor:
+        entry = self._model.manifest.entry(request.group, by_expert=request.counts is not None)
+        key = relay_key(request.seed, group_name=entry.name, direction=request.direction)
+        return expand(key, first_row=request.first_row, rows=request.rows, width=entry.columns(request.direction)[1])
+
+    def _deposit(self, to: "ScriptedProvider", request: wire.Effect, reply: bytes) -> bytes:
+        """Sign the payload of a reply and give it to an executor. Replies without a payload stay as they are."""
+        header_size, size = wire.decode_prefix(reply[: wire.PREFIX.size], max_payload=self._max_payload)
+        if not size or request.relay is None:
+            return reply
+        body = reply[wire.PREFIX.size + header_size :]
+        permit, nonce = request.relay.permit, block_id(request)
+        fields = {name: getattr(request, name) for name in wire.Binding.__struct_fields__} | {"nonce": nonce}
+        block = wire.Block(**fields, helper=self.fingerprint, permit=permit, signature=b"-")
+        signature = sign(self._key, statement(block, permit=permit, executor=to.fingerprint, payload=body))
+        to.blocks[nonce] = msgspec.structs.replace(block, signature=signature), body
+        return frame(wire.Result.answering(request, relayed=True))
+
+    def _subtract_blocks(self, request: wire.Execute, answer: Tensor) -> tuple[Tensor, bool]:
+        deadline = time.monotonic() + self.block_wait_s
+        while any(rows.block not in self.blocks for rows in request.blocks) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if not request.blocks or any(rows.block not in self.blocks for rows in request.blocks):
+            return answer, False
+        answer = answer.clone()
+        for rows in request.blocks:
+            block, body = self.blocks[rows.block]
+            matrix = request.encoding.unpack(bytearray(body), rows=block.rows)
+            answer[rows.first : rows.first + rows.rows] -= matrix[rows.start : rows.start + rows.rows]
+        return answer, True
+
+    def _hand_out(self, connection: ssl.SSLSocket, request: wire.FetchBlock) -> bool:
+        stored = self.evidence(self.blocks[request.block])
+        if stored is None:
+            return False
+        block, body = stored
+        connection.sendall(wire.encode(block, payload_bytes=len(body)) + body)
         return True
 
 
@@ -315,11 +402,12 @@ NewProvider = Callable[..., ScriptedProvider]
 def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
     """`new_provider(store=..., identity=..., max_rows=..., max_payload=...)`: another provider, closed after the
     test."""
+    others: dict[str, ScriptedProvider] = {}
     with contextlib.ExitStack() as running:
 
         def make(*, store: WeightStore = store, identity: Identity | None = None, **limits: int) -> ScriptedProvider:
             model, identity = ServedModel(store, float_memory=1 << 30), identity or identities.provider()
-            provider = ScriptedProvider(model, identity, identities.authority, **limits)
+            provider = ScriptedProvider(model, identity, identities.authority, others, **limits)
             running.callback(provider.close)
             return provider
 
@@ -353,6 +441,7 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
         digest: str | None = None,
         companies: Sequence[Company] = (),
         pad_helpers: int | None = None,
+        relay: bool = False,
     ) -> Federation:
         return Federation(
             model_digest=digest or store.manifest().digest,
@@ -362,6 +451,7 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
             peers=(*peers(executors, "executor"), *peers(helpers, "helper")),
             companies=tuple(companies),
             pad_helpers=pad_helpers,
+            relay=relay,
         )
 
     return make
@@ -400,7 +490,8 @@ NewSession = Callable[..., Session]
 
 @pytest.fixture
 def new_session(preparation: Preparation, new_federation: NewFederation, store: WeightStore) -> Iterator[NewSession]:
-    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test."""
+    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. The masking "relay" is "pad"
+    with relayed effects."""
     with contextlib.ExitStack() as open_sessions:
 
         def make(
@@ -414,10 +505,11 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
             pad_helpers: int | None = None,
             **options: Any,
         ) -> Session:
+            relay = masking == "relay"
             session = Session(
-                new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers),
+                new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers, relay=relay),
                 prepared,
-                options=SessionOptions(masking=masking, deadline_s=deadline_s, **options),
+                options=SessionOptions(masking="pad" if relay else masking, deadline_s=deadline_s, **options),
                 store=store,
             )
             open_sessions.callback(session.close)

@@ -22,11 +22,11 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
-from tenant.core.prepared import Preparation
 from tenant.core.rows import RingRows
 from tenant.core.verifier import BlameKeys
 from tenant.demo.tamper import Tamper
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from threat_model.active.folders import attack_folders

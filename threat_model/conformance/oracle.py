@@ -27,7 +27,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.network.wire import Arithmetic
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 
 Array = NDArray[Any]
 

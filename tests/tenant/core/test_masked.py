@@ -108,7 +108,7 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
         session.product(1, FORWARD, rows)
     assert executor.executed == []
     monkeypatch.setattr("tenant.connections.channel.MaskedRows", Tensors)  # without the check it would be sent
-    monkeypatch.setattr(Part, "open", lambda self, answer: [])
+    monkeypatch.setattr(Part, "open", lambda self, answer, **_: [])
     session.product(1, FORWARD, rows)
     assert torch.equal(executor.executed[0].rows, rows)
 

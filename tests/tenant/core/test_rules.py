@@ -60,13 +60,13 @@ from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
 from tenant.core.masked import UNMASKED_BY_CHOICE
 from tenant.core.pads import Pad
-from tenant.core.prepared import Preparation
 from tenant.core.rows import Rows
 from tenant.core.secret import SessionSecret
 from tenant.core.verifier import VerificationKeys
 from tenant.masking.backend import RingBackend
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.remote_linear import LayerGroup, _Pending
+from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.runtime import Runtime
 from tenant.session.session import Session

@@ -20,11 +20,11 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
-from tenant.core.prepared import Preparation
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import Finding, probe_all
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
 from tests.tenant.conftest import ScriptedProvider
 from tests.vouching import Vouching
@@ -236,7 +236,7 @@ def test_executors_from_a_registry_are_probed_too(
     vouching, lists = registry
     federation = new_federation([half("0")], [helper])
     store = WeightStore(llama, layers=LayerRange(1, 1))
-    gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority)
+    gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority, {})
     vouching.identity("own", operator=federation.helpers[0].operator)
 
     def says(name: str, port: int) -> bytes:

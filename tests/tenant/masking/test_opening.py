@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -26,45 +25,6 @@ if TYPE_CHECKING:
 
 STEP = 64
 """Bits by which the rounding scheme scales its rows, and so their products."""
-
-
-class RelaySource(LocalSource):
-    """Effects with a second keystream, which the tenant subtracts again."""
-
-    def draw(
-        self,
-        index: int,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None = None,
-        ahead: bool,
-        executor: Peer | None = None,
-    ) -> Pad:
-        second = self._second(index, direction)
-
-        class Relayed(Pad):
-            def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-                (share,) = self.shares
-                return answer + second.expand(share.first_row + self.start, self.rows), self.effects()
-
-        pad = super().draw(index, direction, rows, counts=counts, ahead=ahead, executor=executor)
-        return Relayed(pad.rows, pad.shares)
-
-    def _effect(
-        self,
-        index: int,
-        direction: Direction,
-        keystream: Keystream,
-        first: int,
-        rows: int,
-        counts: Counts | None,
-    ) -> Tensor:
-        effect = super()._effect(index, direction, keystream, first, rows, counts)
-        return effect + self._second(index, direction).expand(first, rows)
-
-    def _second(self, index: int, direction: Direction) -> Keystream:
-        return Keystream(bytes(32), width=self._facts[index].outputs(direction))
 
 
 class Rounded(Pad):
@@ -91,62 +51,50 @@ class RoundedSource(LocalSource):
         return Rounded(pad.rows, pad.shares)
 
 
-class Relay(SessionScheme):
-    name = "relay"
+class Rounding(SessionScheme):
+    name = "rounding"
     summary = "nobody"
     roles = frozenset({"executor"})
     own_weights = True
     hides_from = frozenset({"executor"})
     assumption = "none"
-    source: type[LocalSource] = RelaySource
 
     def effects(self, materials: Materials) -> EffectSource:
         assert materials.store is not None
-        return self.source(materials.facts, materials.secret, materials.store)
+        return RoundedSource(materials.facts, materials.secret, materials.store)
 
 
-class Rounding(Relay):
-    name = "rounding"
-    source = RoundedSource
-
-
-@pytest.fixture
-def schemes() -> Iterator[None]:
-    for scheme in (Relay(), Rounding()):
-        register(scheme)
+@pytest.fixture(autouse=True)
+def _scheme() -> Iterator[None]:
+    register(Rounding())
     yield
-    for scheme in (Relay(), Rounding()):
-        unregister(scheme.name)
+    unregister(Rounding.name)
 
 
 def product_of(store: WeightStore, rows: Tensor) -> Tensor:
     return (rows.to(torch.int64) @ store.group(1).weight.to(torch.int64).t()).to(torch.int32)
 
 
-@pytest.mark.usefixtures("schemes")
-@pytest.mark.parametrize("masking", ["relay", "rounding"])
 def test_a_scheme_opens_answers_in_its_own_way(
     executor: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
     frames: Callable[..., bytes],
-    masking: str,
 ) -> None:
     """Also if pads are split, and if a bucket adds rows of zeros."""
 
     def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
-        return frames(reply, answer + error.to(torch.int32) if masking == "rounding" else answer)
+        return frames(reply, answer + error.to(torch.int32))
 
     executor.behaviour = err_a_little
-    session = new_session(masking, [executor], row_bucket=4)
+    session = new_session("rounding", [executor], row_bucket=4)
     for count in (1, 3, 8, 2):
         rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
         assert torch.equal(session.product(1, FORWARD, rows), product_of(store, rows))
     assert session.ledger().answers_rejected == 0
 
 
-@pytest.mark.usefixtures("schemes")
 def test_an_error_that_cannot_be_rounded_off_is_refused(
     executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:

@@ -20,11 +20,11 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from tenant.core.prepared import Preparation
 from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, gaussian
 from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
+from tenant.preparation.prepared import Preparation
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape

@@ -19,11 +19,11 @@ from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig
 from tenant.cli.finetune import finetune
 from tenant.core.pads import EffectSource
-from tenant.core.prepared import Preparation
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
+from tenant.preparation.prepared import Preparation
 from threat_model.evidence.schemes import SCHEMES, variant
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
-from tenant.core.prepared import Preparation
 from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
 from tenant.preparation.own_tensors import own_digest
+from tenant.preparation.prepared import Preparation
 from tenant.preparation.slim import write_slim
 
 DIRECT = ["gpt2_store", "store"]

@@ -20,7 +20,7 @@ from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import Registries
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.descriptor import MS
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config

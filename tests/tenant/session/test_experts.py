@@ -19,9 +19,9 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.network import wire
-from tenant.core.prepared import Preparation
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of

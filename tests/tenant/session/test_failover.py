@@ -31,7 +31,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Company
 from symbiosis_priv.network import wire
 from tenant.connections.executor import MOST_LANES
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
 
@@ -89,7 +89,7 @@ def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
 
 
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "stopping", "internal", "lie"])
-@pytest.mark.parametrize("masking", ["local", "pad"])
+@pytest.mark.parametrize("masking", ["local", "pad", "relay"])
 def test_another_executor_gets_the_same_bytes(
     new_provider: NewProvider,
     new_session: NewSession,
@@ -100,7 +100,7 @@ def test_another_executor_gets_the_same_bytes(
     masking: str,
 ) -> None:
     first, second = new_provider(), new_provider()
-    session = new_session(masking, [first, second], [new_provider()] if masking == "pad" else [], tolerance=IMPATIENT)
+    session = new_session(masking, [first, second], [] if masking == "local" else [new_provider()], tolerance=IMPATIENT)
     assert is_right(session, store, OUT, FORWARD, 3, 0)
     failing, other = (first, second) if first.executed else (second, first)
     failing.behaviour = fails(how, failing, frames)

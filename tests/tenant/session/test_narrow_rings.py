@@ -48,7 +48,7 @@ def floats(session: Session, index: int, direction: Direction, count: int, seed:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2), ("relay", 2)])
 def test_every_scheme_has_the_bits_of_the_simulation(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
 ) -> None:
@@ -151,13 +151,14 @@ def test_only_liars_are_named(
     parties = {"executor": new_provider(), "first": new_provider(), "second": new_provider()}
 
     @given(
+        st.sampled_from(["pad", "relay"]),
         st.sets(st.sampled_from(sorted(parties)), max_size=2),
         st.lists(st.integers(1, 2**24 - 1).filter(lambda error: error % (1 << 21)), min_size=3, max_size=3),
         st.integers(1, 12),
         st.integers(0, 99),
     )
     @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
-    def named(liars: set[str], errors: list[int], count: int, seed: int) -> None:
+    def named(masking: str, liars: set[str], errors: list[int], count: int, seed: int) -> None:
         for error, (name, party) in zip(errors, parties.items(), strict=True):
 
             def lie(heard: Heard, reply: wire.Result, answer: Tensor, error: int = error) -> bytes:
@@ -166,7 +167,7 @@ def test_only_liars_are_named(
 
             party.behaviour = lie if name in liars else lambda heard, reply, answer: frames(reply, answer)
         session = new_session(
-            "pad", [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
+            masking, [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
         )
         rows = floats(session, OUT, FORWARD, count, seed)
         want = reference(session, store).linear(OUT, FORWARD, rows)

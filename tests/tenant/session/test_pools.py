@@ -19,9 +19,9 @@ from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, Verifica
 from symbiosis_priv.federation import Peer
 from tenant.connections.executor import joined
 from tenant.core.pads import EffectSource, Pad, Share
-from tenant.core.prepared import Preparation
 from tenant.core.secret import SessionSecret
 from tenant.masking.local import LocalSource
+from tenant.preparation.prepared import Preparation
 from tenant.session.pools import PadPool, PoolMemory
 from tenant.worker import Promise, Worker
 
@@ -245,7 +245,7 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
         source.away = away
         pads = pools.take(0, FORWARD, 4)
         assert all(share.effect.exception(TIMEOUT_S) is None for pad in pads for share in pad.shares)
-        seen += [pad.shares[0].first_row + pad.start + i for pad in pads for i in range(pad.rows)]
+        seen += [pad.shares[0].first_row + i for pad in pads for i in range(pad.rows)]
         pools.settle()
     assert len(set(seen)) == len(seen) == 20
     assert pool.dry < pool.taken  # the last pads came from the pool
@@ -287,7 +287,7 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
         pools.settle()
         promised = source.promised
         first, second = pools.take(0, FORWARD, 3)[0], pools.take(0, FORWARD, 2)[0]
-        assert [pad.shares[0].first_row + pad.start for pad in (first, second)] == [100, 103]
+        assert [pad.shares[0].first_row for pad in (first, second)] == [100, 103]
         if outcome == "result":
             promised.set_result(torch.arange(64, dtype=torch.int32)[:, None])
             assert [first.effects()[0].flatten().tolist(), second.effects()[0].flatten().tolist()] == [

@@ -28,7 +28,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
-from tenant.core.prepared import Preparation
+from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
@@ -67,6 +67,7 @@ class World:
         for number, provider in enumerate(self.providers):
             provider.heard.clear()
             provider.behaviour = lambda *heard, number=number: self._answer(number, *heard)
+            provider.block_wait_s = 0.05
 
     def peer(self, number: int, role: wire.Role) -> Peer:
         return self.providers[number].peer(role, name=f"p{number}", operator=self.company[number])
@@ -145,12 +146,14 @@ def world(new_provider: NewProvider, frames: Callable[..., bytes]) -> World:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a session: numbers of its providers. `guests` join and leave while it runs."""
+    """The roles of a session: numbers of its providers. `guests` join and leave while it runs; k helpers share a pad,
+    and may relay its effects."""
 
     executors: tuple[int, ...]
     guests: tuple[int, ...]
     helpers: tuple[int, ...]
     k: int
+    relay: bool = False
 
 
 @st.composite
@@ -164,6 +167,7 @@ def roles(draw: st.DrawFn) -> Roles:
         tuple(order[helpers + split : helpers + executors]),
         tuple(order[:helpers]),
         draw(st.integers(1, 2)),
+        draw(st.booleans()),
     )
 
 
@@ -197,7 +201,10 @@ class Player:
         for provider in world.providers:
             provider.heard.clear()
         federation = self.new_federation(
-            [peer(n, "executor") for n in cast.executors], [peer(n, "helper") for n in cast.helpers], pad_helpers=cast.k
+            [peer(n, "executor") for n in cast.executors],
+            [peer(n, "helper") for n in cast.helpers],
+            pad_helpers=cast.k,
+            relay=cast.relay,
         )
         options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, piece_bytes=2048, tolerance=HASTY)
         session = Session(federation, self.preparation, options=options)

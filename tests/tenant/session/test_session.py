@@ -35,10 +35,10 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from tenant.core.pads import EffectSource
-from tenant.core.prepared import Preparation
 from tenant.core.verifier import BlameKeys
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
@@ -75,7 +75,9 @@ def saying(frames: Callable[..., bytes], change: Callable[..., Any]) -> Behaviou
 # Exact answers
 
 
-@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+@pytest.mark.parametrize(
+    ("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2), ("relay", 1), ("relay", 2)]
+)
 def test_every_scheme_is_exact(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
 ) -> None:
@@ -98,7 +100,8 @@ def test_every_scheme_is_exact(
     assert ledger.answers_rejected == 0
     assert ledger.answers_verified == ledger.rows > 0
     assert ledger.pads_taken == (0 if masking == "none" else ledger.rows)
-    assert (ledger.effects_verified > 0) == (masking == "pad")
+    assert (ledger.effects_verified > 0) == (helpers > 0)
+    assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
 def test_several_threads_may_share_a_session(

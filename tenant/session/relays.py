@@ -1,0 +1,108 @@
+"""Decides to which executor the effects of the next pad are relayed, and holds the executors' permits.
+
+An executor takes blocks only with a permit, which names the helpers. The tenant asks for it on its own connection. A
+pad is relayed if all of its helpers have the permit; otherwise, and after a failure, effects come directly for a while.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from symbiosis_priv.certificates.reading import fingerprint
+from symbiosis_priv.errors import ProtocolError, ProviderError, TransportError
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.network import wire
+from tenant.connections.executor import ExecutorClient
+from tenant.connections.helper import RelayTarget
+from tenant.core.gate import Gate
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+
+log = logging.getLogger(__name__)
+
+_PERMIT_S: Final = 5.0  # longest wait for a permit
+_FIRST_PAUSE_S: Final = 5.0
+_LAST_PAUSE_S: Final = 300.0
+_USED_PART: Final = 0.5  # of the times that an executor states: clocks differ, and messages take time
+
+
+class Granted(NamedTuple):
+    """A permit, and when it has to be renewed, by `time.monotonic`."""
+
+    permit: wire.Permit
+    renew_at: float
+
+
+class Relays:
+    """The relays of one process. Thread-safe.
+
+    Args:
+        gate: checks rule 8 before each order.
+        routes: chooses executors.
+        client: returns the client of an executor.
+    """
+
+    def __init__(self, gate: Gate, routes: Routes, client: Callable[[Route], ExecutorClient]) -> None:
+        self._gate, self._routes, self._client = gate, routes, client
+        self._helpers = {route.peer: {fingerprint(pin) for pin in route.peer.pins} for route in routes.helpers}
+        self._granted: dict[Peer, Granted] = {}
+        self._paused: dict[Peer, tuple[float, float]] = {}  # until when, and the length of the pause
+        self._lock = threading.Lock()
+
+    def target(self, group: int, executor: Route | None) -> Route | None:
+        """The executor for the effects of a group's next pad; None if they are not relayed.
+
+        Args:
+            executor: the executor that will see rows under the pad, if that is known.
+        """
+        route = executor or self._routes.likely(group)
+        if route is None or route.welcome is None or route.welcome.version < wire.RELAY_VERSION or not route.is_up:
+            return None
+        until, _ = self._paused.get(route.peer, (0.0, 0.0))
+        return route if until <= time.monotonic() else None
+
+    def order(self, route: Route, holders: Sequence[Peer]) -> RelayTarget | None:
+        """Permission to relay effects of these helpers to an executor; None if they are not relayed.
+
+        Raises:
+            RoleConflictError: the executor belongs to a helper's company (rule 8).
+        """
+        with self._lock:
+            permit = self._permit(route)
+        if permit is None or any(self._helpers[holder].isdisjoint(permit.helpers) for holder in holders):
+            return None
+        self._gate.check_relay(route.peer, holders)
+        return RelayTarget(
+            executor=route.peer,
+            order=wire.RelayOrder(permit=permit.token, executor=fingerprint(route.peer.certificate)),
+            until=time.monotonic() + _USED_PART * permit.block_seconds,
+            failed=lambda: self.pause(route.peer),
+        )
+
+    def pause(self, executor: Peer, *, for_good: bool = False) -> None:
+        """Relay nothing to an executor for a while, or for the rest of the session."""
+        now = time.monotonic()
+        self._granted.pop(executor, None)  # an executor that was restarted does not know its permits
+        until, length = self._paused.get(executor, (0.0, 0.0))
+        if for_good:
+            self._paused[executor] = (float("inf"), length)
+        elif until <= now:
+            length = min(2 * length or _FIRST_PAUSE_S, _LAST_PAUSE_S)
+            self._paused[executor] = (now + length, length)
+            log.info("effects are not relayed to %s for %g s", executor.name, length)
+
+    def _permit(self, route: Route) -> wire.Permit | None:
+        granted, now = self._granted.get(route.peer), time.monotonic()
+        if granted is not None and now < granted.renew_at:
+            return granted.permit
+        helpers = sorted(set().union(*self._helpers.values()))
+        try:
+            permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
+        except (TransportError, ProviderError, ProtocolError) as error:
+            log.info("effects are not relayed to %s: %s", route, error)
+            self.pause(route.peer)
+            return None
+        self._granted[route.peer] = Granted(permit, now + _USED_PART * permit.seconds)
+        return permit

@@ -1,0 +1,357 @@
+"""Relay of effects: the same bits as without it, half the bytes, and only liars are named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import RoleConflictError, VerificationError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.blocks import block_id
+from tenant.core.gate import Gate
+from tenant.routing.routes import Routes
+from tenant.session.session import Session
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider, Stored
+
+OUT = 1
+Kept = tuple[wire.Block, bytes]
+"""A block as an executor keeps it."""
+PATIENT_S = 20.0
+
+
+def ring_rows(session: Session, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
+    facts = session.preparation.facts[index]
+    rows = torch.randn(count, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
+    return quantise_rows(rows, facts.bounds[direction])[0]
+
+
+def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int = 0) -> bool:
+    rows = ring_rows(session, index, direction, count, seed=seed)
+    weight = store.group(index).weight.to(torch.int64)
+    expected = (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+    return torch.equal(session.product(index, direction, rows), expected)
+
+
+def relayed(session: Session) -> tuple[int, int]:
+    """Rows opened with blocks, and all rows."""
+    ledger = session.ledger()
+    return ledger.rows_relayed, ledger.rows
+
+
+@pytest.fixture
+def executor(new_provider: NewProvider) -> ScriptedProvider:
+    provider = new_provider()
+    provider.block_wait_s = PATIENT_S
+    return provider
+
+
+# The usual way
+
+
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore, helpers: int
+) -> None:
+    """Blocks of pads that were split, and of pads that were drawn now, forward and backward."""
+    session = new_session("relay", [executor], [new_provider() for _ in range(helpers)])
+    for seed, count in enumerate((3, 5, 1, 70, 2)):
+        for direction in DIRECTIONS:
+            assert is_right(session, store, OUT, direction, count, seed)
+    assert relayed(session) == (162, 162)
+    ledger, facts = session.ledger(), session.preparation.facts[OUT]
+    answers = 81 * 4 * (facts.outputs(FORWARD) + facts.outputs(BACKWARD))
+    assert answers < ledger.bytes_from_executors < answers + 3000
+    assert ledger.bytes_from_helpers < 300 * (ledger.helper_round_trips + 2)
+
+
+def test_the_executor_is_told_which_answers_were_right(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("relay", [executor], [helper])
+    for seed in range(4):
+        assert is_right(session, store, OUT, FORWARD, 2, seed)
+    requests = [h.request for h in executor.executed if isinstance(h.request, wire.Execute)]
+    assert [request.confirms for request in requests] == [(), *((request.nonce,) for request in requests[:-1])]
+
+
+def test_what_hides_an_effect_is_fresh_for_every_row(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("relay", [executor], [helper])
+    for seed in range(3):
+        assert is_right(session, store, OUT, FORWARD, 40, seed)
+
+    def matrices(heard: Heard) -> list[Tensor]:
+        assert isinstance(heard.request, wire.Effect)
+        _, body = executor.blocks.get(block_id(heard.request), (None, b""))
+        return [wire.RING32.unpack(bytearray(body), rows=heard.request.rows)] if body else []
+
+    seconds = torch.cat([matrix - helper.product(heard) for heard in helper.effects for matrix in matrices(heard)])
+    assert len(seconds) >= 120
+    assert len(seconds.unique()) > 0.99 * seconds.numel()
+
+
+# The direct way instead
+
+
+def forgets(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+    executor.block_wait_s = 0.0
+    executor.blocks = Forgetful()
+
+
+class Forgetful(dict[bytes, Any]):
+    def __setitem__(self, key: bytes, value: Any) -> None:
+        pass
+
+
+def allows_no_helper(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+    executor.takes_blocks = False
+
+
+def is_old(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+    refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks versions 3 and 4, not 5")
+    executor.refusal = lambda hello: refusal if hello.version > wire.NARROW_VERSION else None
+
+
+def has_an_old_helper(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+    is_old(helper, executor, frames)
+
+
+def has_a_helper_that_refuses(
+    executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    def refuse(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if isinstance(heard.request, wire.Effect) and heard.request.relay is not None:
+            return frames(wire.Failure(code=wire.ErrorCode.REFUSED, detail="no link to this executor"))
+        return frames(reply, answer)
+
+    executor.block_wait_s = 0.0
+    helper.behaviour = refuse
+
+
+def has_a_helper_without_a_link(
+    executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    executor.block_wait_s = 0.0
+    helper._others = {}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [forgets, allows_no_helper, is_old, has_an_old_helper, has_a_helper_that_refuses, has_a_helper_without_a_link],
+)
+def test_without_blocks_effects_come_directly_and_bits_are_the_same(
+    executor: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    trouble: Callable[..., None],
+) -> None:
+    helpers = [new_provider(), new_provider()]
+    trouble(executor, helpers[0], frames)
+    session = new_session("relay", [executor], helpers)
+    for seed in range(3):
+        assert is_right(session, store, OUT, FORWARD, 3, seed)
+    assert relayed(session) == (0, 9)
+    assert not session.routes.quarantined
+    assert [route.health.failures for route in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
+
+
+def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    executors, helper = [new_provider(), new_provider()], new_provider()
+    session = new_session("relay", executors, [helper])
+    for seed in range(3):
+        assert is_right(session, store, OUT, FORWARD, 2, seed)
+    lost, other = sorted(executors, key=lambda e: len(e.executed), reverse=True)
+    lost.behaviour = lambda *_: None
+    before, drawn = len(lost.executed), len(helper.effects)
+    while len(lost.executed) == before:
+        assert is_right(session, store, OUT, FORWARD, 2, 9)
+    assert lost.executed[-1].payload == other.executed[-1].payload
+    fetched = [h.request for h in helper.effects[drawn:] if isinstance(h.request, wire.Effect) and not h.request.relay]
+    assert any(request.rows == 2 for request in fetched)  # of the pad's rows only
+    assert session.ledger().pads_redrawn == 0
+
+
+# Rule 8
+
+
+def test_no_block_is_ordered_for_an_executor_of_the_helpers_company(
+    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: routing ignores rule 8. The gate stops the order; without the gate, the helper would receive it."""
+    executor, other, helper, spare = (new_provider() for _ in range(4))
+    monkeypatch.setattr(Routes, "_has_holders", lambda *_: True)
+    monkeypatch.setattr("tenant.routing.routes.choose_holders", lambda helpers, *args, **kwargs: [helpers[0]])
+
+    def product(stopped: str, effects: int) -> None:
+        session = new_session(
+            "relay",
+            [executor.peer("executor", operator="A"), other.peer("executor", operator="D")],
+            [helper.peer("helper", operator="A"), spare.peer("helper", operator="C")],
+            pad_helpers=1,
+        )
+        monkeypatch.setattr(session.routes, "likely", lambda group: session.routes.executors[0])
+        with pytest.raises(RoleConflictError, match=stopped):
+            session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+        deadline = time.monotonic() + PATIENT_S
+        while len(helper.effects) < effects and time.monotonic() < deadline:
+            time.sleep(0.01)
+        session.close()
+
+    monkeypatch.setattr(Routes, "_admissible", lambda self, executors, holders: list(executors))
+    monkeypatch.setattr(Routes, "_best", lambda self, open_ones, *args: next(iter(open_ones), None))
+    product("to relay", 0)
+    assert helper.effects == executor.executed == []
+    monkeypatch.setattr(Gate, "check_relay", lambda *_: None)
+    product("get rows", 1)
+    assert [h.request.relay is not None for h in helper.effects if isinstance(h.request, wire.Effect)] == [True]
+
+
+# Blame
+
+
+def another(heard: Heard, reply: wire.Result, answer: Tensor) -> Tensor:
+    """An error of 2^29, which passes the columns of the blame keys once in 2^48 times."""
+    answer[1, 1] += 1 << 29
+    return answer
+
+
+def unsigned(stored: Kept) -> Kept:
+    block, body = stored
+    return msgspec.structs.replace(block, signature=b"\0" * 70), body
+
+
+def otherwise_bound(stored: Kept) -> Kept:
+    block, body = stored
+    return msgspec.structs.replace(block, direction=BACKWARD if block.direction == FORWARD else FORWARD), body
+
+
+def otherwise_called(stored: Kept) -> Kept:
+    block, body = stored
+    return msgspec.structs.replace(block, nonce=bytes(16)), body
+
+
+def changed(stored: Kept) -> Kept:
+    block, body = stored
+    return block, bytes([body[0] ^ 1]) + body[1:]
+
+
+def short(stored: Kept) -> Kept:
+    block, body = stored
+    return block, body[:-4]
+
+
+EVIDENCE: dict[str, Callable[[Kept], Kept]] = {
+    f.__name__: f for f in (unsigned, otherwise_bound, otherwise_called, changed, short)
+}
+LIES = ("answer", "withheld", "swapped", "hangs up", *EVIDENCE)
+"""What an executor does beside answering wrongly."""
+
+
+class Trial:
+    """An executor and two helpers, of which some lie."""
+
+    def __init__(self, providers: Sequence[ScriptedProvider], frames: Callable[..., bytes]) -> None:
+        self.executor, *self.helpers = providers
+        self.frames = frames
+
+    def begin(self, liars: set[int], lie: str) -> None:
+        """Set the behaviour of all providers; number 0 is the executor."""
+        for number, provider in enumerate((self.executor, *self.helpers)):
+            provider.blocks.clear()
+            provider.evidence = lambda stored: stored
+            provider.behaviour = self._lies if number in liars else self._honest
+        if 0 in liars:
+            self.executor.evidence = lambda stored: self._evidence(lie, stored)
+
+    def _honest(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return self.frames(reply, answer)
+
+    def _lies(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return self.frames(reply, another(heard, reply, answer.clone()))
+
+    def _evidence(self, lie: str, stored: Kept) -> Stored | None:
+        if lie == "hangs up":
+            return None
+        if lie == "withheld":
+            return wire.Failure(code=wire.ErrorCode.REFUSED, detail="no such block"), b""
+        if lie == "swapped":
+            return next((other for other in self.executor.blocks.values() if other is not stored), changed(stored))
+        return stored if lie == "answer" else EVIDENCE[lie](stored)
+
+
+def test_only_liars_are_named(
+    executor: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    """Every single liar and every pair of liars, with one helper and with two. No wrong product is returned."""
+    trial = Trial([executor, new_provider(), new_provider()], frames)
+    names = [f"executor {executor.port}", *(f"helper {helper.port}" for helper in trial.helpers)]
+    named = set[frozenset[int]]()
+
+    @given(st.integers(1, 2), st.sets(st.integers(0, 2), max_size=2), st.sampled_from(LIES), st.integers(2, 5))
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    )
+    def holds(helpers: int, liars: set[int], lie: str, count: int) -> None:
+        trial.begin(liars, lie)
+        session = new_session("relay", [executor], trial.helpers[:helpers], pool_memory=0)
+        present = {liar for liar in liars if liar <= helpers}
+        found = set[str]()
+        try:
+            assert is_right(session, store, OUT, FORWARD, count)
+        except VerificationError as error:
+            found = set(error.provider.split(" and "))
+        assert found <= {names[liar] for liar in present}
+        assert {peer for peer in names if found and peer in found} == found
+        assert bool(session.routes.quarantined) == bool(found)
+        if len(present) == 1:
+            assert found == {names[liar] for liar in present}
+        named.add(frozenset(number for number, name in enumerate(names) if name in found))
+        session.close()
+
+    holds()
+    assert {frozenset({0}), frozenset({1}), frozenset({2})} <= named
+
+
+def test_evidence_that_is_lost_convicts_nobody(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    """The helper lies in its first block, and an honest executor is restarted before it is asked for the block."""
+
+    def lie_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(reply, another(heard, reply, answer) if len(helper.effects) == 1 else answer)
+
+    helper.behaviour = lie_once
+    executor.evidence = lambda stored: None
+    session = new_session("relay", [executor], [helper], pool_memory=0)
+    for seed in range(3):
+        assert is_right(session, store, OUT, FORWARD, 3, seed)
+    assert not session.routes.quarantined
+    assert relayed(session) == (0, 9)  # relays have ended

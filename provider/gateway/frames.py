@@ -25,8 +25,6 @@ class Frames:
         self._stream = stream
         self._limits = limits
         self._small = limits.small_request
-        self._prefix = memoryview(bytearray(wire.PREFIX.size))
-        self._begun = 0  # bytes of the prefix that were read
         self._deadline = 0.0  # for the rest of the current frame
         self.max_payload = limits.max_payload_mib * MIB
         self.unread = 0
@@ -34,20 +32,16 @@ class Frames:
 
     def wait(self) -> bool:
         """Wait for the first bytes of a frame. Returns False if the client has left."""
-        self._begun = self._stream.begin(self._prefix, deadline=time.monotonic() + self._limits.idle_timeout_s)
-        return bool(self._begun)
+        return self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s)
 
     def read_header(self) -> memoryview:
-        """Read the rest of the prefix, and the header.
+        """Read the prefix and the header, which is valid until more is read.
 
         Raises:
             ProtocolError: the prefix is not one of a frame, or exceeds the limits.
         """
         self._deadline = time.monotonic() + self._limits.frame_timeout_s
-        self._stream.receive(self._prefix[self._begun :], deadline=self._deadline)
-        length, self.unread = wire.decode_prefix(self._prefix, max_payload=self.max_payload)
-        header = memoryview(bytearray(length))
-        self._stream.receive(header, deadline=self._deadline)
+        header, self.unread = self._stream.receive_head(max_payload=self.max_payload, deadline=self._deadline)
         return header
 
     def read(self, payload: memoryview) -> None:

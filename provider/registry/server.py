@@ -188,16 +188,12 @@ class RegistryServer:
             stream.close()
 
     def _answer_next(self, stream: FrameStream, client: UnauthenticatedConnection) -> bool:
-        prefix = memoryview(bytearray(wire.PREFIX.size))
-        last = min(time.monotonic() + self.config.frame_timeout_s, client.deadline)
-        if not (begun := stream.begin(prefix, deadline=last)):
+        if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, client.deadline)):
             return False
         deadline = time.monotonic() + self.config.frame_timeout_s
-        stream.receive(prefix[begun:], deadline=deadline)
-        length, size = wire.decode_prefix(prefix, max_payload=MAX_BYTES)
-        header, payload = bytearray(length), bytearray(size)
-        for part in (header, payload):
-            stream.receive(memoryview(part), deadline=deadline)
+        head, size = stream.receive_head(max_payload=MAX_BYTES, deadline=deadline)
+        header, payload = bytes(head), bytearray(size)
+        stream.receive(memoryview(payload), deadline=deadline)
         welcome = self._visits.take(client.network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
         stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)

@@ -150,11 +150,11 @@ class ClientConnection:
         Returns:
             The header's bytes, and the number of payload bytes that follow.
         """
-        prefix = self._next(wire.PREFIX.size, deadline)
+        assert self._stream is not None
+        head = partial(self._stream.receive_head, max_payload=max_payload, deadline=deadline)
+        header, payload_size = self._guarded(head)
         self._heard = True
-        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
-        header = self._next(header_size, deadline)
-        self._traffic.bytes_received += wire.PREFIX.size + header_size + payload_size
+        self._traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
         return header, payload_size
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
@@ -218,15 +218,10 @@ class ClientConnection:
         threading.Thread(target=look_up, name="look-up", daemon=True).start()
         return self._within(deadline, found.result, "its name is being looked up")
 
-    def _next(self, size: int, deadline: float) -> memoryview:
-        part = memoryview(bytearray(size))
-        self.fill(part, deadline=deadline)
-        return part
-
-    def _guarded(self, operation: Callable[[], None]) -> None:
+    def _guarded(self, operation: Callable[[], T]) -> T:
         """Run an operation of the stream. An error names the provider."""
         try:
-            operation()
+            return operation()
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{self._name} closed the connection") from error
         except OSError as error:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Final, TypeVar
 
 from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.network import wire
 from symbiosis_priv.network.records import RecordStream
 
 T = TypeVar("T")
@@ -74,21 +75,36 @@ class FrameStream(RecordStream):
         except (OSError, ValueError):  # closed on this side
             return True
 
-    def begin(self, view: memoryview, *, deadline: float) -> int:
-        """Wait for the first bytes of a frame. Returns the number of bytes read to `view`, 0 if the peer has left."""
+    def begin(self, *, deadline: float) -> bool:
+        """Wait for the first bytes of a frame. Returns False if the peer has left."""
         if not self._unread:
-            if len(view) >= _RECORD:
-                return self._read(view, deadline)
             self._unread = self._ahead[: self._read(self._ahead, deadline)]
-        part = self._unread[: len(view)]
-        view[: len(part)] = part
-        self._unread = self._unread[len(part) :]
-        return len(part)
+        return bool(self._unread)
+
+    def receive_head(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
+        """Read the prefix and the header of a frame.
+
+        Args:
+            max_payload: limit of the payload that follows, in bytes.
+
+        Returns:
+            The header's bytes, valid until the next call, and the number of payload bytes that follow.
+
+        Raises:
+            ProtocolError: not a frame, or a size exceeds its limit. The stream cannot be used again.
+        """
+        prefix = self._next(wire.PREFIX.size, deadline)
+        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
+        return self._next(header_size, deadline), payload_size
 
     def receive(self, view: memoryview, *, deadline: float) -> None:
         """Read exactly the bytes that fill `view`."""
         while view:
-            if not (count := self.begin(view, deadline=deadline)):
+            if self._unread or len(view) < _RECORD:
+                count = self._copy_unread(view) if self.begin(deadline=deadline) else 0
+            else:
+                count = self._read(view, deadline)
+            if not count:
                 raise ConnectionLostError("the other side closed the connection")
             view = view[count:]
 
@@ -107,6 +123,21 @@ class FrameStream(RecordStream):
             while view:
                 sent = within(deadline, partial(self.send, view), "it does not take the request", waiting=self.waiting)
                 view = view[sent:]
+
+    def _next(self, size: int, deadline: float) -> memoryview:
+        """The next `size` bytes. They are not copied if they have arrived together."""
+        if self.begin(deadline=deadline) and len(self._unread) >= size:
+            part, self._unread = self._unread[:size], self._unread[size:]
+            return part
+        part = memoryview(bytearray(size))
+        self.receive(part, deadline=deadline)
+        return part
+
+    def _copy_unread(self, view: memoryview) -> int:
+        count = min(len(view), len(self._unread))
+        view[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
+        return count
 
     @cached_property
     def _ahead(self) -> memoryview:

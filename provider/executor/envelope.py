@@ -13,7 +13,6 @@ import msgspec
 
 from provider.scheduler.jobs import Stage
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -146,13 +145,13 @@ class Stages:
         return "fine_tuning" if trains or request.rows > self._few_rows else "inference"
 
 
-def row_work(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:
-    """Number of multiply-adds of one row's product."""
-    inputs, outputs = entry.columns(request.direction)
-    return inputs * outputs
+def row_load(request: wire.Execute | wire.Effect, columns: tuple[int, int]) -> tuple[int, int]:
+    """The multiply-adds of one row's product, and the multiply-adds that the row costs: an effect's row includes its
+    keystream.
 
-
-def row_cost(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:
-    """Cost of one row, in multiply-adds. Includes the keystream of an effect."""
-    inputs, _ = entry.columns(request.direction)
-    return row_work(request, entry) + (_KEYSTREAM_COST * inputs if isinstance(request, wire.Effect) else 0)
+    Args:
+        columns: columns of the request's rows and of the product.
+    """
+    inputs, outputs = columns
+    work = inputs * outputs
+    return work, work + (_KEYSTREAM_COST * inputs if isinstance(request, wire.Effect) else 0)

@@ -179,8 +179,13 @@ class Executor:
             if self._resting_since is None:
                 return False
             self._stop_resting()
-            self._take_in(message)
-            if pieces := self._scheduler.take(time.monotonic()):
+            job = self._job_of(message)
+            if pieces := self._scheduler.take_alone(job):
+                self._jobs[job.sender] = job
+            else:
+                self._accept(job)
+                pieces = self._scheduler.take(time.monotonic())
+            if pieces:
                 self._run_batch(pieces)
             wakes = self._resting_until
             self._rest(time.monotonic())
@@ -202,8 +207,8 @@ class Executor:
 
     def _take_in(self, message: InboxMessage) -> None:
         match message.envelope:
-            case envelope.ProductRequest() as work:
-                self._accept(message.sender, work, message.payload)
+            case envelope.ProductRequest():
+                self._accept(self._job_of(message))
             case envelope.Cancel():
                 self._cancel(message.sender)
             case envelope.ReportRequest():
@@ -213,27 +218,32 @@ class Executor:
             case envelope.Stop():
                 self._stopped = True
 
-    def _accept(self, sender: Hashable, work: envelope.ProductRequest, payload: memoryview) -> None:
+    def _job_of(self, message: InboxMessage) -> _Job:
+        work = message.envelope
+        assert isinstance(work, envelope.ProductRequest)
         request = work.request
         by_expert = request.counts is not None
         entry = self._model.manifest.entry(request.group, by_expert=by_expert)
-        job = _Job(
+        row_work, row_cost = envelope.row_load(request, entry.columns(request.direction))
+        return _Job(
             tenant=work.tenant,
             stage=work.stage,
             key=Key(request.group, request.direction, request.arithmetic, by_expert),
             rows=request.rows,
-            row_work=envelope.row_work(request, entry),
-            row_cost=envelope.row_cost(request, entry),
+            row_work=row_work,
+            row_cost=row_cost,
             arrival=work.arrival,
             deadline=work.deadline,
             matrices=_matrices(request.counts),
             weight=work.weight,
             ready=0 if isinstance(request, wire.Effect) else request.rows,
-            sender=sender,
+            sender=message.sender,
             request=request,
-            payload=payload,
+            payload=message.payload,
         )
-        self._jobs[sender] = job
+
+    def _accept(self, job: _Job) -> None:
+        self._jobs[job.sender] = job
         self._scheduler.put(job)
         self._order_keystream(job)
 
@@ -298,7 +308,9 @@ class Executor:
         try:
             group, direction, arithmetic, by_expert = pieces[0].job.key
             flat = joined([self._rows(piece) for piece in pieces])
-            rows = wire.encoding_of(arithmetic).unpack(flat, rows=sum(piece.rows for piece in pieces))
+            count = sum([piece.rows for piece in pieces])
+            encoding = wire.encoding_of(arithmetic)
+            rows = encoding.unpack(flat, rows=count)
             begun = time.monotonic()
             counts, order = _by_expert(pieces) if by_expert else (None, None)
             if order is not None:
@@ -315,8 +327,8 @@ class Executor:
         del rows, flat  # the executor must not hold a request's memory when it answers
         now = time.monotonic()
         self._scheduler.done(pieces, now=now, seconds=now - begun, matrices=_matrices(counts))
-        self._note(pieces, begun, now)
-        self._hand_out(pieces, product, wire.encoding_of(arithmetic))
+        self._note(pieces, count, begun, now)
+        self._hand_out(pieces, product, encoding)
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
         """Give every piece its rows of the product."""
@@ -329,8 +341,8 @@ class Executor:
             whole = piece.rows == piece.job.rows  # otherwise `_finish` copies the part
             self._finish(piece, copy_of(part) if shared and whole else part)
 
-    def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
-        report, rows = self._report, sum(piece.rows for piece in pieces)
+    def _note(self, pieces: list[Piece[_Job]], rows: int, begun: float, now: float) -> None:
+        report = self._report
         report.seconds += now - begun
         report.heat[pieces[0].job.request.group - report.first_group] += rows
         report.batch_rows.observe(rows)

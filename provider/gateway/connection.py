@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from provider import logs
 from provider.config.schema import ProviderConfig
 from provider.executor.client import CachedReport, ExecutorRequester
-from provider.executor.envelope import ProductRequest, Stages, row_cost
+from provider.executor.envelope import ProductRequest, Stages, row_load
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.frames import NOTHING, Frames, refusal_of
 from provider.gateway.quota import QuotaGate
@@ -74,6 +75,23 @@ class GatewayState:
     def counts(self) -> bool:
         """False if usage could not be written for `max_unwritten_s`: requests are then refused, not served unbilled."""
         return self.usage.unwritten_s <= self.config.usage.max_unwritten_s
+
+
+class _Sizes(NamedTuple):
+    """The encoding of an accepted request, its sizes in bytes, and its cost.
+
+    Args:
+        received: the request's payload.
+        product: the product in 32 bits.
+        memory: all matrices of the request in memory.
+        cost: multiply-adds that the tenant is billed.
+    """
+
+    encoding: wire.Encoding
+    received: int
+    product: int
+    memory: int
+    cost: int
 
 
 class Connection:
@@ -153,10 +171,10 @@ class Connection:
             log.often("paused", tenant=str(self._tenant))
             self._state.stopping.wait(seconds)
 
-    def _read_payload(self, request: wire.Binding) -> memoryview:
+    def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, as the executor takes them: in 32 bits."""
         unread = self._frames.unread
-        if unread and request.encoding == wire.RING24:
+        if unread and encoding is wire.RING24:
             rows = np.empty(unread // 3, dtype=np.int32)
             self._frames.read(wire.RING24.space(rows))
             wire.RING24.settle(rows)
@@ -188,7 +206,7 @@ class Connection:
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
-        size = self._check(request)
+        sizes = self._check(request)
         if isinstance(request, wire.Execute):
             self._state.blocks.confirm(self._tenant, request.confirms)
         if not self._state.counts:
@@ -196,14 +214,13 @@ class Connection:
         if not request.rows:
             self._answer_empty_product(request)
             return
-        work = row_cost(request, self._entry(request)) * request.rows
         with (
-            self._state.quotas.admitted(self._tenant, rows=request.rows, work=work) as limit,
-            self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
+            self._state.quotas.admitted(self._tenant, rows=request.rows, work=sizes.cost) as limit,
+            self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s),
         ):
             try:
                 # with a new deadline: the tenant did not cause the wait for bytes
-                self._multiply(request, self._read_payload(request), cost=work, limit=limit)
+                self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
             except TimeoutError:
                 self._bill(Counts(slow=1))
                 raise
@@ -234,14 +251,13 @@ class Connection:
         self,
         request: wire.Execute | wire.Effect,
         payload: memoryview,
+        sizes: _Sizes,
         *,
-        cost: int,
         limit: wire.QuotaLimit | None,
     ) -> None:
         """Let the executor compute a product, and send it.
 
         Args:
-            cost: multiply-adds that the tenant is billed.
             limit: the quota limit that the request had to wait for; part of the answer.
         """
         work = self._work(request)
@@ -257,20 +273,18 @@ class Connection:
             self._frames.refuse(refusal)
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
-        inputs, outputs = self._entry(request).columns(request.direction)
-        if len(answer.payload) == wire.RING32.size(request.rows, outputs):
+        if len(answer.payload) == sizes.product:
             payload, relayed = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
-            received = 0 if isinstance(request, wire.Effect) else request.encoding.size(request.rows, inputs)
             sent = len(payload)
-            self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
+            self._bill(Counts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
             head = answer.head
-            if limit is not None or relayed or request.encoding == wire.RING24:
+            if limit is not None or relayed or sizes.encoding is wire.RING24:
                 head = wire.encode(wire.Result.answering(request, limit=limit, relayed=relayed), payload_bytes=sent)
             self._frames.send(head, payload)
             return
         if self._left():  # rows that were multiplied before the executor noticed are billed
-            self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
+            self._bill(Counts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))
         else:  # the request was late or failed
             self._bill(Counts(failed=1))
         self._frames.send(answer.head, answer.payload)
@@ -317,8 +331,8 @@ class Connection:
         """True if the tenant has left. False during a stop, which shuts the socket but answers requests in flight."""
         return not self._state.stopping.is_set() and self._stream.peer_left()
 
-    def _check(self, request: wire.Execute | wire.Effect) -> int:
-        """Check a request. Returns the bytes that its matrices take in memory. Raises `Refusal`."""
+    def _check(self, request: wire.Execute | wire.Effect) -> _Sizes:
+        """Check a request. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
             bad("say hello first")
@@ -332,14 +346,17 @@ class Connection:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         state = self._state
         columns = check_shape(request, config=state.config, manifest=state.manifest, served=state.served)
-        inputs, outputs = (wire.RING32.size(request.rows, width) for width in columns)
-        received, sent = (request.encoding.size(request.rows, width) for width in columns)
-        self._frames.expect_payload(0 if isinstance(request, wire.Effect) else received)
+        encoding, rows, (inputs, outputs) = request.encoding, request.rows, columns
+        received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
+        self._frames.expect_payload(received)
         self._executor.require_present()
+        product = wire.RING32.size(rows, outputs)
         # a packed answer and a block are copies, made after the rows' memory is free
-        copies = outputs if wire.may_be_relayed(request) else 0
-        copies += sent if request.encoding == wire.RING24 else 0
-        return outputs + max(inputs, copies)
+        copies = product if wire.may_be_relayed(request) else 0
+        copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
+        memory = product + max(wire.RING32.size(rows, inputs), copies)
+        _, cost = row_load(request, columns)
+        return _Sizes(encoding, received, product, memory, cost * rows)
 
     def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
         return entry_of(request, self._state.manifest)

@@ -127,7 +127,8 @@ class Usage:
         with self._lock:
             self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
             key = (self._today(), tenant.name, tenant.authority, role)
-            self._pending[key] = self._pending.get(key, _NOTHING) + counts
+            pending = self._pending.get(key)
+            self._pending[key] = counts if pending is None else pending + counts
 
     def settle(self) -> None:
         """Commit all earlier counts, or wait until another thread has. Waits for 0.25 s at most, because another thread

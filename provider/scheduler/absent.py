@@ -59,6 +59,10 @@ class Absent:
             self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
             self._next[stage, absence.key] = key
 
+    def is_only(self, tenant: Hashable) -> bool:
+        """Returns True if no other tenant is absent."""
+        return len(self._absent) == (tenant in self._absent)
+
     def after(self, stage: Stage, key: Key) -> Iterator[Key]:
         """Yield the keys that are expected to follow a key, as far as they are known. The order of keys may be a
         cycle."""

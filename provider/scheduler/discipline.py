@@ -31,6 +31,10 @@ class Discipline(Generic[J]):
     def multiplied(self, now: float) -> None:
         """Called when a product has ended."""
 
+    def is_alone(self, job: J) -> bool:
+        """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
+        return False
+
     def turn(self, now: float) -> tuple[J | None, float | None]:
         """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None

@@ -52,6 +52,9 @@ class Opportunistic(Discipline[J]):
     def multiplied(self, now: float) -> None:
         self._idle_since = now
 
+    def is_alone(self, job: J) -> bool:
+        return self._absent.is_only(job.tenant)
+
     def turn(self, now: float) -> tuple[J | None, float | None]:
         waiting: list[float] = []
         if not self._waiting:

@@ -5,7 +5,7 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
-_TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
+TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
 
 class Pace:
@@ -30,7 +30,7 @@ class Pace:
         rows = self.rows_in(job, self._slice_s)
         if reading := _matrices_of_row(job) * self._read(job.key) * job.row_work:
             rows = min(rows, int(self._slice_s / reading))
-        return max(_TELLING_ROWS, rows)
+        return max(TELLING_ROWS, rows)
 
     def rows_in(self, job: Job, seconds: float) -> int:
         """Number of rows with the job's key whose arithmetic takes `seconds`."""
@@ -47,9 +47,9 @@ class Pace:
         if not work:
             return
         kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
-        if rows < _TELLING_ROWS * matrices:
+        if rows < TELLING_ROWS * matrices:
             self._reads[kind] = _nearer(self._read(key) or per_weight, per_weight)
-        if rows < _TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
+        if rows < TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
             self._rates[kind] = max(self._rate(key), rate)
         else:
             self._rates[kind] = _nearer(self._rate(key), rate)

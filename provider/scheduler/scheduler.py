@@ -10,7 +10,7 @@ from provider.scheduler.discipline import Discipline
 from provider.scheduler.jobs import J, Piece, Stage
 from provider.scheduler.lockstep import Lockstep
 from provider.scheduler.opportunistic import Opportunistic
-from provider.scheduler.pace import Pace
+from provider.scheduler.pace import TELLING_ROWS, Pace
 from provider.scheduler.policy import Policy, PolicyName
 from provider.scheduler.waiting import Waiting
 
@@ -39,7 +39,7 @@ class Scheduler(Generic[J]):
 
     def put(self, job: J) -> None:
         """Add a job."""
-        if not self._jobs[job.tenant]:
+        if job.tenant not in self._jobs:
             self._discipline.came(job)
         self._jobs[job.tenant] += 1
         heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
@@ -87,6 +87,18 @@ class Scheduler(Generic[J]):
             self._hand_out(piece, self.pace.seconds(piece.job, piece.rows) if alone else seconds * piece.rows / total)
         return pieces
 
+    def take_alone(self, job: J) -> list[Piece[J]]:
+        """Take all rows of a job at once, instead of `put` and `take`. Empty if the job has to be put, because it has
+        many rows, or because other tenants wait or are expected.
+
+        The tenant is not charged: no other tenant waits for a turn.
+        """
+        if self._jobs or job.rows > TELLING_ROWS or not self._discipline.is_alone(job):
+            return []
+        self._discipline.came(job)
+        job.taken, job.left = job.rows, True
+        return [Piece(job, 0, job.rows)]
+
     def next_deadline(self, now: float) -> float | None:
         """Time to call `expire` and `take` again if no job arrives before; None without such a time."""
         while self._deadlines and self._deadlines[0][2].left:
@@ -101,12 +113,12 @@ class Scheduler(Generic[J]):
     def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
         """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
         pieces = list(pieces)
-        rows = sum(piece.rows for piece in pieces)
-        work = sum(piece.rows * piece.job.row_work for piece in pieces)
+        rows = sum([piece.rows for piece in pieces])
+        work = sum([piece.rows * piece.job.row_work for piece in pieces])
         self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
         self._discipline.multiplied(now)
         for piece in pieces:
-            if not self._jobs[piece.job.tenant]:
+            if piece.job.tenant not in self._jobs:
                 self._discipline.went(piece.job, now)
 
     def _hand_out(self, piece: Piece[J], seconds: float) -> None:

@@ -60,7 +60,8 @@ class CompiledKernel(Kernel):
         lib = native.library()
         assert lib is not None
         count, width = rows.shape
-        limbs = _limbs(count * _padded(width))
+        padded = _padded(width)
+        limbs = _limbs(count * padded)
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
         splitting.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
         data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
@@ -71,7 +72,7 @@ class CompiledKernel(Kernel):
             lib.ring_product(*arguments, *operands, begin, end)
 
         panels = _padded(out.shape[1]) // _PANEL
-        panel_bytes = _PANEL * _padded(width) * weight_bytes * max(1, count // _SLICE_ROWS)
+        panel_bytes = _PANEL * padded * weight_bytes * max(1, count // _SLICE_ROWS)
         parallel.for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
         _unused_limbs.append(limbs)
 

@@ -140,7 +140,7 @@ class RingMatrix:
         return BACKWARD if direction == FORWARD else FORWARD
 
     def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        count = len(rows)
+        count = rows.shape[0]
         step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
         if 0 < count <= step:
             self.chosen(count, direction).product(packed, rows, direction, out)

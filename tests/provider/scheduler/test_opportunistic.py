@@ -22,6 +22,22 @@ def test_only_fine_tuning_and_leading_requests_are_cut(arriving: list[Job]) -> N
         assert sum(p.job.stage == "fine_tuning" for p in cut) <= 1
 
 
+def test_only_a_tenant_alone_is_served_past_the_queues() -> None:
+    """No other tenant waits or is expected meanwhile, and the rows fit in a slice."""
+    subject = scheduler()
+    for group in range(3):
+        assert subject.take_alone(job("alone", rows=SLICE_ROWS + 1)) == []
+        (piece,) = subject.take_alone(one := job("alone", rows=SLICE_ROWS, group=group))
+        assert piece == (one, 0, SLICE_ROWS)
+        assert one.left
+        subject.done([piece], now=0.0, seconds=1.0)
+    assert subject.take_alone(job("another")) == []  # the first tenant is expected
+    subject.put(job("another"))
+    assert subject.take_alone(job("alone")) == []  # the other tenant waits
+    assert [p.job.tenant for p in subject.take(0.0)] == ["another"]
+    assert scheduler("lockstep").take_alone(job()) == []
+
+
 def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
     subject = scheduler()
     subject.put(job("trainer", rows=500, stage="fine_tuning"))

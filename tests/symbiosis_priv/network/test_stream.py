@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream, within
 from tests.symbiosis_priv.network.pairs import LARGE, TIMEOUT_S, Contexts, tcp_pair
 
@@ -62,6 +63,24 @@ def test_a_frame_arrives_whole_in_either_direction(contexts: Contexts, head: byt
             assert kept == sent[: len(kept)]
             receiver.discard(len(sent) - len(kept), deadline=soon())
             sending.result(TIMEOUT_S)
+
+
+@settings(max_examples=15)
+@given(size=st.integers(0, 20_000), pause=st.integers(0, 40))
+def test_heads_and_payloads_are_told_apart(contexts: Contexts, size: int, pause: int) -> None:
+    """Wherever the records end, and with the next frame in the same record."""
+    hello = wire.Hello(version=wire.VERSION, role="executor", model_digest="x")
+    frame = wire.encode(hello, payload_bytes=size) + LARGE[:size]
+    with streams(contexts) as (client, server), ThreadPoolExecutor(1) as pool:
+        for part in (frame[:pause], frame[pause:] + frame):
+            pool.submit(client.send_frame, b"", memoryview(part), deadline=soon()).result(TIMEOUT_S)
+        for _ in range(2):
+            assert server.begin(deadline=soon())
+            header, announced = server.receive_head(max_payload=size, deadline=soon())
+            assert (wire.decode_request(header), announced) == (hello, size)
+            payload = bytearray(size)
+            server.receive(memoryview(payload), deadline=soon())
+            assert payload == LARGE[:size]
 
 
 def test_a_slow_peer_and_a_lost_peer_give_different_errors(ends: tuple[FrameStream, FrameStream]) -> None:

@@ -266,8 +266,8 @@ class RingRows(Rows):
 
 
 def _rows(matrix: Tensor, rows: slice) -> Tensor:
-    return some_rows(matrix, rows.start, rows.stop - rows.start)
+    return matrix if rows.stop - rows.start == matrix.shape[0] else matrix[rows]
 
 
 def _of_expert(expert: int, column: Products | None) -> Column | None:
-    return column[expert] if isinstance(column, Sequence) else column
+    return column if column is None or isinstance(column, Column) else column[expert]

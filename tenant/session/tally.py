@@ -49,9 +49,10 @@ class Tally:
 
     def add(self, **amounts: float) -> None:
         """Add to fields of the ledger."""
+        counts = vars(self._counts)
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self._counts, name, getattr(self._counts, name) + amount)
+                counts[name] += amount
 
     def ledger(self) -> Ledger:
         """Return a copy of the counters."""

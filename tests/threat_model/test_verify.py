@@ -25,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.executor.executor import Executor
 from provider.gateway import connection
+from provider.gateway.frames import Frames
 from provider.products import model
 from provider.products.floats import FloatGroup, FloatGroups
 from provider.products.model import ServedModel
@@ -550,10 +551,10 @@ def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.Monk
 
 
 def test_a_connection_that_ends_at_a_bad_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang_up(self: connection.Connection, refusal: Any) -> None:
+    def hang_up(self: Frames, refusal: Any) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(connection.Connection, "_refuse", hang_up)
+    monkeypatch.setattr(Frames, "refuse", hang_up)
     found = broken(judge("ring-exact", "refusals", "binding"))
     assert found == {"refusals"}
 
@@ -562,20 +563,21 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     """A provider that maps a group that does not exist to one that does."""
     honest = connection.Connection._check
 
-    def lenient(self: connection.Connection, request: Any) -> int:
+    def lenient(self: connection.Connection, request: Any) -> Any:
         groups = len(self._state.manifest.groups)
         return honest(self, msgspec.structs.replace(request, group=request.group % groups))
 
     monkeypatch.setattr(connection.Connection, "_check", lenient)
-    accept = Executor._accept
+    job_of = Executor._job_of
 
-    def wrap(self: Executor, sender: Any, work: Any, payload: Any) -> None:
+    def wrap(self: Executor, message: Any) -> Any:
+        work = message.envelope
         if isinstance(work.request, wire.Execute):
             group = work.request.group % len(self._model.manifest.groups)
             work = msgspec.structs.replace(work, request=msgspec.structs.replace(work.request, group=group))
-        accept(self, sender, work, payload)
+        return job_of(self, message._replace(envelope=work))
 
-    monkeypatch.setattr(Executor, "_accept", wrap)
+    monkeypatch.setattr(Executor, "_job_of", wrap)
     outcomes = judge("refusals", "ring-exact")
     assert broken(outcomes) == {"refusals"}
     violation = outcomes["refusals"].violation

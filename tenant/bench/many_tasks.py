@@ -61,7 +61,8 @@ def measure_tasks(
 
     Args:
         batch: rows of the mixed batch, each of another task.
-        effort: turns, of which the median counts, and torch threads of each process.
+        effort: turns, of which the median counts, and torch threads of each process. The whole model is measured
+            while no other process works, and gets the threads of tenant and executor.
 
     Yields:
         `gain`: how many times less of the measured quantity a variant needs than the first of its measurement.
@@ -70,7 +71,7 @@ def measure_tasks(
     path = shape.save(directory / "model")
     on_turn("writing tasks")
     repository = write_tasks(directory / "tasks", path, count=tasks)
-    with _threads(effort.threads):
+    with _threads(2 * effort.threads):
         model = load_model(path, dtype=torch.float32, kind=AutoModel)
         serving = Tasks(model, memory_limit=1 << 40)
         names = [task.name for task in serving.register_all(repository)]
@@ -79,18 +80,19 @@ def measure_tasks(
         on_turn("a mixed batch, whole")
         yield from _batch(serving, names[:batch], tokens, effort.repeat, measurement="batch, whole model")
         on_turn("coordinated batching")
-        yield from _coordinated(serving, names, traffic, effort.repeat, on_turn)
+        yield from _coordinated(serving, names, traffic, on_turn)
         serving.close()
         del model, serving
-        on_turn("a mixed batch, split")
-        with provide(path, directory, threads=effort.threads) as local:
-            remote = remote_config(local, "pad", effort)
-            split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
-            serving = Tasks(split)
-            serving.register_all(repository)
-            yield from _batch(serving, names[:batch], tokens, effort.repeat, measurement="batch, split model")
-            serving.close()
-            backend_of(split).close()
+    on_turn("a mixed batch, split")
+    with _threads(effort.threads), provide(path, directory, threads=effort.threads) as local:
+        remote = remote_config(local, "pad", effort)
+        split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
+        serving = Tasks(split)
+        serving.register_all(repository)
+        # one turn, because every turn has the same round trips
+        yield from _batch(serving, names[:batch], tokens, 1, measurement="batch, split model")
+        serving.close()
+        backend_of(split).close()
 
 
 def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
@@ -180,16 +182,17 @@ def _ledger(model: Any) -> Ledger | None:
     return ledger_of(model) if hasattr(model, "hf_quantizer") else None
 
 
-def _coordinated(
-    tasks: Tasks, names: Sequence[str], traffic: Traffic, repeat: int, on_turn: Callable[[str], None]
-) -> Iterator[Row]:
+def _coordinated(tasks: Tasks, names: Sequence[str], traffic: Traffic, on_turn: Callable[[str], None]) -> Iterator[Row]:
+    """The plans take turns, batch by batch, so that a change of the machine's speed affects all of them alike."""
+
     def run(rows: int, tokens: int) -> None:
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))
 
     examples = {tasks[name].id.method: name for name in reversed(names)}
     longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(traffic.mean + 4 * traffic.sigma) + 1)
-    sizes = sorted({1, 4, traffic.size}), sorted({1, round(traffic.mean), longest})
-    costs = measure_costs(tasks, run, examples, rows=sizes[0], tokens=sizes[1], repeat=1)
+    costs = measure_costs(
+        tasks, run, examples, rows=sorted({1, 4, traffic.size}), tokens=sorted({1, longest}), repeat=1
+    )
     requests = _requests(tasks, names[:_TASKS], traffic, longest)
     plans: dict[str, Callable[[Sequence[Request], Costs], Batches]] = {
         "fixed size": lambda requests, costs: fixed(requests, size=traffic.size),
@@ -198,17 +201,16 @@ def _coordinated(
         "coordinated": coordinated,
     }
     planned = {name: plan(requests, costs) for name, plan in plans.items()}
-    times: dict[str, list[float]] = {name: [] for name in plans}
-    for turn in range(repeat):
-        for name, batches in planned.items():
-            on_turn(f"{name}, turn {turn + 1}")
-            start = time.perf_counter()
-            for requested in batches:
-                with tasks.batch([request.task for request in requested]):
-                    _forward(tasks, *padded(requested))
-            times[name].append(time.perf_counter() - start)
+    seconds = dict.fromkeys(plans, 0.0)
+    turns = sorted((n / len(batches), name, n) for name, batches in planned.items() for n in range(len(batches)))
+    for done, name, n in turns:
+        on_turn(f"coordinated batching, {done:.0%}")
+        requested = planned[name][n]
+        start = time.perf_counter()
+        with tasks.batch([request.task for request in requested]):
+            _forward(tasks, *padded(requested))
+        seconds[name] += time.perf_counter() - start
     for name, batches in planned.items():
-        seconds = statistics.median(times[name])
         yield {
             "measurement": "coordinated batching",
             "tasks": min(len(names), _TASKS),
@@ -217,8 +219,8 @@ def _coordinated(
             "batches": len(batches),
             "variant": name,
             "memory_mib": None,
-            **_cost(seconds),
-            "gain": statistics.median(times["fixed size"]) / seconds,
+            **_cost(seconds[name]),
+            "gain": seconds["fixed size"] / seconds[name],
         }
 
 

@@ -113,12 +113,16 @@ class MemoryLimit(TorchDispatchMode):
         self._limit = _SPARE_BYTES + largest * torch.int64.itemsize + _COPIES * file.stat().st_size
         self._file = file
         self._live: list[tuple[StorageWeakRef, int]] = []
+        self._sizes: dict[str, int] = {}  # adapters make tensors of the same sizes in every layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _on_meta(kwargs) or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+        if _takes_tensors(args, kwargs) or _on_meta(kwargs):
             return func(*args, **kwargs)
-        size = _bytes_of(func, args, kwargs)
+        call = repr((func, args, kwargs))
+        if call not in self._sizes:
+            self._sizes[call] = _bytes_of(func, args, kwargs)
+        size = self._sizes[call]
         if self._used() + size > self._limit:
             raise CheckpointError(
                 f"{self._file.parent / 'adapter_config.json'} states sizes that do not fit {self._file.name} "
@@ -132,6 +136,13 @@ class MemoryLimit(TorchDispatchMode):
     def _used(self) -> int:
         self._live = [(storage, size) for storage, size in self._live if not storage.expired()]
         return sum(size for _, size in self._live)
+
+
+def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
+    # most operations take a tensor first, which is faster to see than to flatten the arguments
+    return bool(args and isinstance(args[0], Tensor)) or any(
+        isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))
+    )
 
 
 def _on_meta(kwargs: dict[str, Any]) -> bool:

@@ -682,3 +682,20 @@ def test_an_adapter_may_take_as_much_memory_for_a_split_model_as_for_a_whole_one
     with mock.patch.object(backend_of(split), "multiply") as multiply:
         assert vars(MemoryLimit(split, file))["_limit"] == vars(MemoryLimit(whole, file))["_limit"]
     multiply.assert_not_called()
+
+
+def test_every_tensor_of_one_size_counts_and_its_size_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 3 << 20)
+    bytes_of = mock.Mock(side_effect=adapter_limits._bytes_of)
+    monkeypatch.setattr(adapter_limits, "_bytes_of", bytes_of)
+    with MemoryLimit(torch.nn.Linear(2, 2), file):
+        kept = [torch.empty(1 << 18) for _ in range(3)]
+        with pytest.raises(CheckpointError, match="sizes"):
+            kept.append(torch.empty(1 << 18))
+        del kept
+        torch.empty(1 << 18)
+    assert bytes_of.call_count == 1

@@ -31,7 +31,7 @@ class ConfigError(SymbiosisError, ValueError):
 
 
 class RoleConflictError(ConfigError):
-    """One operator would know a pad as helper and see a row masked with it as executor (rule 8)."""
+    """An operator would be executor and helper of the same rows, and could unmask them (rule 8)."""
 
 
 class StorageError(SymbiosisError, OSError):

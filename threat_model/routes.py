@@ -1,4 +1,4 @@
-"""What `experts = ...` shows of decoded tokens: the attack on routes in every mode that offloads experts.
+"""Measures what `experts = ...` reveals about decoded tokens: runs the attack on routes in every mode.
 
 The masking scheme is `pad`, which hides every row. Routes are visible beside it, and the table says how much they tell.
 """

@@ -1,4 +1,4 @@
-"""One queue that serves clients in turn, for handshakes and for keystream."""
+"""A queue that serves clients in turn. Handshakes and keystream use it."""
 
 from collections import OrderedDict
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""One token bucket, for quotas, handshakes and registries."""
+"""A token bucket. Quotas, handshakes and registries use it."""
 
 
 class TokenBucket:

@@ -69,7 +69,7 @@ def watch(address: str, *, interval: float, once: bool) -> None:
 
 
 def render(now: Status, before: Status | None, seconds: float) -> RenderableType:
-    """The screen: totals the first time, later the rates of the last `seconds`."""
+    """Return the screen. The first screen shows totals; later screens show rates over the last `seconds`."""
     parts: list[RenderableType] = [_headline(now), _tenants(now, before, seconds)]
     if now.executor is not None:
         parts.append(Columns([_queue(now), _heat(now, before, seconds)], padding=(0, 4)))

@@ -44,7 +44,7 @@ _MEETING_S = 600
 
 
 class Rendezvous(RendezvousHandler):
-    """A rendezvous of a fixed set of machines.
+    """The rendezvous of torchrun for a fixed set of machines.
 
     Args:
         store: store for torchrun's own data and, with several machines, for the ranks' rendezvous.

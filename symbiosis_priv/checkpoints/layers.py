@@ -23,7 +23,7 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 @dataclass(frozen=True)
 class Scope:
-    """Which optional layer groups providers serve. All parties of a federation agree on it: it changes the digest.
+    """The optional layer groups that providers serve. All parties of a federation agree on it: it changes the digest.
 
     Args:
         tied_head: the product of an LM head whose weight is the embedding table. The table stays with the tenant.

@@ -1,4 +1,4 @@
-"""`symbiosis-priv bench`: measures the cost of split execution against whole-model execution, by turns in one run.
+"""`symbiosis-priv bench`: measures the cost of split execution. Split and whole models take turns in one run.
 
 Absolute times are valid for one machine only. Compare the ratios.
 

@@ -53,7 +53,7 @@ def _fill(connection: socket.socket, buffer: bytearray) -> None:
 def echo_connection(
     federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int
 ) -> Iterator[Callable[[], None]]:
-    """A connection to the echo server; calling what it yields makes one round trip.
+    """Open a connection to the echo server. Yields a function that makes one round trip.
 
     Args:
         peer: the provider whose certificate the server shows.

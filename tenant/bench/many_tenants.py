@@ -192,7 +192,7 @@ class _Bench:
         self._local.stop()
 
     def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> tuple[Row, dict[str, str]]:
-        """One measurement."""
+        """Measure a scenario."""
         loads = [self._load(*load, seconds) for load in mix.loads(scenario)]
         with contextlib.ExitStack() as running:
             tenants: list[Child[Literal["alone", "together"], Any]] = [

@@ -1,4 +1,4 @@
-"""`bench linear`: what a masked linear costs, beside a bare TLS echo of the same bytes and the bare product.
+"""`bench linear`: times a masked linear, a bare TLS echo of the same bytes, and the bare product.
 
 Every repetition measures each quantity once, one after the other, so that other work on the machine affects all of
 them alike. "masked" is a call whose pads were drawn ahead: the clock runs only once the pool holds pads for this call

@@ -1,4 +1,4 @@
-"""`bench endpoint`: many answers at once by the endpoint's engine, beside one after another with `generate()`.
+"""`bench endpoint`: times many requests that the endpoint's engine answers together, and `generate()` one by one.
 
 All requests are submitted at the same time to one session with masked rows, so the time to the first token includes
 the queue. With a random model, the requests use eight adapters (the base model, LoRA, IA3, OFT and an adapter of PetS).

@@ -1,4 +1,4 @@
-"""Which share of a model's parameters is offloaded, what stays with the tenant, and why."""
+"""Counts the parameters that are offloaded, and lists the modules that stay with the tenant and why."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set

@@ -15,7 +15,7 @@ from tenant.model.remote_linear import RemoteLayer
 
 
 def untie_head(model: PreTrainedModel, tied: Mapping[str, str]) -> list[nn.Module]:
-    """Take an offloaded head out of the ties that transformers makes on loading.
+    """Stop transformers from tying an offloaded head to the embeddings on loading.
 
     Args:
         model: the split model, before its tensors are loaded.

@@ -52,7 +52,7 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
 
 
 def tied_members(store: WeightStore) -> set[str]:
-    """The offloaded LM head, if it is tied: its tensors stay with the tenant, who looks up embeddings in them."""
+    """The offloaded LM head, if it is tied. Its tensors stay with the tenant as the table of embeddings."""
     return {parameter.rpartition(".")[0] for parameter in store.skeleton.tied}
 
 

@@ -327,7 +327,7 @@ class Routes:
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
     def _wasted(self, route: Route, waited_s: float) -> float:
-        """The part of a wait for a provider in which another provider could have answered."""
+        """The share of a wait for one provider during which another provider could have answered."""
         same_role = self.helpers if route.peer.role == "helper" else self.executors
         return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 

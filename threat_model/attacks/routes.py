@@ -1,4 +1,4 @@
-"""Which experts a token went to tells the token.
+"""Recovers tokens from the experts to which their rows were sent.
 
 With `experts = "counts"`, a request says how many of its rows go to each expert, and so does the request for the
 effects of its pads. While a tenant decodes one sequence, a request has the rows of one token, so its counts are the

@@ -1,4 +1,4 @@
-"""From rows back to text: the embedding is public, so a row of the first layer can be looked up in a table."""
+"""Recovers text from rows: the embedding is public, so an attacker looks up rows of the first layer in a table."""
 
 from collections.abc import Mapping
 

@@ -96,7 +96,7 @@ class Chaos:
         return self.disturbed.equals(self.undisturbed)
 
     def rows(self, *, every_s: float) -> list[Row]:
-        """One row per role."""
+        """Return a row for each role."""
         rows: list[Row] = []
         for role in ("executor", "helper"):
             pauses = [

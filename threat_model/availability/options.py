@@ -19,7 +19,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Killing:
-    """The providers, and how they are killed. A killed provider's state depends on timing, whatever the seed."""
+    """Numbers of providers, and the schedule of kills. What a killed provider was doing depends on timing."""
 
     executors: Annotated[int, Option(min=1, help="Number of executors.")] = 3
     helpers: Annotated[int, Option(min=1, help="Number of helpers.")] = 2

@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def serve_requests(requests: Requests) -> Iterator[Callable[[None], list[Answer]]]:
-    """For `Child`: sends requests until the first question. The answer to the question lists all answers."""
+    """For `Child`: sends requests until the parent's first question, and answers it with the times of all answers."""
     torch.set_num_threads(1)
     federation = replace(
         load_federation(requests.federation),

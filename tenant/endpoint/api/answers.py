@@ -25,7 +25,7 @@ class Ledger(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Tokens of the prompt whose keys and values were there already."""
+    """Number of tokens of the prompt that were not computed again."""
 
     cached_tokens: int
 
@@ -71,7 +71,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have come."""
+    """A token and its log probability."""
 
     token: str
     logprob: float
@@ -79,7 +79,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """A token that came."""
+    """A token of the answer, with the likeliest tokens in its place."""
 
     top_logprobs: list[TopLogprob]
 
@@ -195,13 +195,13 @@ class FunctionCallItem(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why an answer is cut."""
+    """The reason why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class OutputTokensDetails(BaseModel):
-    """There are no tokens of reasoning."""
+    """Always 0: reasoning is not separated from the answer."""
 
     reasoning_tokens: int = 0
 

@@ -31,7 +31,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream has besides the answer.
+    """Contents of a stream besides the answer.
 
     Args:
         include_usage: numbers of tokens in a last chunk.
@@ -301,7 +301,7 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is parsed by pydantic. The `json` module accepts texts that cannot be written again."""
+    """A route whose body is parsed by pydantic. The `json` module accepts values that are not JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

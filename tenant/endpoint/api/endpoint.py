@@ -1,4 +1,4 @@
-"""What every route needs: the service, the settings and the metrics of one endpoint."""
+"""The state that all routes share: the service, the settings and the metrics of one endpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from tenant.endpoint.api.service import Service
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Who may use an endpoint, and how much at once.
+    """Access rules and limits of an endpoint.
 
     Args:
         keys: API keys. Each key is a client, and clients get equal shares.

@@ -19,7 +19,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong; `param` names the field of the request."""
+    """The error; `param` names the field of the request."""
 
     message: str
     type: str

@@ -36,7 +36,7 @@ _UNREAD = 4096  # events that a client may leave unread
 
 
 class Running:
-    """Requests that run in the engine. Iterate over it for their events; `cancel` when nobody reads them any more.
+    """Requests that run in the engine. Iterate over it to receive their events. Call `cancel` when the client has gone.
 
     Args:
         requests: the choices of one HTTP request, all of one adapter.

@@ -1,4 +1,4 @@
-"""What an endpoint serves: an engine, its models, and how their prompts are made."""
+"""The service of an endpoint: an engine, its models, and the preparation of prompts."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What clients send and get: OpenAI's formats for files and fine-tuning jobs."""
+"""The bodies of requests and answers about files and fine-tuning jobs, in OpenAI's formats."""
 
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -41,7 +41,7 @@ class FileAnswer(BaseModel):
 
 
 class DeletedFile(BaseModel):
-    """A file that is gone."""
+    """Confirms that a file was deleted."""
 
     id: str
     object: Literal["file"] = "file"
@@ -70,7 +70,7 @@ class Supervised(Strict):
 
 
 class Method(Strict):
-    """How the model learns."""
+    """The training method."""
 
     type: Literal["supervised"]
     supervised: Supervised | None = None
@@ -110,7 +110,7 @@ class JobRequest(Strict):
 
 
 class UsedHyperparameters(BaseModel):
-    """How a job trains."""
+    """The hyperparameters of a job."""
 
     n_epochs: int
     batch_size: int
@@ -180,7 +180,7 @@ class Metrics(BaseModel):
 
 
 class EventAnswer(BaseModel):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"

@@ -81,7 +81,7 @@ def _run(work: Work, output: Path, *, resume: bool) -> None:
 
 
 def _wait_for(lock: BinaryIO) -> None:
-    """Wait until an earlier process of the same job has ended, whose endpoint was killed."""
+    """Wait for the end of an earlier process of the same job, which a killed endpoint left behind."""
     end = time.monotonic() + _EARLIER_PROCESS_S
     while True:
         try:

@@ -22,7 +22,7 @@ _LINES = re.compile(r"\.(jsonl|ndjson)\Z", re.IGNORECASE)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a file.
+    """The description of a stored file.
 
     Args:
         filename: the client's name of it, which is shown and never used as a path.

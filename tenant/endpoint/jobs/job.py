@@ -21,7 +21,7 @@ ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client has asked for. The hyperparameters are those of `FineTuning`."""
+    """A client's request for a job. The hyperparameters are those of `FineTuning`."""
 
     training_file: str
     suffix: str | None

@@ -121,7 +121,7 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
 
 
 def _limited(limit: int) -> type[APIRoute]:
-    """A route whose body has at most `limit` bytes, and arrives in time. A file goes to disk while it arrives."""
+    """A route whose body has at most `limit` bytes, and arrives in time. The file is written to disk as it arrives."""
 
     class Limited(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -22,7 +22,7 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: Experts | None) -> Experts:
-    """Choose where the experts of a model run, and log the choice and its price.
+    """Choose where the experts of a model run, and log the choice and its cost.
 
     Args:
         model: a model, on the meta device.

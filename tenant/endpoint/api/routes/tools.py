@@ -52,7 +52,7 @@ class ToolText:
 
     Args:
         tagged: the calls stand between `<tool_call>` and `</tool_call>`; otherwise the whole text is JSON.
-        names: the tools of the request. What calls another tool is text.
+        names: the tools of the request. A call of another tool is text.
     """
 
     def __init__(self, *, tagged: bool, names: set[str]) -> None:

@@ -7,6 +7,7 @@ steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: 
                     split model (contest, tenant_process)
 masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (echo)
 slow_network        `bench network`: over an emulated link (link), beside the design's prediction (`session.traffic`)
+moved_bytes         `bench bytes`: bytes of a token and a step of well-known models, from their shapes
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 many_tasks          `bench tasks`: many tasks over one model (bert)
 streams             `bench endpoint`: many answers at once by the endpoint's engine, beside `generate()` and, for a

@@ -203,11 +203,14 @@ def network(
     condition: Annotated[
         str,
         typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas."),
-    ] = "1gbit/5ms,100mbit/5ms,100mbit/100ms",
+    ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
     shape: Llama = _SMALL,
-    batch: Batch = 1,
-    tokens: Tokens = 128,
-    masking: Masking = "pad",
+    batch: Batch = 2,
+    tokens: Tokens = 64,
+    overlap: Annotated[
+        int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
+    ] = 2,
+    masking: Maskings = "pad,pad/24",
     link: Annotated[
         str, typer.Option(help="How to emulate the link: netem or proxy; auto for the best that this machine has.")
     ] = "auto",
@@ -225,6 +228,8 @@ def network(
 
     if link not in (*KINDS, "auto"):
         raise ConfigError(f"--link {link!r}: choose one of auto, {', '.join(KINDS)}")
+    if batch % overlap:
+        raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
     conditions = [Condition.parse(text) for text in condition.split(",")]
     with measuring() as (folder, tell):
         rows, emulated = measure_network(
@@ -232,20 +237,31 @@ def network(
             shape,
             batch=batch,
             tokens=tokens,
+            parts=overlap,
             conditions=conditions,
-            masking=scheme(masking),
+            maskings=[scheme(name) for name in masking.split(",")],
             kind=next((kind for kind in KINDS if kind == link), None),
             effort=effort,
             on_turn=tell,
         )
-    for work in ("step", "token"):
+    for work in dict.fromkeys(row["work"] for row in rows):
         show([{name: row[name] for name in row if name != "difference"} for row in rows if row["work"] == work])
     console = terminal.console()
     for row in rows:
         if row["difference"] is not None:
-            console.print(f"{row['condition']}, {row['work']}: {row['difference']}", soft_wrap=True)
+            what = f"{row['condition']}, {row['work']}, {row['masking']}"
+            console.print(f"{what}: {row['difference']}", soft_wrap=True)
     console.print(f"link: {emulated}", soft_wrap=True)
     write(json, "network", rows)
+
+
+@app.command("bytes")
+def moved(*, masking: Maskings = "pad,pad/24", json: Json = None) -> None:
+    """Bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B, computed from their shapes."""
+    from tenant.bench.moved_bytes import moved_bytes
+
+    maskings = [scheme(name) for name in masking.split(",")]
+    measure("bytes", json, lambda folder, tell: moved_bytes(maskings))
 
 
 @app.command()

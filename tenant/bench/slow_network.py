@@ -1,16 +1,19 @@
 """`bench network`: times a step and a token over an emulated link, and compares them with a prediction.
 
 The prediction is the time of the same work over a link without limits, plus the number of turns times the round trip,
-plus the bytes divided by the bandwidth, without any overlap. Each condition uses a new tenant process, because TCP
-keeps an estimate of the link's state.
+plus the bytes divided by the bandwidth, as if computing and transfers never took place at the same time. The parts of
+an overlapped batch share their round trips. Each condition uses a new tenant process, because TCP keeps an estimate of
+the link's state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from tenant.bench import process_costs
 from tenant.bench.children import Child
@@ -19,8 +22,8 @@ from tenant.bench.contest import TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
-from tenant.bench.providers import provide, remote_config
-from tenant.bench.result_file import Row
+from tenant.bench.providers import parsed, provide, remote_config
+from tenant.bench.result_file import Row, number
 from tenant.bench.tenant_process import Cost, Generate, Step, Task, serve_tenant
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
@@ -59,43 +62,65 @@ def measure_network(
     *,
     batch: int,
     tokens: int,
+    parts: int,
     conditions: Sequence[Condition],
-    masking: str,
+    maskings: Sequence[str],
     kind: Kind | None,
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> tuple[list[Row], str]:
-    """A row per condition and kind of work, the link without limits first; also the kind of emulation and its reason.
+    """A row per condition, kind of work and masking, the link without limits first; also the kind of emulation and its
+    reason.
 
     Args:
         batch, tokens: size of a fine-tuning step.
+        parts: the parts of a batch, which run one after the other and overlapped. 1 leaves both out.
         kind: kind of the link; the best that this machine has if None.
         effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
-    work: dict[str, Task] = {
-        "step": Step(batch=batch, tokens=tokens, steps=WARM_UP + effort.repeat),
-        "token": Generate(prompt=8, tokens=WARM_UP + effort.repeat),
-    }
+    work = _work(batch, tokens, parts, steps=WARM_UP + effort.repeat)
     with ExitStack() as stack:
         link = stack.enter_context(open_link(kind))
         local = stack.enter_context(provide(model, directory, threads=effort.threads, host=link.host))
-        groups = WeightStore(model, cache=local.cache).manifest().groups
-        design = {"step": of_step(groups, rows=batch * tokens), "token": of_token(groups)}
-        remote = replace(remote_config(local, masking, effort), federation=link.federation(local.federation))
-        rows: list[Row] = []
-        free: Mapping[str, Measured] = {}
-        for condition in (Condition(), *conditions):
-            on_turn(f"{condition}, emulated by {link.kind}")
+        groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
+        found: dict[tuple[str, str], list[Row]] = {}
+        free: dict[tuple[str, str], Measured] = {}
+        for condition, masking in product((Condition(), *conditions), maskings):
+            on_turn(f"{masking}: {condition}, emulated by {link.kind}")
             link.impose(condition)
+            remote = replace(remote_config(local, masking, effort), federation=federation)
             with Child("tenant", serve_tenant, model, remote, effort.threads, network=link.network) as tenant:
-                found = {name: _measure(tenant, task, link) for name, task in work.items()}
-            free = free or found
-            rows += [_row(name, condition, design[name], found[name], free[name]) for name in work]
+                for name, task in work.items():
+                    measured = _measure(tenant, task, link)
+                    unlimited = free.setdefault((name, masking), measured)
+                    row = _row(condition, _design(groups, task, masking), measured, unlimited)
+                    beside = found.setdefault((str(condition), name), [])
+                    first_s = number((beside or [row])[0]["measured_s"])
+                    labels: Row = {"condition": str(condition), "work": name, "masking": masking}
+                    beside.append({**labels, **row, "over_first_masking": measured.seconds / first_s})
         shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
-        rows = [{**shared, "tokens": tokens, "masking": masking, "link": link.kind, **row} for row in rows]
+        rows = [{**shared, "tokens": tokens, "link": link.kind, **row} for rows in found.values() for row in rows]
         return rows, f"{link.kind} ({link.why_not_better})" if link.why_not_better else link.kind
+
+
+def _work(batch: int, tokens: int, parts: int, *, steps: int) -> dict[str, Task]:
+    step = Step(batch=batch, tokens=tokens, steps=steps)
+    found: dict[str, Task] = {"step": step}
+    if parts > 1:
+        found[f"step, {parts} parts"] = replace(step, parts=parts)
+        found[f"step, {parts} parts overlapped"] = replace(step, parts=parts, overlap=True)
+    return found | {"token": Generate(prompt=8, tokens=steps)}
+
+
+def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> PredictedTraffic:
+    _, ring_bits = parsed(masking)
+    if isinstance(task, Generate):
+        return of_token(groups, ring_bits=ring_bits)
+    part = of_step(groups, rows=task.batch // task.parts * task.tokens, ring_bits=ring_bits)
+    whole = sum([part] * task.parts, PredictedTraffic())
+    return replace(whole, turns=part.turns) if task.overlap else whole
 
 
 def _measure(tenant: Child[Task, list[Cost]], task: Task, link: Link) -> Measured:
@@ -105,7 +130,7 @@ def _measure(tenant: Child[Task, list[Cost]], task: Task, link: Link) -> Measure
     return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
 
 
-def _row(name: str, condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:
+def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:
     up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
     effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
     latency_s = design.turns * condition.round_trip_ms / 1e3
@@ -113,8 +138,6 @@ def _row(name: str, condition: Condition, design: PredictedTraffic, found: Measu
     predicted_s = free.seconds + latency_s + transfer_s + effects_s
     difference_s = found.seconds - predicted_s
     return {
-        "condition": str(condition),
-        "work": name,
         "per_second": 1 / found.seconds,
         "round_trips": found.counted("executor_round_trips"),
         "round_trips_by_design": design.round_trips,

@@ -15,7 +15,7 @@ from symbiosis_priv.system.files import read_text, write_atomically
 from tenant.bench.goals import goals
 from tenant.bench.result_file import ResultFile, Row, Value
 
-_UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB"}
+_UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB", "_mb": " MB"}
 _MARK = "<!-- bench:{kind}:{end} -->"
 _GOALS = "goals"
 _GOAL_HEADINGS = ("benchmark", "what", "wanted", "measured", "")

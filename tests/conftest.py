@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from symbiosis_priv.system.processes import end_quickly
-from tests.warm import Popen
+from tests import warm
 
 # Examples are random (a failure prints the blob that reproduces it). Timing is not a property, because machines are
 # shared.
@@ -61,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     end_quickly()  # the command line's processes set this, too
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # pytest-xdist's controller runs no test, and its workers wait while it imports torch
+        os.environ[warm.ADDRESS] = warm.start()
+        return  # pytest-xdist's controller runs no test
     gc.disable()  # until `pytest_collection_finish`: imports free next to nothing
     import torch
 
@@ -76,6 +78,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Start the workers as forks, which do not import torch and transformers again."""
+    from execnet import gateway_base, gateway_io
+
+    class ForkIO(gateway_io.Popen2IOMaster):
+        def __init__(self, words: list[str], execmodel: Any) -> None:
+            self.popen = warm.Worker(words, stdin=PIPE, stdout=PIPE)
+            gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    vars(gateway_io)["Popen2IOMaster"] = ForkIO
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,8 +124,8 @@ def _services_are_forks() -> Iterator[None]:
     """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
     not import torch again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("symbiosis_priv.harness.service.Popen", Popen)
-        patch.setattr("provider.executor.supervisor.Popen", Popen)
+        patch.setattr("symbiosis_priv.harness.service.Popen", warm.Popen)
+        patch.setattr("provider.executor.supervisor.Popen", warm.Popen)
         yield
 
 

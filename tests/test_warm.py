@@ -59,6 +59,15 @@ def test_other_commands_are_ordinary_processes() -> None:
     assert run(["echo", "here"], capture_output=True, text=True, timeout=10).stdout == "here\n"
 
 
+def test_modules_that_a_fork_starts_are_forks(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("import sys; print('torch' in sys.modules)")
+    start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, {}]).returncode)"
+    for words, is_fork in (("'-m', 'inner'", True), ("'inner.py'", False)):
+        code = start.format(words)
+        done = run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.returncode) == (f"{is_fork}\n", 0)
+
+
 def test_a_fork_can_be_killed_while_another_thread_waits_for_it() -> None:
     with Popen([sys.executable, "-c", "input()"], stdin=PIPE) as process, ThreadPoolExecutor(1) as waiting:
         status = waiting.submit(process.wait)

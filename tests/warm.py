@@ -1,10 +1,12 @@
 """Start Python processes as forks of one process that has imported torch, transformers and peft already.
 
 `Popen` and `run` are those of `subprocess`, for commands that run Python: `[sys.executable, "-m", MODULE, ...]`, a
-script or `-c`. The first use starts the parent of the forks. The parent imports `LIBRARIES`, none of this project's
-modules, and starts no thread. So each fork imports this project's modules itself, and no object of them was copied by a
-fork (rule 12). At its end a fork joins its threads, runs its exit handlers and exits without freeing the modules. A
-fork needs some tenths of a second of CPU for that, and a new process two to five seconds.
+script or `-c`. The first use starts the parent of the forks, which the workers of pytest-xdist share; these are forks,
+too. The parent imports `LIBRARIES`, none of this project's modules, and starts no thread. So each fork imports this
+project's modules itself, and no object of them was copied by a fork (rule 12). At its end a fork joins its threads,
+runs its exit handlers and exits without freeing the modules. A fork needs some tenths of a second of CPU for that, and
+a new process two to five seconds. Modules (`-m`) that a fork starts, such as the providers of a demo, are forks of the
+same parent.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -19,11 +21,13 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -45,10 +49,12 @@ LIBRARIES = (
     "cryptography.hazmat.primitives.kdf.hkdf",
     "cryptography.hazmat.primitives.serialization.ssh",
     "cryptography.x509",
+    "fastapi",
     "hypothesis",
     "jinja2",
     "msgspec",
     "numpy.typing",
+    "openai",
     "prometheus_client",
     "rich.progress",
     "rich.table",
@@ -58,18 +64,24 @@ LIBRARIES = (
     "typer",
     "zmq",
 )
+ADDRESS = "SYMBIOSIS_PRIV_TESTS_WARM"
+"""The environment variable that names the socket of a running parent, which then is used."""
+
 _NUMBER = struct.Struct("=i")
 _REQUEST_BYTES = 1 << 20
 _STANDARD = 3  # stdin, stdout, stderr
+_TORCHRUN = "provider.processes.launch"  # must be the real parent of its ranks
+_NewProcess = subprocess.Popen
 
 
-class Popen(subprocess.Popen[Any]):
+class Popen(_NewProcess[Any]):
     """A fork of the parent, or an ordinary process if `arguments` do not run Python."""
 
     _status: int | None = None  # a pipe: the process id, and later the exit status
+    _nested = True  # modules that the fork starts are forks, too
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
-        call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given, **named).arguments  # type: ignore[attr-defined]
+        call = inspect.signature(_NewProcess._execute_child).bind(self, *given, **named).arguments  # type: ignore[attr-defined]
         words = call["args"]
         if isinstance(words, str) or not words or words[0] != sys.executable or call["shell"]:
             super()._execute_child(*given, **named)  # type: ignore[misc]
@@ -82,6 +94,7 @@ class Popen(subprocess.Popen[Any]):
             "environment": dict(environment),
             "folder": os.fspath(call["cwd"] or Path.cwd()),
             "session": call["start_new_session"],
+            "nested": self._nested and _TORCHRUN not in words,
         }
         self._status, end = os.pipe()
         try:
@@ -141,53 +154,94 @@ def run(
     return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
-_started: socket.socket | None = None
+class Worker(Popen):
+    """A worker of pytest-xdist. Its tests decide which processes are forks."""
+
+    _nested = False
+
+
+class _NestedPopen(Popen):
+    """Replaces `subprocess.Popen` in a fork."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        words = given[0]
+        if isinstance(words, list) and words[1:2] == ["-m"]:
+            super()._execute_child(*given, **named)
+        else:
+            _NewProcess._execute_child(self, *given, **named)  # type: ignore[attr-defined]
+
+
+_address: str | None = os.environ.get(ADDRESS)
+_requests: socket.socket | None = None
 _starting = threading.Lock()
 
 
+def start() -> str:
+    """Start the parent, unless there is one. Returns the address of its socket."""
+    global _address
+    if _address is None:
+        folder = tempfile.mkdtemp(prefix="warm-")
+        _address = f"{folder}/socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(_address)
+            listener.listen()
+            parent = _NewProcess(
+                [sys.executable, __file__, str(listener.fileno()), _address],
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+                stdin=subprocess.PIPE,  # the parent ends when it closes
+                start_new_session=True,
+            )
+        atexit.register(_end, parent, folder)
+    return _address
+
+
 def _parent() -> socket.socket:
-    """The socket for requests to the parent of the forks. The parent ends when this end closes."""
-    global _started
+    """A connection to the parent."""
+    global _requests
     with _starting:
-        if _started is None:
-            _started, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                parent = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            atexit.register(_end, parent, _started)
-        return _started
+        if _requests is None:
+            _requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            atexit.register(_requests.close)
+            _requests.connect(start())
+        return _requests
 
 
-def _end(parent: subprocess.Popen[bytes], requests: socket.socket) -> None:
-    requests.close()
+def _end(parent: subprocess.Popen[bytes], folder: str) -> None:
+    assert parent.stdin is not None
+    parent.stdin.close()
     parent.wait(20)
+    shutil.rmtree(folder)
 
 
 # In the parent
 
 
-def _forked_with(requests: socket.socket) -> dict[str, Any]:
+def _forked_with(listener: socket.socket) -> dict[str, Any]:
     """Fork for every request, and report exit statuses. Returns in each fork, with its request."""
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     statuses: dict[int, int] = {}
+    clients: list[socket.socket] = []
+    data, files = b"", list[int]()
     while True:
-        ready, _, _ = select.select([requests.fileno(), awake], [], [])
+        ready, _, _ = select.select([sys.stdin.fileno(), listener, awake, *clients], [], [])
+        if sys.stdin.fileno() in ready:
+            os._exit(0)
         if awake in ready:
             os.read(awake, 4096)
             _report(statuses)
-        if requests.fileno() not in ready:
+        if listener in ready:
+            clients.append(listener.accept()[0])
+        if not (asking := [client for client in clients if client in ready]):
             continue
-        data, files, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, _STANDARD + 1)
+        data, files, _, _ = socket.recv_fds(asking[0], _REQUEST_BYTES, _STANDARD + 1)
         if not data:
-            os._exit(0)
+            clients.remove(asking[0])
+            asking[0].close()
+            continue
         pid = os.fork()
         if not pid:
             break
@@ -197,7 +251,8 @@ def _forked_with(requests: socket.socket) -> dict[str, Any]:
         _tell(statuses[pid], pid)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    requests.close()
+    for opened in (listener, *clients):
+        opened.close()
     for number, file in enumerate(files[:_STANDARD]):
         os.dup2(file, number)
     for file in (awake, wake, *files, *statuses.values()):
@@ -221,8 +276,10 @@ def _tell(file: int, number: int) -> None:
         os.write(file, _NUMBER.pack(number))
 
 
-def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool) -> None:
+def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool, nested: bool) -> None:
     """Run a command line like `python WORDS`."""
+    if nested:
+        subprocess.Popen = _NestedPopen  # type: ignore[misc]
     if session:
         os.setsid()
     os.environ.clear()
@@ -231,6 +288,8 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if words[0] == "-u":
+        words = words[1:]
     while words[0] == "-W":
         sys.warnoptions.append(words[1])
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
@@ -251,6 +310,7 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
 
 def main() -> None:
     """Run the parent of the forks; and each fork, until it ends."""
+    global _address
     gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -258,6 +318,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    _address = sys.argv[2]
     request = _forked_with(socket.socket(fileno=int(sys.argv[1])))
     status: Any = 0
     try:

@@ -1,8 +1,9 @@
 """The compiled library, if the installation found a C compiler. `library()` returns it, or None.
 
-torch can do everything that the library does, more slowly and with the same bits. So callers have a torch path, and
-choose by `library()`. ctypes releases the GIL during a call. The library has no threads of its own. The instruction set
-is an argument of each function, so one process can compare all of them.
+torch can do everything that the library does, more slowly: ring arithmetic with the same bits, local functions of float
+rows (local.h) with other last bits. So callers have a torch path, and choose by `library()`. ctypes releases the GIL
+during a call. The library has no threads of its own. The instruction set is an argument of each function, so one
+process can compare all of them.
 
     SYMBIOSIS_PRIV_NATIVE=0          do not use the library
     SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use no instruction set above this one
@@ -146,6 +147,9 @@ def _declare(lib: ctypes.CDLL) -> None:
         "ring_quantise": ((isa, address, integer, real, address, address, *2 * (integer,)), integer),
         "ring_norms": ((isa, address, integer, integer, address, address), None),
         "ring_join": ((address, integer, address), None),
+        "local_linear": ((isa, address, *2 * (integer,), address, isa, address, *3 * (integer,)), None),
+        "local_attend": ((isa, *4 * (address,), *2 * (integer,)), None),
+        "local_append": ((*2 * (address,), integer, *2 * (address,)), None),
     }
     for name, (arguments, result) in signatures.items():
         function = getattr(lib, name)

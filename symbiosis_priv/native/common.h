@@ -26,6 +26,8 @@
 #define UNROLL _Pragma("GCC unroll 8") /* also understood by clang; sums stay in registers only if loops vanish */
 #define EXPORT __attribute__((visibility("default")))
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Instruction sets that functions are written for, as their `isa` argument, better ones later. A CPU may lack
  * ISA_AVXVNNI and have ISA_AVX512; all others include those before them. Mirrored by `Isa` in __init__.py. */
 enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3 };

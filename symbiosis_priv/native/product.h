@@ -54,8 +54,6 @@ static inline int16_t weight_at(const void *weights, int64_t i, int weight_bytes
     return weight_bytes == 1 ? ((const int8_t *)weights)[i] : ((const int16_t *)weights)[i];
 }
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int64_t tiles_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
 
 /* ---- plain C ---- */

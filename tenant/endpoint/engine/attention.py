@@ -1,17 +1,26 @@
-"""Causal attention of one sequence, block by block with a running softmax (Milakov and Gimelshein, arXiv 1805.02867).
+"""Causal attention of sequences, block by block with a running softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
 A row of the result depends on its query and on the keys and values up to its position, and on nothing else: not on
-how many rows are computed with it, nor on where a prompt was cut into chunks. Each product has the same shape
-(`ROWS` rows by `BLOCK` keys), keys of a block that a row must not see contribute exact zeros, and blocks are added in
-the order of their positions. `tests/tenant/endpoint/engine/test_attention.py` compares bits.
+how many rows are computed with it, nor on where a prompt was cut into chunks. Blocks are added in the order of their
+positions, and keys that a row must not see contribute exact zeros. `tests/tenant/endpoint/engine/test_attention.py`
+compares bits.
+
+The compiled library computes all sequences of a step in one call (`native/local.h`). Without it, on a tenant with a
+GPU, and for dtypes that it has no code for, torch computes one sequence after the other; each product then has the same
+shape (`ROWS` rows by `BLOCK` keys). The last bits of the two differ.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tenant.endpoint.engine.kv import BLOCK
+from symbiosis_priv import native
+from symbiosis_priv.native import pointer
+from symbiosis_priv.native.parallel import for_each_slice
+from symbiosis_priv.native.parts import FORMATS
+from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 
 ROWS = 16
 """Rows of a product: queries of neighbouring tokens that share a head of keys, filled up with zeros."""
@@ -20,37 +29,161 @@ TOKENS = 128
 _LOWEST = -1e30  # finite, so that the difference of two of them is 0
 
 
-def attend(
+class Attention:
+    """Attention of the last tokens of some sequences, layer by layer. Rows are these tokens, in order.
+
+    Args:
+        new: sequences of one shape, all different, with the number of last tokens of each. `KeyValues.grow` has made
+            room for them.
+    """
+
+    def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
+        self._new = new
+        self._shape = new[0][0].shape
+        self._table = _Table(new) if _is_compiled(self._shape) else None
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Set keys `[rows, heads_kv, key_width]` and values `[rows, heads_kv, value_width]`, on any device."""
+        if self._table is not None:
+            to = torch.device("cpu"), self._shape.dtype
+            self._table.append(layer, keys.to(*to).contiguous(), values.to(*to).contiguous())
+            return
+        sizes = [tokens for _, tokens in self._new]
+        for (kv, _), its_keys, its_values in zip(self._new, keys.split(sizes), values.split(sizes), strict=True):
+            kv.write(layer, its_keys, its_values)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention. Keys and values of all rows are there.
+
+        Scores are computed and accumulated in float32, or in float64 if the queries have it. Query head `h` uses head
+        `h * heads_kv // heads` of keys and values, as in grouped-query attention.
+
+        On a tenant with a GPU the blocks stay in host memory. Several tokens (a prompt) are computed on the device of
+        the queries, to which each block is copied in its turn; one token is computed on the CPU, because copying all
+        keys takes longer than reading them there. This was not run on CUDA; rows on different devices differ in their
+        last bits.
+
+        Args:
+            layer: index of the layer.
+            queries: `[rows, heads, key_width]`.
+            scaling: factor of the scores.
+            window: a token sees this many tokens, itself included; None for all.
+            softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None for no cap.
+            sinks: `[heads]`, a score per head that takes part in the softmax and has no value (gpt-oss).
+
+        Returns:
+            `[rows, heads, value_width]` in the dtype and on the device of the queries.
+        """
+        if self._table is not None and queries.is_cpu and queries.dtype in _DTYPES:
+            result = self._table.attend(layer, queries.float().contiguous(), scaling, window, softcap, sinks)
+            return result.to(queries.dtype)
+        parts = queries.split([tokens for _, tokens in self._new])
+        return torch.cat(
+            [
+                _attend_one(part, kv.blocks(layer), kv.length, scaling, window, softcap, sinks)
+                for part, (kv, _) in zip(parts, self._new, strict=True)
+            ]
+        )
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_WIDTH = 1024  # as in local.h
+_SHARE = 1 << 18  # multiplications that are worth another thread
+
+
+def _is_compiled(shape: Shape) -> bool:
+    return native.library() is not None and shape.dtype in _DTYPES and shape.value_width <= _MOST_WIDTH
+
+
+class _Options(ctypes.Structure):
+    """local.h's `struct attention`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layer", "heads", "heads_kv", "key_width", "value_width")),
+        *((name, ctypes.c_int64) for name in ("format", "window")),
+        ("scaling", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
+class _Table:
+    """New tokens of sequences, as the compiled library reads them."""
+
+    def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
+        library = native.library()
+        assert library is not None
+        self._library, self._isa = library, native.best(library)
+        shape = self._shape = new[0][0].shape
+        self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
+        self._new = new  # keeps the blocks
+        fields: list[int] = []
+        self._blocks = []
+        row = self._pairs = 0
+        for kv, tokens in new:
+            addresses = kv.addresses()
+            self._blocks.append((ctypes.c_int64 * len(addresses))(*addresses))
+            fields += row, tokens, kv.length - tokens, ctypes.addressof(self._blocks[-1])
+            row += tokens
+            self._pairs += tokens * kv.length
+        self._sequences = (ctypes.c_int64 * len(fields))(*fields)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        options = _Options(layer, 0, *self._sizes)
+        count = len(self._new)
+        native.brief_library().local_append(
+            ctypes.addressof(options), self._sequences, count, keys.data_ptr(), values.data_ptr()
+        )
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        rows, heads, width = queries.shape
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        options = _Options(layer, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
+        result = torch.empty((rows, heads, self._shape.value_width), dtype=torch.float32, device="cpu")
+        arguments = self._isa, ctypes.addressof(options), self._sequences, queries.data_ptr(), result.data_ptr()
+
+        def compute(begin: int, end: int) -> None:
+            self._library.local_attend(*arguments, begin, end)
+
+        total = len(self._new) * self._shape.heads
+        work = self._pairs * heads * (width + self._shape.value_width)
+        for_each_slice(compute, total=total, least=max(1, total * _SHARE // work))
+        return result
+
+
+def _attend_one(
     queries: Tensor,
     blocks: Sequence[tuple[Tensor, Tensor]],
     length: int,
-    *,
     scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention for the last tokens of one sequence.
-
-    Scores are computed and accumulated in float32, or in float64 if the queries have it. Query head `h` uses head
-    `h * heads_kv // heads` of keys and values, as in grouped-query attention.
-
-    On a tenant with a GPU the blocks stay in host memory. Several tokens (a prompt) are computed on the device of the
-    queries, to which each block is copied in its turn; one token is computed on the CPU, because copying all keys
-    takes longer than reading them there. This was not run on CUDA; rows on different devices differ in their last bits.
+    """Compute attention for the last tokens of one sequence with torch.
 
     Args:
         queries: `[tokens, heads, key_width]`, of the positions `length - tokens` to `length - 1`.
         blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the whole sequence;
             what lies behind `length` must be finite.
         length: tokens of the sequence, those of the queries included.
-        scaling: factor of the scores.
-        window: a token sees this many tokens, itself included; None for all.
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None for no cap.
-        sinks: `[heads]`, a score per head that takes part in the softmax and has no value (gpt-oss).
-
-    Returns:
-        `[tokens, heads, value_width]` in the dtype and on the device of the queries.
     """
     device = torch.device("cpu") if len(queries) == 1 else queries.device
     moved = queries.to(device, torch.promote_types(queries.dtype, torch.float32))

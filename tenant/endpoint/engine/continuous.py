@@ -201,7 +201,7 @@ class ContinuousEngine(Engine):
             # the last token is computed in any case, because its logits are needed
             known = self._prefixes.find((request.adapter, sequence.generation), request.prompt[:-1])
         sequence.kv = known or self._packed.new_kv()
-        sequence.charge(RequestLedger(cached_tokens=sequence.kv.length()))
+        sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
 
     def _next_rows(self) -> list[tuple[Sequence, Rows]]:
         """Choose the rows of a step: a token of each answer, then prompts in turn."""
@@ -214,7 +214,7 @@ class ContinuousEngine(Engine):
         while free > 0 and (pairs > 0 or not shares) and (sequence := reading.first()) is not None:
             assert sequence.kv is not None
             had = shares.get(sequence, 0)
-            done = sequence.kv.length() + had
+            done = sequence.kv.length + had
             left = len(sequence.tokens) - done
             share = min(self._limits.prompt_rows, left, free, max(ROWS, pairs // (done + 1)))
             shares[sequence] = had + share
@@ -273,7 +273,7 @@ class ContinuousEngine(Engine):
                     turns.remove(sequence)
         if sequence.kv is not None and error is None and sequence.generation is not None:
             key = sequence.request.adapter, sequence.generation
-            self._prefixes.keep(key, sequence.tokens[: sequence.kv.length()], sequence.kv)
+            self._prefixes.keep(key, sequence.tokens[: sequence.kv.length], sequence.kv)
         sequence.kv = None
         sequence.held.close()
         if error is None:

@@ -87,49 +87,59 @@ class KeyValues:
     Args:
         shape: sizes of the model.
 
+    Attributes:
+        length: number of tokens.
+
     Example:
         >>> kv = KeyValues(Shape.from_config(model.config, torch.float32))
-        >>> kv.append(0, keys, values)  # of the new tokens in layer 0, then in each other layer
-        >>> attend(queries, kv.blocks(0), kv.length(0), scaling=64**-0.5)
+        >>> kv.grow(3)
+        >>> new = Attention([(kv, 3)])
+        >>> new.append(0, keys, values)  # of 3 tokens in layer 0
+        >>> new.attend(0, queries, scaling=64**-0.5)
     """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        self.length = 0
         self._blocks: list[Block] = []
         self._shared = 0  # this many leading blocks may belong to other sequences too: never written
-        self._lengths = [0] * shape.layers
 
-    def length(self, layer: int | None = None) -> int:
-        """Return the number of tokens of a layer, or without a layer those that all layers have."""
-        return min(self._lengths) if layer is None else self._lengths[layer]
+    def grow(self, tokens: int) -> None:
+        """Make room for more tokens, in blocks that no other sequence uses. Their keys and values are finite."""
+        if not tokens:
+            return
+        first = self.length // BLOCK
+        if first < self._shared:  # after `truncate`
+            self._blocks[first] = self._blocks[first].copy()
+            self._shared = first
+        self.length += tokens
+        while len(self._blocks) * BLOCK < self.length:
+            self._blocks.append(Block.empty(self.shape))
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Add tokens to a layer.
-
-        Args:
-            layer: index of the layer.
-            keys: `[tokens, heads, key_width]`, on any device; copied.
-            values: `[tokens, heads, value_width]`.
-        """
-        done, tokens = 0, keys.shape[0]
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Set keys `[tokens, heads, key_width]` and values `[tokens, heads, value_width]` of the last tokens of a
+        layer. They may be on any device."""
+        done, tokens = 0, len(keys)
         while done < tokens:
-            index, start = divmod(self._lengths[layer], BLOCK)
+            index, start = divmod(self.length - tokens + done, BLOCK)
             count = min(BLOCK - start, tokens - done)
-            block = self._writable(index)
-            place, new = slice(start, start + count), slice(done, done + count)
+            block, place, new = self._blocks[index], slice(start, start + count), slice(done, done + count)
             block.keys[layer, :, :, place] = keys[new].permute(1, 2, 0)
             block.values[layer, :, place] = values[new].transpose(0, 1)
-            self._lengths[layer] += count
             done += count
 
     def blocks(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys `[heads, key_width, BLOCK]` and values `[heads, BLOCK, value_width]` of each block of a layer."""
         return [(block.keys[layer], block.values[layer]) for block in self._blocks]
 
+    def addresses(self) -> list[int]:
+        """Return the addresses of keys and values of each block, one after the other."""
+        return [part.data_ptr() for block in self._blocks for part in (block.keys, block.values)]
+
     def truncate(self, length: int) -> None:
-        """Forget tokens from `length` on, in layers that have them."""
-        self._lengths = [min(old, length) for old in self._lengths]
-        del self._blocks[-(-max(self._lengths) // BLOCK) :]
+        """Forget tokens from `length` on."""
+        self.length = min(self.length, length)
+        del self._blocks[-(-self.length // BLOCK) :]
         self._shared = min(self._shared, len(self._blocks))
 
     def prefix(self, length: int) -> "KeyValues":
@@ -139,18 +149,10 @@ class KeyValues:
         other._blocks = self._blocks[:full]
         if rest:
             other._blocks.append(self._blocks[full].copy())
-        other._lengths = [length] * self.shape.layers
+        other.length = length
         other._shared = full
         self._shared = max(self._shared, full)
         return other
-
-    def _writable(self, index: int) -> Block:
-        if index == len(self._blocks):
-            self._blocks.append(Block.empty(self.shape))
-        elif index < self._shared:  # after `truncate`
-            self._blocks[index] = self._blocks[index].copy()
-            self._shared = index
-        return self._blocks[index]
 
 
 def held_bytes(sequences: Iterable[KeyValues]) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from symbiosis_priv.errors import UnsupportedModelError
-from tenant.endpoint.engine.attention import attend
+from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.kv import KeyValues, Shape
 from tenant.endpoint.engine.row_blocks import ROWS, RowBlocks
 from tenant.tasks import Tasks
@@ -106,19 +106,19 @@ class PackedModel:
         Raises:
             SymbiosisError: a product, or an adapter.
         """
-        before = [part.kv.length() for part in rows]
+        before = [part.kv.length for part in rows]
         names = [part.adapter or BASE for part in rows for _ in part.tokens]
         tokens = [token for part in rows for token in part.tokens]
         last = self._last_position  # a guess may reach behind it, and is not used there
         places = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
         positions = [min(place, last) for place in places]
-        step = _Step(rows, keep_all=self._extends_head(rows))
 
         def column(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=self.model.device)[:, None]
 
         plain = self._tasks is None or set(names) == {BASE}
         try:
+            step = _Step(rows, keep_all=self._extends_head(rows))
             with nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS), self._blocks:
                 output = self.model(
                     input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
@@ -143,25 +143,24 @@ class _Step(Cache):
         super().__init__(layers=[])
         self._rows = rows
         self._ends = list(accumulate(len(part.tokens) for part in rows))
+        for part in rows:
+            part.kv.grow(len(part.tokens))
+        self._attention = Attention([(part.kv, len(part.tokens)) for part in rows])
         self._keep_all = keep_all
         self._hidden: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        for part, place in self._places():
-            part.kv.append(layer_idx, key_states[place, :, 0], value_states[place, :, 0])
-        setattr(key_states, _STEP, (self, layer_idx))
+        with torch._C.DisableTorchFunction():  # `RowBlocks` has nothing to do there, and delays each call
+            self._attention.append(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
+            setattr(key_states, _STEP, (self, layer_idx))
         return key_states, value_states
 
     def attend(self, queries: Tensor, layer: int, **options: Any) -> Tensor:
         """Attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
-        with torch._C.DisableTorchFunction():  # `RowBlocks` has nothing to do there, and delays each call
-            results = [
-                attend(queries[place, :, 0], part.kv.blocks(layer), part.kv.length(layer), **options)
-                for part, place in self._places()
-            ]
-        return torch.cat(results).unsqueeze(1)
+        with torch._C.DisableTorchFunction():
+            return self._attention.attend(layer, queries[:, :, 0], **options).unsqueeze(1)
 
     @property
     def selected(self) -> bool:

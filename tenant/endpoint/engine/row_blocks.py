@@ -4,8 +4,11 @@ Products of providers are exact. A local matrix product is not: the library choo
 another number of rows. Nor are functions such as `tanh`: their vector code and their code for the rest of a vector
 differ in the last bit, and the number of rows decides which element is computed by which.
 
-`RowBlocks` computes such functions in blocks of `ROWS` rows, so each call has the same shape. At the first call of a
-shape it tests that a row's place in the block does not matter; if it does, rows are computed one at a time.
+    linear      the compiled library has one whose rows do not depend on each other (`native.linear`)
+    products    otherwise in blocks of `ROWS` rows, so each call has the same shape. At the first call of a shape,
+                `RowBlocks` tests that a row's place in the block does not matter; if it does, rows are computed one at
+                a time.
+    functions   rows of whole vectors together, as far as no thread gets a part of a vector; all others one at a time
 """
 
 import logging
@@ -17,22 +20,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from symbiosis_priv.native.linear import computes, linear
+
 log = logging.getLogger(__name__)
 
 ROWS = 8
 """Rows of a block."""
 _POINTWISE = ("sigmoid", "tanh", "exp", "exp2", "expm1", "log", "log1p", "erf", "sin", "cos")
-_ROWS_AT: dict[Callable[..., Any], int] = {
-    F.linear: 0,
-    torch.addmm: 1,
-    **{getattr(kind, name): 0 for kind in (torch, Tensor) for name in _POINTWISE},
-    **dict.fromkeys((F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.logsigmoid), 0),
-}
+_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    (
+        *(getattr(kind, name) for kind in (torch, Tensor) for name in _POINTWISE),
+        *(F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.logsigmoid),
+    )
+)
+_ROWS_AT: dict[Callable[..., Any], int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_FUNCTIONS, 0)}
 """Which argument of a function holds the rows, in its first dimension."""
+_VECTORS = 64  # elements that torch's loops compute at a time: two vectors of 512 bits, of 16 bits per element
+_SERIAL = 1 << 14  # elements up to which a loop is either serial or divided between all threads
 
 
 class RowBlocks(TorchFunctionMode):
-    """While this mode is active, local functions of rows are computed in blocks of fixed size."""
+    """While this mode is active, a row of a local function does not depend on the other rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +54,16 @@ class RowBlocks(TorchFunctionMode):
         if at is None or len(args) <= at or args[at].dim() < 2 or kwargs.get("inplace") or "out" in kwargs:
             return func(*args, **kwargs)
         rows = args[at]
+        if func is F.linear and len(args) > 1 and computes(rows, args[1]):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return linear(rows, args[1]) if bias is None else linear(rows, args[1]) + bias
 
         def compute(block: Tensor) -> Tensor:
             result: Tensor = func(*args[:at], block, *args[at + 1 :], **kwargs)
             return result
 
+        if func in _FUNCTIONS:
+            return _one_by_one(compute, rows, together=_together(rows))
         others = tuple(tuple(other.shape) if isinstance(other, Tensor) else other for other in args[at + 1 :])
         key = (func, rows.shape[1:], rows.dtype, others)
         size = self._sizes.get(key)
@@ -59,6 +72,20 @@ class RowBlocks(TorchFunctionMode):
             if size == 1:
                 log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
         return _in_blocks(compute, rows, size)
+
+
+def _together(rows: Tensor) -> int:
+    """Return how many rows a function may compute together: every element is then computed by vector code."""
+    width = rows.shape[1:].numel()
+    threads = torch.get_num_threads() if rows.is_cpu else 1
+    return max(1, _SERIAL // width) if width and width % (_VECTORS * threads) == 0 else 1
+
+
+def _one_by_one(compute: Callable[[Tensor], Tensor], rows: Tensor, *, together: int) -> Tensor:
+    if len(rows) <= together:
+        return compute(rows.contiguous())
+    # a copy has the alignment of a row that comes alone
+    return torch.cat([compute(part.clone()) for part in rows.contiguous().split(together)])
 
 
 def _in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:

@@ -69,7 +69,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """True if the prompt has been read."""
-        return self.kv is not None and self.kv.length() >= len(self.request.prompt)
+        return self.kv is not None and self.kv.length >= len(self.request.prompt)
 
     @property
     def reads_all(self) -> bool:
@@ -85,7 +85,7 @@ class Sequence:
     def rows(self, most: int, guess: Tokens[int] = ()) -> Rows:
         """Return the tokens to compute next: up to `most` of the prompt, or the last token and the guess after it."""
         assert self.kv is not None
-        done = self.kv.length()
+        done = self.kv.length
         if self.decoding:
             tokens = [self.tokens[-1], *guess]
             logits = len(tokens)
@@ -98,7 +98,7 @@ class Sequence:
     def take(self, rows: Rows, output: Output) -> int:
         """Use the results of `rows`. Returns the number of new tokens."""
         assert self.kv is not None
-        done = self.kv.length()
+        done = self.kv.length
         if len(self.tokens) > len(self.request.prompt):
             return self._extend(rows, output.logits)
         self._read(output, done - len(rows.tokens))

@@ -89,10 +89,10 @@ class DraftModel(Drafter):
     def _unread(self, sequence: Sequence) -> Rows:
         kv = self._read.setdefault(sequence, self._packed.new_kv())
         kv.truncate(max(0, len(sequence.tokens) - 2))
-        tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length() :][:_READ]]
+        tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length :][:_READ]]
         if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
             tokens = []
-        complete = kv.length() + len(tokens) == len(sequence.tokens)
+        complete = kv.length + len(tokens) == len(sequence.tokens)
         return Rows(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
 
 

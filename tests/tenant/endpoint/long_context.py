@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
-from tenant.endpoint.engine.attention import attend
+from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 from tenant.endpoint.engine.packed import PackedModel, Rows
@@ -101,13 +101,16 @@ def decode_ms(length: int) -> float:
     torch.manual_seed(0)
     kv = KeyValues(Shape(layers=1, heads=8, key_width=64, value_width=64, dtype=torch.float32))
     for _ in range(length // BLOCK):
-        kv.append(0, torch.randn(BLOCK, 8, 64), torch.randn(BLOCK, 8, 64))
+        kv.grow(BLOCK)
+        kv.write(0, torch.randn(BLOCK, 8, 64), torch.randn(BLOCK, 8, 64))
     query, times = torch.randn(1, 32, 64), []
     for _ in range(5):
         begin = time.perf_counter()
-        kv.truncate(kv.length() - 1)
-        kv.append(0, torch.randn(1, 8, 64), torch.randn(1, 8, 64))
-        attend(query, kv.blocks(0), kv.length(), scaling=0.125)
+        kv.truncate(kv.length - 1)
+        kv.grow(1)
+        new = Attention([(kv, 1)])
+        new.append(0, torch.randn(1, 8, 64), torch.randn(1, 8, 64))
+        new.attend(0, query, scaling=0.125)
         times.append(time.perf_counter() - begin)
     return 1e3 * min(times)
 

@@ -1,9 +1,16 @@
 """One pass of a model over tokens of many sequences."""
 
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import torch
 
+from tenant import RemoteConfig
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.model.hf import backend_of
+from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.long_context import small_model
 
 
@@ -19,9 +26,24 @@ def test_a_prompt_read_in_chunks_has_the_bits_of_one_pass() -> None:
     ((uncut, _),) = packed([Rows(kv=packed.new_kv(), tokens=tokens, logits=length)])
     kv, found = packed.new_kv(), []
     for size in (1, 2, BLOCK - 5, 3, 200, length):
-        chunk = tokens[kv.length() :][:size]
+        chunk = tokens[kv.length :][:size]
         ((logits, _),) = packed([Rows(kv=kv, tokens=chunk, logits=len(chunk))])
         found.append(logits)
     packed.close()
     assert torch.equal(torch.cat(found), uncut)
     assert (uncut - own).abs().max() <= 1e7 * 2**-53 * own.abs().max()
+
+
+def test_products_run_outside_the_mode_for_local_functions(checkpoint: Path) -> None:
+    """The mode is entered at each call of torch, and a product of a small layer makes a hundred of them."""
+    model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
+    packed, backend, inside = PackedModel(model), backend_of(model), []
+
+    def multiply(*args: Any) -> None:
+        inside.append(torch._C._is_torch_function_all_disabled())
+        type(backend).multiply(backend, *args)
+
+    with mock.patch.object(backend, "multiply", multiply):
+        packed([Rows(kv=packed.new_kv(), tokens=[1, 2])])
+    packed.close()
+    assert inside == [True] * len(backend.facts)

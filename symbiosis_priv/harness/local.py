@@ -72,6 +72,7 @@ class LocalFederation:
         layers: range of layers that a provider serves, by its name; the other providers serve all layers.
         companies: names of providers that count as one party, by the name of their company.
         pad_helpers: number of helpers that share each pad; all helpers if None.
+        relay: helpers may relay effects to the executors, and tenants use it.
         registry: also run a registry. All executors announce themselves to it, and tenants find executors there that
             `federation.toml` does not list.
         host: IP address at which providers listen; by default loopback.
@@ -93,6 +94,7 @@ class LocalFederation:
         layers: Mapping[str, str] | None = None,
         companies: Mapping[str, Sequence[str]] | None = None,
         pad_helpers: int | None = None,
+        relay: bool = False,
         registry: bool = False,
         host: str = "127.0.0.1",
         cache: Path | None = None,
@@ -107,7 +109,7 @@ class LocalFederation:
         self._weight_bits, self._scope = weight_bits, scope
         self._layers = layers or {}
         self._companies = companies or {}
-        self._pad_helpers = pad_helpers
+        self._pad_helpers, self._relay = pad_helpers, relay
         self._registry: str | None = None
         self._registry_service = ManagedProcess("the registry", self.directory, _REGISTRY) if registry else None
         self._host = host
@@ -199,11 +201,12 @@ class LocalFederation:
         try:
             if self._registry_service is not None:
                 self._registry = self._run_registry(self._registry_service, deadline)
-            for provider in self._providers.values():
-                self._launch(provider)
-            for provider in self._providers.values():
-                provider.address = provider.service.wait_ready(deadline)
-                self._wait_until_found(provider, deadline)
+            for providers in self._rounds():
+                for provider in providers:
+                    self._launch(provider)
+                for provider in providers:
+                    provider.address = provider.service.wait_ready(deadline)
+                    self._wait_until_found(provider, deadline)
             self._write_federation()
         except BaseException:
             self.stop()
@@ -277,6 +280,13 @@ class LocalFederation:
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
+    def _rounds(self) -> list[list[_Provider]]:
+        """The providers in the order of their starts: a helper that relays is told the executors' addresses."""
+        everyone = list(self._providers.values())
+        if not self._relay:
+            return [everyone]
+        return [[provider for provider in everyone if provider.role == role] for role in ("executor", "helper")]
+
     def _run_registry(self, service: ManagedProcess, deadline: float) -> str:
         identity = self._issue(_REGISTRY)
         options = {
@@ -294,8 +304,9 @@ class LocalFederation:
             _table("[model]", digest=self._digest, weight_bits=self._weight_bits, **asdict(self._scope)),
             _table("[tenant]", certificate=self._tenant.certificate, key=self._tenant.key),
         ]
-        if self._pad_helpers is not None:
-            sections.append(_table("[pads]", helpers=self._pad_helpers))
+        pads: dict[str, object] = {} if self._pad_helpers is None else {"helpers": self._pad_helpers}
+        if pads or self._relay:
+            sections.append(_table("[pads]", relay=self._relay, **pads))
         for name, members in self._companies.items():
             sections.append(_table("[[company]]", name=name, members=list(members)))
         if self._registry is not None:
@@ -353,7 +364,14 @@ class LocalFederation:
         for table, entries in self._options.items():
             tables.setdefault(table, {}).update(entries)
         head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])
-        return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items())])
+        relay = self._relay_toml(provider.role) if self._relay else ()
+        return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])
+
+    def _relay_toml(self, role: Role) -> list[str]:
+        others = [provider for provider in self._providers.values() if provider.role != role]
+        if role == "executor":
+            return [_table("[relay]", **{"from": [provider.identity.certificate for provider in others]})]
+        return [_table("[[relay.to]]", address=p.address, certificate=p.identity.certificate) for p in others]
 
 
 def _operator(name: str) -> str:

@@ -11,18 +11,28 @@ import copy
 import secrets
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.config.schema import (
+    ExecutorConfig,
+    Limits,
+    ModelConfig,
+    ProviderConfig,
+    RelayConfig,
+    RelayTarget,
+    TlsConfig,
+)
+from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
@@ -33,6 +43,7 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text, public_text
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
 from tenant import RemoteConfig, backend_of
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.evidence.neighbour import Neighbour
@@ -88,6 +99,7 @@ class Lab:
         experts: experts of every block; 0 for a model without experts.
 
     Attributes:
+        relayed: a federation file with relay and one helper.
         one_company: a federation file whose only helper belongs to the executor's company. No tenant may use it.
     """
 
@@ -144,8 +156,11 @@ class Lab:
         self._federations: list[Path] = []  # federation files by the number of helpers
         roles: dict[str, wire.Role] = {"executor": "executor"}
         roles |= dict.fromkeys(("helper", "second-helper", "third-helper"), "helper")
+        identities = {name: create_self_signed(keys, kind=Kind.PROVIDER, name=name) for name in roles}
+        helpers = [name for name, role in roles.items() if role == "helper"]
+        relay = RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
         for name, role in roles.items():
-            identity = create_self_signed(keys, kind=Kind.PROVIDER, name=name)
+            identity = identities[name]
             provider = Provider(
                 ProviderConfig(
                     name=name,
@@ -159,9 +174,13 @@ class Lab:
                     # hundreds of sessions are opened, and each would wait for its share of handshakes
                     limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
                     executor=ExecutorConfig(kernel="int32", float_path=True),
+                    relay=relay,
                 )
             )
             self._stack.enter_context(provider)
+            if role == "executor":
+                to = RelayTarget(address=provider.address, certificate=identity.certificate)
+                relay = RelayConfig(to=(to,))
             text += (
                 f'\n[[provider]]\nname = "{name}"\noperator = "operator of the {name}"\nrole = "{role}"\n'
                 f'address = "{provider.address}"\ncertificate = "keys/{name}.pem"\n'
@@ -169,6 +188,8 @@ class Lab:
             self._federations.append(self.folder / f"federation-{len(self._federations)}.toml")
             self._federations[-1].write_text(text)
         self.federation_path = self._federations[1]
+        self.relayed = self.folder / "federation-relay.toml"
+        self.relayed.write_text(self.federation_path.read_text() + "\n[pads]\nrelay = true\n")
         self.one_company = self.folder / "federation-company.toml"
         company = '\n[pads]\nhelpers = 1\n\n[[company]]\nname = "Holding SE"\nmembers = ["executor", "helper"]\n'
         self.one_company.write_text(self.federation_path.read_text() + company)
@@ -185,10 +206,16 @@ class Lab:
         Args:
             federation: a federation file to use instead of the one with the scheme's number of helpers.
         """
-        started = time.monotonic()
-        recorder, truth = Recorder(), Truth(steps=workload.steps)
+        recorder = Recorder()
+        with _deposits(recorder):
+            return self._record(scheme, workload, recorder, federation)
+
+    def _record(
+        self, scheme: AttackedScheme, workload: Workload, recorder: Recorder, federation: Path | None
+    ) -> Recording:
+        started, truth = time.monotonic(), Truth(steps=workload.steps)
         config = RemoteConfig(
-            federation=federation or self._federations[scheme.helpers],
+            federation=federation or (self.relayed if scheme.relay else self._federations[scheme.helpers]),
             cache=self.folder / "cache",
             wiretap=recorder,
             **scheme.options,
@@ -288,6 +315,19 @@ class Lab:
 
 
 _NOBODY = NeighbourView((), torch.zeros((0, 1)))
+
+
+@contextmanager
+def _deposits(recorder: Recorder) -> Iterator[None]:
+    """Record the blocks that executors of this process keep."""
+    keep = BlockStore.keep
+
+    def record(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
+        recorder.deposited(block.header, payload)
+        keep(store, tenant, block, payload)
+
+    with mock.patch.object(BlockStore, "keep", record):
+        yield
 
 
 def _loss(base: Any, ids: Tensor, updates: Mapping[str, Tensor]) -> float:

@@ -2,7 +2,7 @@
 
 If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
 the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
-`twin_helpers` and `blind_to_companies` break the real tenant while it runs.
+`bare_effects`, `twin_helpers` and `blind_to_companies` break the real tenant while it runs.
 """
 
 import secrets
@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.network import wire
+from tenant.core.pads import Pad
 from tenant.core.secret import SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
@@ -26,6 +29,7 @@ from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.parity import EvenMasks
+from threat_model.attacks.relayed import RelayedAnswers
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
@@ -100,6 +104,30 @@ def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
     """The faults of a recording made under `reused_pads`."""
     return [
         Fault(f"reused pad rows, {d}", "rule 3", Differencing(d), recording.views.executor, public, recording)
+        for d in DIRECTIONS
+    ]
+
+
+@contextmanager
+def bare_effects() -> Iterator[None]:
+    """Inside this block, helpers of this process relay bare effects, and tenants open answers without a second
+    keystream."""
+
+    def bare(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+        _, outputs = entry.columns(request.direction)
+        return request.encoding.pack(np.frombuffer(effect, dtype="<i4").reshape(request.rows, outputs))
+
+    with (
+        mock.patch("provider.gateway.connection.hidden", bare),
+        mock.patch.object(Pad, "open_relayed"),
+    ):
+        yield
+
+
+def bare_effect_faults(recording: Recording, public: Public) -> list[Fault]:
+    """The faults of a recording made under `bare_effects`."""
+    return [
+        Fault(f"relayed effects are bare, {d}", "relay", RelayedAnswers(d), recording.views.executor, public, recording)
         for d in DIRECTIONS
     ]
 

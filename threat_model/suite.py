@@ -10,9 +10,17 @@ import torch
 
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
-from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
+from threat_model.evidence.schemes import NONE, PAD, PAD_RELAY, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
-from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
+from threat_model.planted import (
+    bare_effect_faults,
+    bare_effects,
+    blind_to_companies,
+    one_company_faults,
+    plant,
+    reused_pad_faults,
+    reused_pads,
+)
 from threat_model.routes import RouteCell, attack_routes
 
 OnProgress = Callable[[str, int, int], None]
@@ -101,7 +109,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 5
+    total = len(schemes) * (1 + len(attacks)) + 6
     done = 0
 
     def step(what: str) -> None:
@@ -125,6 +133,9 @@ def run_suite(
     with reused_pads():
         step("planted faults: a tenant that reuses pads")
         faults += reused_pad_faults(lab.record(PAD, PLANTED), lab.public)
+    with bare_effects():
+        step("planted faults: helpers that relay bare effects")
+        faults += bare_effect_faults(lab.record(PAD_RELAY, PLANTED), lab.public)
     with blind_to_companies():
         step("planted faults: a tenant whose helper is of its executor's company")
         faults += one_company_faults(lab.record(PAD, PLANTED, federation=lab.one_company), lab.public)

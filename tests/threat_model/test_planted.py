@@ -19,11 +19,13 @@ from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
 from threat_model.evidence.public import Public, alone
-from threat_model.evidence.schemes import LOCAL, NONE, PAD, PADS, paper_pool
+from threat_model.evidence.schemes import LOCAL, NONE, PAD, PAD_RELAY, PADS, paper_pool
 from threat_model.evidence.views import CollusionView, ExecutorView
 from threat_model.lab import Lab, Recording, Workload
 from threat_model.planted import (
     Fault,
+    bare_effect_faults,
+    bare_effects,
     blind_to_companies,
     one_company_faults,
     plant,
@@ -32,7 +34,7 @@ from threat_model.planted import (
     twin_helper_fault,
     twin_helpers,
 )
-from threat_model.suite import examine
+from threat_model.suite import Verdict, examine
 
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
@@ -46,7 +48,7 @@ def faults(lab: Lab, recorded: Recorded) -> dict[str, Fault]:
     return {fault.name: fault for fault in planted}
 
 
-@pytest.fixture(scope="module", params=[PAD, LOCAL], ids=lambda scheme: scheme.name)
+@pytest.fixture(scope="module", params=[PAD, PAD_RELAY, LOCAL], ids=lambda scheme: scheme.name)
 def sound(recorded: Recorded, request: pytest.FixtureRequest) -> Recording:
     return recorded(request.param, SMALL)
 
@@ -72,6 +74,18 @@ def test_the_named_attack_finds_the_fault(faults: dict[str, Fault], name: str, l
 def test_without_the_fault_the_attack_finds_nothing(lab: Lab, sound: Recording, attack: Attack[Any, Any]) -> None:
     outcome = examine(attack, sound, lab).outcome
     assert outcome is None or not outcome.broken
+
+
+def test_bare_effects_are_found(lab: Lab, recorded: Recorded) -> None:
+    """And with the second keystream, what the executor computes from blocks shows nothing."""
+    with bare_effects():
+        recording = lab.record(PAD_RELAY, SMALL)
+    for fault in bare_effect_faults(recording, lab.public):
+        outcome = fault.outcome()
+        assert outcome.broken
+        assert outcome.success > 0.2  # products with fewer outputs than inputs leave rows open
+        sound = examine(fault.attack, recorded(PAD_RELAY, SMALL), lab)
+        assert sound.verdict is Verdict.HIDDEN
 
 
 def test_three_maskings_reveal_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:

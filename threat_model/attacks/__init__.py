@@ -13,6 +13,7 @@ from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.attacks.other_parties import HelperAlone, MixedBatches
 from threat_model.attacks.parity import EvenMasks
+from threat_model.attacks.relayed import RelayedAnswers
 from threat_model.attacks.repeats import RepeatedRows
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
@@ -27,6 +28,7 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     BlindClustering(),
     *(RepeatedRows(direction) for direction in DIRECTIONS),
     *(Differencing(direction) for direction in DIRECTIONS),
+    *(RelayedAnswers(direction) for direction in DIRECTIONS),
     Averaging(),
     SubspaceProjection(),
     FirstLayerTokens(),

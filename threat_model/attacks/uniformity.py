@@ -27,7 +27,7 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
     name = "uniformity of bytes"
     family = "statistics"
     party = "executor"
-    sees = "rows"
+    sees = "rows, and relayed blocks"
     source = "Knuth, TAOCP 2, 3.3"
     metric = "tests that reject at 1 %"
     chance = "0.01"
@@ -37,10 +37,13 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
         layers = sorted({(e.group, e.direction) for e in view.exchanges})
         for group, direction in layers:
             # equal lengths, so that all rows of a layer form one matrix of words
-            words = torch.cat([e.rows for e in view.of(group=group, direction=direction)]).view(torch.int32)
-            if words.numel() >= _MIN_WORDS:
-                words = words << view.unused_bits
-                rejected += [p < _LEVEL for p in (*_byte_tests(words, view.unused_bits // 8), *_serial_tests(words))]
+            found = view.of(group=group, direction=direction)
+            for matrices in ([e.rows for e in found], [e.blocks for e in found if e.blocks is not None]):
+                words = torch.cat(matrices).view(torch.int32) if matrices else torch.empty(0)
+                if words.numel() >= _MIN_WORDS:
+                    words = words << view.unused_bits
+                    tests = (*_byte_tests(words, view.unused_bits // 8), *_serial_tests(words))
+                    rejected += [p < _LEVEL for p in tests]
         return rejected
 
     def score(self, guess: list[bool], truth: Truth) -> Outcome:

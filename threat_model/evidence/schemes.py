@@ -4,7 +4,7 @@ The schemes themselves state their claims, and no attack depends on a scheme's n
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tenant.masking import scheme as masking
@@ -22,12 +22,14 @@ class AttackedScheme:
         masking: the registered scheme with its promises.
         name: column of the report.
         settings: further keyword arguments of `RemoteConfig`.
+        relay: helpers relay effects to the executor.
     """
 
     masking: masking.Scheme
     name: str
     settings: Mapping[str, Any]
     helpers: int
+    relay: bool = False
 
     @property
     def family(self) -> str:
@@ -72,6 +74,7 @@ PAD, PADS, PADS_3 = (
     variant(_REMOTE["pad"], name="pad" if helpers == 1 else f"pad × {helpers}", helpers=helpers)
     for helpers in (1, 2, 3)
 )
+PAD_RELAY = replace(PAD, name="pad, relay", relay=True)
 PAD_24 = variant(_REMOTE["pad"], name="pad, 24 bits", ring_bits=24)
 
 POOL_SIZES = (2, 4, 16)
@@ -84,5 +87,5 @@ def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) ->
 
 
 _POOLS = tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES)
-SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_24))
-QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS, PAD_24))
+SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_RELAY, PAD_24))
+QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS, PAD_RELAY, PAD_24))

@@ -4,7 +4,7 @@ A `Recorder` at the tenant's connections keeps every frame before encryption and
 view is cut from these frames. An attack receives one view and the public model (`public.Public`). The tenant's own
 knowledge is in `truth.Truth`, which only the scorer sees.
 
-    executor           every request and answer of the executor role
+    executor           every request and answer of the executor role, and every relayed block
     helper             every seed, row range and effect of one helper
     executor+helper    the executor and every helper, against the assumption of `pad`
     all but a helper   the executor and every helper except one
@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import msgspec
+import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.blocks import block_id
 
 Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour"]
 PARTIES: tuple[Party, ...] = get_args(Party)
@@ -39,6 +41,7 @@ class Exchange:
         rows: `[r, d]`, int32 on the ring path, float32 otherwise, as received.
         answer: `[r, o]`, as sent back.
         fields: every header field.
+        blocks: int32 `[r, o]`, the sum of the relayed blocks that were subtracted from the answer; None without relay.
     """
 
     order: int
@@ -49,11 +52,12 @@ class Exchange:
     rows: Tensor
     answer: Tensor
     fields: Mapping[str, object] = field(default_factory=dict)
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class EffectExchange:
-    """One request to a helper and its answer; `effect` is int32 `[rows, o]`."""
+    """One request to a helper and its answer; `effect` is int32 `[rows, o]`, or the block that the helper relayed."""
 
     order: int
     time_s: float
@@ -187,6 +191,7 @@ class Recorder:
         self._exchanges: list[Exchange] = []
         self._effects: list[EffectExchange] = []
         self._packets: list[Packet] = []
+        self._blocks: dict[bytes, Tensor] = {}
         self._count = 0
         self.last_executed = -1
         """Order of the latest request to an executor; the lab pairs truth with frames by it."""
@@ -206,19 +211,26 @@ class Recorder:
                     self.last_executed = self._count
                 self._count += 1
 
+    def deposited(self, header: wire.Deposit, payload: wire.Buffer) -> None:
+        """Record a block that the executor has received from a helper."""
+        with self._lock:
+            self._blocks[header.nonce] = header.encoding.unpack(bytearray(payload), rows=header.rows)
+
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         with self._lock:
             self._note(peer, message, payload, upward=False)
-            if not isinstance(message, wire.Result) or payload is None:
+            if not isinstance(message, wire.Result):
                 return
             order, sent, request, rows = self._waiting.pop(message.nonce)
+            if payload is None and isinstance(request, wire.Effect):
+                payload = self._blocks[block_id(request)]
+            if payload is None:
+                return
             if isinstance(request, wire.Execute) and rows is not None:
                 header = msgspec.structs.asdict(request)
-                self._exchanges.append(
-                    Exchange(
-                        order, sent, request.group, request.direction, request.arithmetic, rows, payload.clone(), header
-                    )
-                )
+                kind = request.group, request.direction, request.arithmetic
+                blocks = self._subtracted(request, payload) if message.relayed else None
+                self._exchanges.append(Exchange(order, sent, *kind, rows, payload.clone(), header, blocks))
             elif isinstance(request, wire.Effect):
                 self._effects.append(
                     EffectExchange(
@@ -234,6 +246,13 @@ class Recorder:
                         request.counts,
                     )
                 )
+
+    def _subtracted(self, request: wire.Execute, answer: Tensor) -> Tensor:
+        blocks = torch.zeros_like(answer)
+        for part in request.blocks:
+            block = self._blocks[part.block][part.start : part.start + part.rows]
+            blocks[part.first : part.first + part.rows] += block
+        return blocks
 
     def _note(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
         width = 0 if payload is None or not len(payload) else payload.shape[1]

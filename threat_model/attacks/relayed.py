@@ -1,0 +1,33 @@
+"""Relayed effects: the executor subtracts blocks from its product, and solves for rows whose product is the difference.
+
+If a helper relayed bare effects, the difference would be the product of the rows, and a matrix with at least as many
+outputs as inputs gives the rows back. A block is `e + m`, so the difference is the product less the second keystreams.
+"""
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from threat_model.attacks.base import DirectedAttack, Rows, RowsAttack
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import ExecutorView
+
+
+class RelayedAnswers(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView]):
+    """The smallest rows whose products are nearest to the answers without blocks."""
+
+    name = "product less blocks"
+    family = "noise removal"
+    party = "executor"
+    sees = "masked rows, relayed blocks, and its products less the blocks"
+    source = "threat model, relay"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows | None:
+        rows: dict[int, Tensor] = {}
+        for exchange in view.of(direction=self.direction):
+            if exchange.blocks is not None:
+                weight = public.quantised(exchange.group).weight.double()
+                matrix = weight.t() if self.direction == FORWARD else weight
+                answer = exchange.answer << view.unused_bits >> view.unused_bits
+                rows[exchange.order] = answer.double() @ torch.linalg.pinv(matrix)
+        return rows or None

@@ -25,6 +25,7 @@ from threat_model.evidence.schemes import (
     NONE,
     PAD,
     PAD_24,
+    PAD_RELAY,
     PADS,
     PADS_3,
     QUICK_SCHEMES,
@@ -70,7 +71,7 @@ def test_rows_text_and_adapter_are_read_without_masking(quick: Suite, scheme: st
     assert adapter.figures["loss, true"] < adapter.figures["loss, base model"] - 0.01
 
 
-@pytest.mark.parametrize("scheme", [PAD, PADS, PAD_24, LOCAL], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [PAD, PADS, PAD_RELAY, PAD_24, LOCAL], ids=lambda s: s.name)
 def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: AttackedScheme) -> None:
     # Each interval has 99 % confidence, so about one in a hundred misses by chance. A failure here has probability
     # 1e-8.

@@ -300,7 +300,7 @@ class Connection:
             order = request.relay
             if order is not None and state.links.leads_to(order.executor):
                 block = hidden(product, request, self._entry(request))
-                if state.links.deposit(request, order, block):
+                if state.links.deposit(self._tenant, request, order, block):
                     return NOTHING, True
         elif request.blocks:
             wait = _BLOCK_WAIT_S if state.permits.known(self._tenant) else 0.0

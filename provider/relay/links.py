@@ -4,7 +4,8 @@ Theory of operation. The gateway's thread that has made a block sends it itself,
 waits for the executor's receipt. The number of connections to one executor is limited; other threads wait for one of
 them. Every wait has a deadline, after which the tenant gets the effect directly. After a connection has failed, no
 request waits for that executor again: effects go directly to the tenants until a thread in the background has made a
-connection. Its attempts back off.
+connection. Its attempts back off. If the executor refuses a tenant's block, the tenant's effects go directly for a
+second, so that a tenant without a permit or without memory there does not take other tenants' turns.
 
 Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
 of a connection show a certificate that the other side has pinned.
@@ -27,7 +28,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.blocks import block_id, statement
 from symbiosis_priv.network.dial import ClientConnection
-from symbiosis_priv.network.tls import client_context
+from symbiosis_priv.network.tls import TenantIdentity, client_context
 
 log = logs.EventLog(__name__)
 
@@ -35,6 +36,7 @@ _CONNECTIONS = 8  # to one executor
 _CONNECT_S = 5.0
 _DEPOSIT_S = 5.0  # for a block without its bytes
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+_REFUSED_S = 1.0
 
 
 class LinkCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,7 @@ class LinkCounts(msgspec.Struct, frozen=True, kw_only=True):
         up: False while connections fail.
         deposits: blocks that the executor has accepted.
         refused: blocks that the executor has refused.
-        failed: blocks that could not be sent, so that the tenant got the effect.
+        failed: blocks that were not sent, because the link was down or a block of the tenant had just been refused.
     """
 
     address: str
@@ -96,7 +98,9 @@ class Links:
         """
         return executor in self._links
 
-    def deposit(self, request: wire.Effect, order: wire.RelayOrder, payload: memoryview) -> bool:
+    def deposit(
+        self, tenant: TenantIdentity, request: wire.Effect, order: wire.RelayOrder, payload: memoryview
+    ) -> bool:
         """Sign a block and send it. Returns True if the executor keeps it, False if the tenant needs the effect itself.
 
         Args:
@@ -104,7 +108,7 @@ class Links:
             payload: the matrix e + m in the encoding of the request.
         """
         link = self._links.get(order.executor)
-        return link is not None and link.deposit(_block_of(request), payload, permit=order.permit)
+        return link is not None and link.deposit(tenant, _block_of(request), payload, permit=order.permit)
 
     def counts(self) -> list[LinkCounts]:
         """The current figures, one for each destination."""
@@ -133,18 +137,21 @@ class _Link:
         self._places = threading.BoundedSemaphore(_CONNECTIONS)
         self._lock = threading.Lock()
         self._idle: list[ClientConnection] = []
+        self._refused_until: dict[TenantIdentity, float] = {}
         self._pause = 0.0  # seconds between attempts to connect; 0.0 while the link is up
         self._retry_at = 0.0
         self._reviving = self._closed = False
 
-    def deposit(self, block: wire.Binding, payload: memoryview, *, permit: bytes) -> bool:
+    def deposit(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, *, permit: bytes) -> bool:
+        outcome = "failed"
         if self._pause:
             self._revive()
-            outcome = "failed"
-        else:
+        elif time.monotonic() >= self._refused_until.get(tenant, 0.0):
             outcome = self._send_in_turn(block, payload, permit)
         with self._lock:
             self.tally[outcome] += 1
+        if outcome == "refused":
+            self._refused_until[tenant] = time.monotonic() + _REFUSED_S
         return outcome == "deposits"
 
     def counts(self) -> LinkCounts:

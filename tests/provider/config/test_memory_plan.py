@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from provider.config.memory_plan import check_plan, memory_plan
-from provider.config.schema import MIB, ExecutorConfig
+from provider.config.schema import MIB, ExecutorConfig, RelayConfig
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
@@ -66,6 +67,15 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
 
 def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> None:
     check_plan(memory_plan(configure(), store.manifest(), store.served))
+
+
+def test_the_memory_for_blocks_is_counted_where_they_are_accepted(configure: Configure, store: WeightStore) -> None:
+    def size(relay: RelayConfig) -> int:
+        config = msgspec.structs.replace(configure(), relay=relay)
+        return sum(need.size for need in memory_plan(config, store.manifest(), store.served))
+
+    accepts = RelayConfig(helpers=(Path("beta.pem"),), memory_mib=3)
+    assert size(accepts) - size(RelayConfig(memory_mib=3)) == 3 * MIB
 
 
 def test_only_served_layers_are_counted(configure: Configure, store: WeightStore) -> None:

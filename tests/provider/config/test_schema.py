@@ -32,6 +32,14 @@ def test_other_keys_are_optional(tmp_path: Path) -> None:
     assert from_json(to_json(config)) == config
 
 
+def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
+    relay = '[relay]\nto = [{ address = "a.example:1", certificate = "keys/a.pem" }]\nfrom = ["keys/b.pem"]'
+    config = load(written(tmp_path, f'roles = ["executor", "helper"]\n{MINIMAL}{relay}'))
+    assert config.relay.to[0].certificate == tmp_path / "keys/a.pem"
+    assert config.relay.helpers == (tmp_path / "keys/b.pem",)
+    assert from_json(to_json(config)) == config
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -50,6 +58,13 @@ def test_other_keys_are_optional(tmp_path: Path) -> None:
         (MINIMAL + '[executor]\nendpoint = "tcp://0.0.0.0:1"', "endpoint"),
         (MINIMAL + f'[executor]\nendpoint = "ipc:///{"x" * 100}"', "endpoint"),
         (MINIMAL.replace("[tls]", "weight_bits = 40\n[tls]"), "weight_bits"),
+        (MINIMAL + '[relay]\nto = [{ address = "alpha.example:1", certificate = "a.pem" }]', '"helper" to roles'),
+        ('roles = ["helper"]\n' + MINIMAL + '[relay]\nfrom = ["b.pem"]', '"executor" to roles'),
+        (
+            'roles = ["helper"]\n' + MINIMAL + '[relay]\nto = [{ address = "alpha", certificate = "a.pem" }]',
+            "host:port",
+        ),
+        (MINIMAL + "[relay]\nhelpers = []", "known are to, from, memory_mib"),
         ("name =", "provider.toml"),
     ],
 )

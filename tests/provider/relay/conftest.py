@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,8 +24,6 @@ from symbiosis_priv.network.tls import client_context
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys
-
-SEED = bytes(range(32))
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class Tenant:
     permit: bytes
     pair: Pair
     store: WeightStore
+    seed: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     def order(self, group: int, rows: int, *, first_row: int = 0, **options: Any) -> wire.Effect:
         """An effect that the helper sends to the executor."""
@@ -74,10 +73,9 @@ class Tenant:
             group=group,
             rows=rows,
             arithmetic="ring",
-            seed=SEED,
             first_row=first_row,
             relay=wire.RelayOrder(permit=self.permit, executor=self.pair.executor_certificate),
-            **{"direction": "forward"} | options,
+            **{"direction": "forward", "seed": self.seed} | options,
         )
 
     def relay(self, group: int, rows: int, **options: Any) -> wire.Effect:

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import secrets
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from provider.config.schema import RelayConfig, RelayTarget
+from provider.gateway.credentials import Credentials
+from provider.relay import links
+from provider.relay.matrices import without_blocks
+from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates
+from symbiosis_priv.certificates.signing import is_signed, sign
+from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import listen
+from symbiosis_priv.network.blocks import block_id, statement
+from symbiosis_priv.network.tls import client_context
+from tests.provider.conftest import Client
+from tests.provider.relay.conftest import configured
 
 if TYPE_CHECKING:
-    from tests.provider.relay.conftest import NewTenant
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.provider.conftest import Configure, Connect, Keys
+    from tests.provider.relay.conftest import NewTenant, Pair, Tenant
+
+GROUP = 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def ring_rows(rows: int, width: int) -> torch.Tensor:
@@ -24,7 +57,7 @@ def low(matrix: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ring_bits", [32, 24])
-def test_blocks_are_subtracted_and_only_the_tenant_can_open_the_answer(
+def test_an_answer_without_blocks_is_opened_with_the_second_keystream(
     new_tenant: NewTenant, ring_bits: wire.RingBits
 ) -> None:
     tenant = new_tenant()
@@ -36,3 +69,343 @@ def test_blocks_are_subtracted_and_only_the_tenant_can_open_the_answer(
         assert reply.relayed
         opened = answer + m
         assert torch.equal(low(opened, ring_bits), low(tenant.times(rows, effect) - e, ring_bits))
+
+
+def part_of(effect: wire.Effect, *, start: int = 0, first: int = 0, rows: int) -> wire.BlockRows:
+    return wire.BlockRows(block=block_id(effect), start=start, first=first, rows=rows)
+
+
+def test_rows_of_several_blocks_meet_in_one_answer_and_each_is_used_once(new_tenant: NewTenant) -> None:
+    tenant = new_tenant()
+    one, other = (tenant.relay(GROUP, 3, first_row=first, seed=secrets.token_bytes(32)) for first in (0, 10))
+    rows = ring_rows(4, tenant.width(one))
+    parts = (part_of(one, start=1, rows=2), part_of(other, first=2, rows=2))
+    reply, answer = tenant.product(rows, one, blocks=parts)
+    assert reply.relayed
+    (e_one, m_one), (e_other, m_other) = tenant.matrices(one), tenant.matrices(other)
+    blocks = torch.cat([(e_one + m_one)[1:3], (e_other + m_other)[:2]])
+    assert torch.equal(answer, tenant.times(rows, one) - blocks)
+    for again in (parts, parts[:1]):
+        reply, answer = tenant.product(rows, one, blocks=again)
+        assert not reply.relayed
+        assert torch.equal(answer, tenant.times(rows, one))
+    reply, answer = tenant.product(rows[:1], one, blocks=(part_of(one, rows=1), part_of(other, start=2, rows=1)))
+    assert reply.relayed  # two helpers' blocks cover one row
+    assert torch.equal(answer, tenant.times(rows[:1], one) - (e_one + m_one)[:1] - (e_other + m_other)[2:])
+
+
+def test_a_tenant_reaches_only_its_own_blocks(new_tenant: NewTenant) -> None:
+    alice, bob = new_tenant("alice"), new_tenant("bob")
+    effect = alice.relay(GROUP, 2)
+    rows = ring_rows(2, alice.width(effect))
+    reply, answer = bob.product(rows, effect)
+    assert not reply.relayed
+    assert torch.equal(answer, alice.times(rows, effect))
+    failure = bob.executor.ask(wire.FetchBlock(block=block_id(effect)))
+    assert isinstance(failure, wire.Failure)
+    assert alice.product(rows, effect)[0].relayed
+
+
+def test_evidence_is_kept_until_the_answer_is_confirmed(new_tenant: NewTenant, pair: Pair) -> None:
+    tenant = new_tenant()
+    effect = tenant.relay(GROUP, 2, ring_bits=24)
+    rows = ring_rows(2, tenant.width(effect))
+    reply, _ = tenant.product(rows, effect)
+    tenant.executor.send(wire.FetchBlock(block=block_id(effect)))
+    block, payload = tenant.executor.receive()
+    assert isinstance(block, wire.Block)
+    assert block.helper == pair.helper_certificate
+    key = load_certificates(pair.helper_identity.certificate)[0].public_key()
+    message = statement(block, permit=tenant.permit, executor=pair.executor_certificate, payload=payload)
+    assert is_signed(key, message, block.signature)
+    e, m = tenant.matrices(effect)
+    assert torch.equal(low(wire.RING24.unpack(payload, rows=2), 24), low(e + m, 24))
+    other = tenant.relay(GROUP, 2, first_row=100)
+    tenant.product(rows, other, confirms=(reply.nonce,))
+    assert isinstance(tenant.executor.ask(wire.FetchBlock(block=block_id(effect))), wire.Failure)
+    assert isinstance(tenant.executor.ask(wire.FetchBlock(block=block_id(other))), wire.Block)
+    kept = pair.executor.status().blocks.blocks
+    tenant.executor.close()  # no answer on this connection is open to dispute any more
+    until(lambda: pair.executor.status().blocks.blocks < kept)
+
+
+def test_a_missing_block_gives_the_plain_product(new_tenant: NewTenant, connect: Connect, pair: Pair) -> None:
+    tenant = new_tenant()
+    effect = tenant.order(GROUP, 2, first_row=12345)
+    rows = ring_rows(2, tenant.width(effect))
+    reply, answer = tenant.product(rows, effect)
+    assert not reply.relayed
+    assert torch.equal(answer, tenant.times(rows, effect))
+    refused = tenant.executor.ask(wire.PermitRequest(helpers=("sha256:" + 64 * "0",)))
+    assert isinstance(refused, wire.Failure)
+    assert refused.code == wire.ErrorCode.NOT_SERVED
+    failure = tenant.helper.ask(wire.PermitRequest(helpers=(pair.helper_certificate,)))
+    assert isinstance(failure, wire.Failure)
+    assert failure.code == wire.ErrorCode.ROLE_REFUSED
+
+
+def test_a_block_that_arrives_after_the_request_is_waited_for(
+    new_tenant: NewTenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
+    tenant = new_tenant()
+    effect = tenant.order(GROUP, 2, first_row=54321)
+    late = threading.Thread(target=lambda: tenant.helper.ask(effect))
+    rows = ring_rows(2, tenant.width(effect))
+    late.start()  # before or after the request: both must give the same answer
+    reply, answer = tenant.product(rows, effect)
+    late.join()
+    assert reply.relayed
+    e, m = tenant.matrices(effect)
+    assert torch.equal(answer, tenant.times(rows, effect) - e - m)
+
+
+@pytest.mark.parametrize("ring_bits", [32, 24])
+def test_blocks_are_subtracted_from_memory_that_cannot_be_written(ring_bits: wire.RingBits) -> None:
+    """An executor in a process of its own gives such memory. Any value wraps."""
+    answer, block = ring_rows(3, 5), ring_rows(4, 5)
+    binding: dict[str, Any] = {"nonce": bytes(16), "group": 0, "direction": "forward", "arithmetic": "ring"}
+    request = wire.Execute(**binding, rows=3, ring_bits=ring_bits)
+    part = wire.BlockRows(block=bytes(16), start=2, first=1, rows=2)
+    payload = bytes(wire.RING32.pack(answer))
+    packed = request.encoding.pack(block)
+    got = torch.from_numpy(without_blocks(memoryview(payload), [(part, packed)], request))
+    expected = answer.clone()
+    expected[1:] -= block[2:]
+    assert torch.equal(low(got, ring_bits), low(expected, ring_bits))
+    assert payload == bytes(wire.RING32.pack(answer))
+
+
+# A helper that misbehaves
+
+
+class Link(Client):
+    """A connection with the helper's certificate."""
+
+    def __init__(self, pair: Pair, keys: Keys, identity: Identity | None = None) -> None:
+        self.identity = identity or pair.helper_identity
+        pins = [keys.provider.certificate]
+        own = self.identity
+        context = client_context(certificate=own.certificate, key=own.key, pins=pins, kind=Kind.PROVIDER)
+        super().__init__(pair.executor.address, context)
+        self._executor = pair.executor_certificate
+
+    def deposit(self, tenant: Tenant, *, size: int | None = None, signed: bool = True, **fields: Any) -> wire.LinkReply:
+        values: dict[str, Any] = {
+            "nonce": secrets.token_bytes(16),
+            "group": GROUP,
+            "direction": "forward",
+            "arithmetic": "ring",
+        }
+        values |= {"rows": 2, "permit": tenant.permit} | fields
+        width = tenant.store.manifest().groups[GROUP].columns("forward")[1]
+        payload = secrets.token_bytes(wire.RING32.size(values["rows"], width) if size is None else size)
+        block = wire.Deposit(**values, signature=b"-")
+        message = statement(block, permit=block.permit, executor=self._executor, payload=payload)
+        signature = sign(self.identity.private_key(), message if signed else message + b"?")
+        self.send(msgspec.structs.replace(block, signature=signature), payload)
+        header, _ = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=0)
+        return wire.decode_link_reply(bytes(self._exactly(header)))
+
+
+def is_turned_away(link: Link, tenant: Tenant) -> bool:
+    """True if the connection ends, by an alert or a reset, before a block was answered."""
+    with closing(link):
+        try:
+            link.deposit(tenant)
+        except OSError:
+            return True
+        return False
+
+
+@pytest.fixture
+def link(pair: Pair, keys: Keys) -> Any:
+    with closing(Link(pair, keys)) as link:
+        yield link
+
+
+def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant, link: Link, pair: Pair) -> None:
+    tenant = new_tenant()
+    before = pair.executor.status().blocks
+    huge = tenant.store.manifest()
+    wrong: list[tuple[dict[str, Any], wire.ErrorCode]] = [
+        ({"permit": secrets.token_bytes(32)}, wire.ErrorCode.REFUSED),
+        ({"signed": False}, wire.ErrorCode.REFUSED),
+        ({"size": 7}, wire.ErrorCode.BAD_REQUEST),
+        ({"size": 0}, wire.ErrorCode.BAD_REQUEST),
+        ({"rows": 0, "size": 0}, wire.ErrorCode.BAD_REQUEST),
+        ({"group": len(huge.groups)}, wire.ErrorCode.BAD_REQUEST),
+        ({"counts": (1, 1)}, wire.ErrorCode.BAD_REQUEST),
+        ({"arithmetic": "float"}, wire.ErrorCode.BAD_REQUEST),
+        ({"rows": wire.MAX_ROWS, "size": 0}, wire.ErrorCode.TOO_LARGE),
+        ({"rows": 10_000}, wire.ErrorCode.BUSY),  # over the tenant's share of the memory
+    ]
+    for fields, code in wrong:
+        reply = link.deposit(tenant, **fields)
+        assert isinstance(reply, wire.Failure), fields
+        assert reply.code == code, (fields, reply)
+    assert pair.executor.status().blocks == before
+    block = secrets.token_bytes(16)
+    assert link.deposit(tenant, nonce=block) == wire.Deposited(block=block)
+    again = link.deposit(tenant, nonce=block)
+    assert isinstance(again, wire.Failure)
+    assert link.deposit(new_tenant("bob"), nonce=block) == wire.Deposited(block=block)  # ids are each tenant's own
+
+
+def test_a_tenant_that_has_not_named_the_helper_gets_no_blocks(
+    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, tmp_path: Path
+) -> None:
+    """The operator allows another helper, too. Its permit is of no use to this one, and the other way round."""
+    tenant, other = new_tenant(), issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="gamma")
+    with allowed(pair, (pair.helper_identity.certificate, other.certificate)):
+        permit = tenant.executor.ask(wire.PermitRequest(helpers=(fingerprint(other.certificate),)))
+        assert isinstance(permit, wire.Permit)
+        assert isinstance(link.deposit(tenant, permit=permit.token), wire.Failure)
+        with closing(Link(pair, keys, other)) as gamma:
+            assert isinstance(gamma.deposit(tenant), wire.Failure)
+            assert isinstance(gamma.deposit(tenant, permit=permit.token), wire.Deposited)
+    assert is_turned_away(Link(pair, keys, other), tenant)
+
+
+class allowed:
+    """The executor's operator allows these helpers, for the duration of the context."""
+
+    def __init__(self, pair: Pair, certificates: tuple[Path, ...]) -> None:
+        self._pair, self._certificates = pair, certificates
+
+    def __enter__(self) -> None:
+        self._renew(self._certificates)
+
+    def __exit__(self, *_: object) -> None:
+        self._renew((self._pair.helper_identity.certificate,))
+
+    def _renew(self, certificates: tuple[Path, ...]) -> None:
+        executor = self._pair.executor
+        relay = msgspec.structs.replace(executor.config.relay, helpers=certificates)
+        executor.config = msgspec.structs.replace(executor.config, relay=relay)
+        executor._reload()
+
+
+def test_a_link_that_is_not_allowed_any_more_is_closed(
+    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, tmp_path: Path
+) -> None:
+    tenant, other = new_tenant(), issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="gamma")
+    assert isinstance(link.deposit(tenant), wire.Deposited)
+    with allowed(pair, (other.certificate,)):
+        assert link.at_end()
+
+
+def test_a_link_carries_nothing_but_blocks(link: Link, pair: Pair, new_tenant: NewTenant) -> None:
+    hello = wire.Hello(version=wire.RELAY_VERSION, role="executor", model_digest=pair.executor.model_digest)
+    reply = link.ask(hello)
+    assert isinstance(reply, wire.Failure)
+    assert reply.code == wire.ErrorCode.BAD_FRAME
+    assert link.at_end()
+    tenant = new_tenant()
+    binding: dict[str, Any] = {"nonce": bytes(16), "group": 0, "direction": "forward", "arithmetic": "ring", "rows": 1}
+    deposit = wire.Deposit(**binding, permit=tenant.permit, signature=b"-")
+    reply = tenant.executor.ask(deposit)  # a tenant is not a helper either
+    assert isinstance(reply, wire.Failure)
+    assert reply.code == wire.ErrorCode.BAD_FRAME
+    assert tenant.executor.at_end()
+
+
+def test_only_listed_providers_may_connect(pair: Pair, keys: Keys, tmp_path: Path, new_tenant: NewTenant) -> None:
+    """Neither a certificate of the same name, nor one that the tenants' authority has issued."""
+    tenant = new_tenant()
+    strangers = [
+        issuing.create_self_signed(tmp_path / "a", kind=Kind.PROVIDER, name="beta"),
+        issuing.issue(tmp_path / "b", authority=keys.authority, kind=Kind.PROVIDER, name="beta"),
+    ]
+    for stranger in strangers:
+        assert is_turned_away(Link(pair, keys, stranger), tenant)
+
+
+def test_a_certificate_that_cannot_connect_is_an_error_that_says_so(
+    pair: Pair, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL would refuse it in the handshake, without a reason that an operator understands."""
+    tls = pair.executor.config.tls
+    with pytest.raises(CertificateError, match="provider certificate"):
+        Credentials.load(tls, helpers=[keys.tenants["alice"].certificate])
+    monkeypatch.setitem(issuing._USAGES, Kind.PROVIDER, [ExtendedKeyUsageOID.SERVER_AUTH])
+    old = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="beta")
+    with pytest.raises(CertificateError, match="older release"):
+        Credentials.load(tls, helpers=[old.certificate])
+    config = configured_links(pair, old)
+    with pytest.raises(CertificateError, match="older release"):
+        links.Links(config)
+    monkeypatch.undo()
+    new = issuing.rotate(old.certificate, authority=None)
+    Credentials.load(tls, helpers=[new.certificate])
+
+
+def configured_links(pair: Pair, identity: Identity) -> Any:
+    """The helper's configuration, with another certificate."""
+    config = pair.helper.config
+    tls = msgspec.structs.replace(config.tls, certificate=identity.certificate, key=identity.key)
+    return msgspec.structs.replace(config, tls=tls)
+
+
+# A helper's links
+
+
+def test_a_helper_sends_blocks_to_listed_executors_only(new_tenant: NewTenant, pair: Pair) -> None:
+    tenant = new_tenant()
+    effect = tenant.order(GROUP, 2)
+    elsewhere = wire.RelayOrder(permit=tenant.permit, executor="sha256:" + 64 * "0")
+    request = msgspec.structs.replace(effect, relay=elsewhere)
+    direct = tenant.helper.product(request)
+    assert torch.equal(direct, tenant.matrices(effect)[0])
+    assert [link.up for link in pair.helper.status().relay_to] == [True]
+
+
+def test_a_refused_block_gives_the_effect_and_delays_no_other_tenant(new_tenant: NewTenant, pair: Pair) -> None:
+    alice, bob = new_tenant("alice"), new_tenant("bob")
+    effect = alice.order(GROUP, 2, first_row=777)
+    before = pair.helper.status().relay_to[0]
+    for _ in range(20):
+        order = wire.RelayOrder(permit=secrets.token_bytes(32), executor=pair.executor_certificate)
+        direct = alice.helper.product(msgspec.structs.replace(effect, relay=order))
+        assert torch.equal(direct, alice.matrices(effect)[0])
+    after = pair.helper.status().relay_to[0]
+    assert after.refused - before.refused + after.failed - before.failed == 20
+    assert after.failed > before.failed  # later ones were not even sent
+    bob.relay(GROUP, 2, first_row=778)
+
+
+@pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])
+def test_an_executor_that_cannot_be_reached_gives_the_effect_and_the_link_comes_back(
+    fault: str,
+    new_tenant: NewTenant,
+    configure: Configure,
+    connect: Connect,
+    keys: Keys,
+    pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(links, "_FIRST_PAUSE_S", 0.01)
+    silent = listen("127.0.0.1:0", backlog=8)
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    certificate = keys.provider.certificate
+    if fault == "nothing listens":
+        silent.close()
+    if fault == "another certificate":
+        address, certificate = pair.executor.address, pair.helper_identity.certificate
+    to = RelayTarget(address=address, certificate=certificate)
+    config = configured(configure, pair.helper_identity, role="helper", relay=RelayConfig(to=(to,)))
+    with Provider(config) as helper, closing(silent):
+        tenant = new_tenant(helper=helper)
+        order = wire.RelayOrder(permit=tenant.permit, executor=fingerprint(certificate))
+        for first in range(3):
+            effect = msgspec.structs.replace(tenant.order(GROUP, 2, first_row=first), relay=order)
+            assert torch.equal(tenant.helper.product(effect), tenant.matrices(effect)[0])
+        counts = helper.status().relay_to[0]
+        assert not counts.up
+        assert counts.failed == 3
+        good = RelayTarget(address=pair.executor.address, certificate=keys.provider.certificate)
+        helper.config = msgspec.structs.replace(config, relay=RelayConfig(to=(good,)))
+        helper._reload()  # the operator corrects the file
+        tenant.relay(GROUP, 2, first_row=900)

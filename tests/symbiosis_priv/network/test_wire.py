@@ -442,6 +442,17 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
 
 @pytest.mark.parametrize("name", BUILDS)
 @given(st.data(), drawn.widths(), testing.row_counts())
+def test_a_payload_is_subtracted_as_its_matrix(name: str, data: st.DataObject, width: int, count: int) -> None:
+    matrix, other = (data.draw(testing.ring_rows(width=width, count=count)) for _ in "ab")
+    for encoding in (wire.RING32, wire.RING24):
+        rest = matrix.clone()
+        with build(name):
+            encoding.subtract(encoding.pack(other), rest.numpy())
+        assert torch.equal(rest, matrix - (other if encoding is wire.RING32 else other << 8 >> 8))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@given(st.data(), drawn.widths(), testing.row_counts())
 def test_narrow_payloads_hold_the_low_24_bits(name: str, data: st.DataObject, width: int, count: int) -> None:
     """Also in the memory of the matrix that they become."""
     matrix = data.draw(testing.ring_rows(width=width, count=count))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.system.files import output_file, write_atomically
+from tenant.cli.options import takes
 
 # torch, Hypothesis and the tenant's packages are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
@@ -28,27 +30,38 @@ _VALUES = 1000  # largest number of a counterexample's entries in the JSON file
 _IDENTITY = "providers speak to no tenant that they cannot name (mutual TLS)"
 
 
-def verify(
-    *,
-    federation: Annotated[Path | None, typer.Option(help="Verify every provider of this federation.toml.")] = None,
-    address: Annotated[str | None, typer.Option(help="Verify one provider: HOST:PORT.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="With --address: its certificate, pinned.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """The provider to verify without a federation file."""
+
+    address: Annotated[str | None, typer.Option(help="Verify one provider: HOST:PORT.")] = None
+    certificate: Annotated[Path | None, typer.Option(help="With --address: its certificate, pinned.")] = None
     tenant_certificate: Annotated[
         Path | None,
         typer.Option(help="With --address: your certificate, issued by the provider's tenant authority (mutual TLS)."),
-    ] = None,
-    tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None,
-    role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor",
+    ] = None
+    tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None
+    role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor"
     weight_bits: Annotated[
         int,
         typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight."),
-    ] = DEFAULT_WEIGHT_BITS,
+    ] = DEFAULT_WEIGHT_BITS
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="With --address: the provider serves a tied LM head.")
-    ] = False,
+    ] = False
     no_experts: Annotated[
         bool, typer.Option("--no-experts", help="With --address: the provider serves no experts.")
-    ] = False,
+    ] = False
+
+
+_SINGLE = Single()
+
+
+@takes
+def verify(
+    *,
+    federation: Annotated[Path | None, typer.Option(help="Verify every provider of this federation.toml.")] = None,
+    single: Single = _SINGLE,
     model: Annotated[
         str | None,
         typer.Option(
@@ -72,25 +85,13 @@ def verify(
     Status 1 if a provider breaks a property, does not answer in time, or could not be tested at all. The provider is
     named with the property and the smallest request found. Only random test data is sent, never yours.
     """
-    if federation is not None and address is not None:
+    if federation is not None and single.address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
     subjects = (
         _federation(federation, model, floats=floats, seed=chosen, deadline=deadline)
         if federation is not None
-        else _single(
-            address=address,
-            certificate=certificate,
-            tenant_certificate=tenant_certificate,
-            tenant_key=tenant_key,
-            role=role,
-            model=model,
-            weight_bits=weight_bits,
-            scope=Scope(tied_head=tied_head, experts=not no_experts),
-            floats=floats,
-            seed=chosen,
-            deadline=deadline,
-        )
+        else _single(single, model, floats=floats, seed=chosen, deadline=deadline)
     )
     begun = time.monotonic()
     terminal.say(f"model {subjects[0].oracle.manifest.digest}")
@@ -129,40 +130,35 @@ def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadl
     return executors + [subject(peer, executors) for peer in federation.helpers]
 
 
-def _single(
-    *,
-    address: str | None,
-    certificate: Path | None,
-    tenant_certificate: Path | None,
-    tenant_key: Path | None,
-    role: Role,
-    model: str | None,
-    weight_bits: int,
-    scope: Scope,
-    floats: bool,
-    seed: int,
-    deadline: float,
-) -> list[Subject]:
+def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadline: float) -> list[Subject]:
     from symbiosis_priv.federation import Peer
     from symbiosis_priv.network.addresses import parse_address
 
-    if address is None:
+    if single.address is None:
         raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
-    if certificate is None or model is None:
+    if single.certificate is None or model is None:
         raise ConfigError("--address needs --certificate PROVIDER.pem and --model CHECKPOINT: what it is held to")
-    if tenant_certificate is None or tenant_key is None:
+    if single.tenant_certificate is None or single.tenant_key is None:
         raise ConfigError(
             f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Make a request with `symbiosis-priv "
             f"keys request`, and ask the executor's operator to sign it"
         )
-    host, port = parse_address(address)
+    host, port = parse_address(single.address)
     resolve(model)
     with terminal.working("loading torch"):
         from threat_model.conformance import Dialler, Subject
 
-    peer = Peer(name=address, operator="unknown", role=role, host=host, port=port, certificate=certificate)
-    oracle = _oracle(model, weight_bits=weight_bits, scope=scope, digest=None, seed=seed)
-    dialler = Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline)
+    peer = Peer(
+        name=single.address,
+        operator="unknown",
+        role=single.role,
+        host=host,
+        port=port,
+        certificate=single.certificate,
+    )
+    scope = Scope(tied_head=single.tied_head, experts=not single.no_experts)
+    oracle = _oracle(model, weight_bits=single.weight_bits, scope=scope, digest=None, seed=seed)
+    dialler = Dialler(peer, certificate=single.tenant_certificate, key=single.tenant_key, deadline_s=deadline)
     return [Subject(dialler, oracle, require_floats=floats)]
 
 

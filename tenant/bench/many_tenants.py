@@ -7,14 +7,13 @@ but has no model. Tenants and providers share one machine, so the tenants' proce
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
-
-import numpy as np
 
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -23,7 +22,7 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from tenant.bench.children import Child
 from tenant.bench.llama import small_llama
 from tenant.bench.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
-from tenant.bench.result_file import Row, number
+from tenant.bench.result_file import Row, number, percentile
 
 _START_S = 600.0  # seconds; a wide model is quantised first
 _CHECKED_S = 2.0
@@ -277,5 +276,5 @@ def _compared(seen: Sequence[LoadResult]) -> Row:
 def _millis(turns: Sequence[float]) -> Row:
     if not turns:
         return {"mean": None, "p50": None, "p99": None}
-    p50, p99 = np.percentile(turns, [50, 99]) * 1000
-    return {"mean": 1000 * float(np.mean(turns)), "p50": float(p50), "p99": float(p99)}
+    p50, p99 = (percentile(turns, q, unit=1e-3) for q in (50, 99))
+    return {"mean": 1000 * statistics.fmean(turns), "p50": p50, "p99": p99}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
@@ -24,7 +23,7 @@ from tenant.bench.children import Child
 from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
 from tenant.bench.providers import parsed, provide
-from tenant.bench.result_file import Row
+from tenant.bench.result_file import Row, percentile
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
@@ -101,7 +100,7 @@ class _Bench:
                 for part in PARTS:
                     seconds[part].append(parts.get(part, 0.0))
         seconds["back to back"] = [_seconds(call) for _ in range(turns)]
-        p50, p99 = ({name: _percentile(seconds[name][_WARM_UP:], q) for name in names} for q in (50, 99))
+        p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
         return {
             "width": self._width,
             "masking": self._masking,
@@ -137,10 +136,6 @@ class _Bench:
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
             time.sleep(2e-4)
-
-
-def _percentile(seconds: Sequence[float], q: int) -> float:
-    return float(np.percentile(np.array(seconds) * 1e6, q))
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -62,6 +62,13 @@ def number(value: Value) -> float:
     return value
 
 
+def percentile(seconds: Sequence[float], q: float, *, unit: float = 1.0) -> float:
+    """The q-th percentile of some times, in units of `unit` seconds."""
+    import numpy as np  # imported here, so that --help does not wait for it
+
+    return float(np.percentile(seconds, q)) / unit
+
+
 def report(benchmark: str, rows: Sequence[Row]) -> ResultFile:
     """The figures of this run of this program."""
     return ResultFile(

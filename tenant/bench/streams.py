@@ -24,7 +24,7 @@ from transformers.generation import BaseStreamer
 from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
 from tenant.bench.providers import provide, remote_config
-from tenant.bench.result_file import Row
+from tenant.bench.result_file import Row, percentile
 from tenant.endpoint.engine.opening import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
 from tenant.endpoint.engine.whole import WholeEngine
@@ -116,10 +116,10 @@ def measure_streams(
             "tokens": tokens,
             "tokens_per_s": figures.per_s,
             "over_one_after_another": figures.per_s / slow,
-            "first_token_p50_s": figures.quantile(figures.first, 0.5),
-            "first_token_p99_s": figures.quantile(figures.first, 0.99),
-            "token_p50_ms": figures.quantile(figures.between, 0.5) * 1e3,
-            "token_p99_ms": figures.quantile(figures.between, 0.99) * 1e3,
+            "first_token_p50_s": percentile(figures.first, 50),
+            "first_token_p99_s": percentile(figures.first, 99),
+            "token_p50_ms": percentile(figures.between, 50, unit=1e-3),
+            "token_p99_ms": percentile(figures.between, 99, unit=1e-3),
             "round_trips": figures.round_trips // effort.repeat,
         }
 
@@ -135,10 +135,6 @@ class _Figures:
     @property
     def per_s(self) -> float:
         return self.tokens / self.seconds
-
-    @staticmethod
-    def quantile(times: list[float], part: float) -> float:
-        return float(np.quantile(times, part))
 
 
 class _NoText:

@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
+from symbiosis_priv.kernels import probe_rows
 from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.llama import small_llama
 from tenant.bench.process_costs import Held
-from tenant.bench.result_file import Row
-from tenant.connections.channel import Channel
+from tenant.bench.result_file import Row, percentile
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
-from threat_model.availability.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, serve_abuse
+from threat_model.availability.abusers import DEADLINE_S, Abuse, Client, abuses, request_of, serve_abuse
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
@@ -62,18 +62,9 @@ class _Bench:
         self._local, self._revoked, self._visits = local, revoked, visits
         self._federation: Federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
-        peer = self._federation.executors[0]
-        self._channel = Channel(
-            peer,
-            certificate=self._federation.tenant_certificate,
-            key=self._federation.tenant_key,
-            model_digest=self._federation.model_digest,
-            deadline_s=DEADLINE_S,
-        )
-        generator = torch.Generator().manual_seed(0)
-        self._row = torch.randint(
-            -(1 << 31), 1 << 31, (1, self._inputs), generator=generator, dtype=torch.int64, device="cpu"
-        ).int()
+        honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
+        self._channel = self._client(honest).channel()
+        self._row = probe_rows(1, self._inputs)
         self._expected = self._ask()
         self._wrong = 0
 
@@ -82,7 +73,7 @@ class _Bench:
         self._wrong = 0
         alone = self.honest(seconds)
         before, held = self._status(), self._held()
-        abuser = self._abuser()
+        abuser = self._client(self._local.issue_tenant(f"abuser-{time.monotonic_ns()}"))
         child: Child[None, bool] = Child(f"abuser of {name!r}", serve_abuse, abuse, abuser)
         try:
             child.wait_ready()
@@ -106,11 +97,11 @@ class _Bench:
         counted |= self._counted(abuser, before)
         return {
             "abuse": name,
-            "alone_p50_ms": _percentile(alone, 50),
-            "beside_p50_ms": _percentile(beside, 50),
-            "beside_over_alone": _percentile(beside, 50) / _percentile(alone, 50),
-            "alone_p99_ms": _percentile(alone, 99),
-            "beside_p99_ms": _percentile(beside, 99),
+            "alone_p50_ms": percentile(alone, 50, unit=1e-3),
+            "beside_p50_ms": percentile(beside, 50, unit=1e-3),
+            "beside_over_alone": percentile(beside, 50, unit=1e-3) / percentile(alone, 50, unit=1e-3),
+            "alone_p99_ms": percentile(alone, 99, unit=1e-3),
+            "beside_p99_ms": percentile(beside, 99, unit=1e-3),
             "longest_ms": 1000 * max(beside),
             "wrong": self._wrong,
             "abuser_cores": cores,
@@ -137,13 +128,11 @@ class _Bench:
     def _ask(self) -> torch.Tensor:
         return self._channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
 
-    def _abuser(self) -> Abuser:
-        """A new tenant with a valid certificate."""
-        identity = self._local.issue_tenant(f"abuser-{time.monotonic_ns()}")
+    def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest
-        return Abuser(identity, peer, digest, self._inputs, self._outputs, self._visits)
+        return Client(identity, peer, digest, self._inputs, self._outputs, self._visits)
 
-    def _counted(self, abuser: Abuser, before: dict[str, Any]) -> dict[str, int]:
+    def _counted(self, abuser: Client, before: dict[str, Any]) -> dict[str, int]:
         """The increase of the provider's counters for an abuser and for unauthenticated connections since `before`."""
         name = abuser.identity.certificate.stem
         then, now = _counts(before, name), _counts(self._status(), name)
@@ -168,10 +157,6 @@ class _Bench:
             if (alone and now.files <= before.files and now.threads <= before.threads) or time.monotonic() > end:
                 return now
             time.sleep(_LOOK_S)
-
-
-def _percentile(waits: list[float], q: int) -> float:
-    return float(np.percentile(np.array(waits) * 1000, q))
 
 
 def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:

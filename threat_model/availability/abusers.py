@@ -34,11 +34,10 @@ _NICE = 19
 
 
 @dataclass(frozen=True)
-class Abuser:
-    """A tenant with a valid certificate, and the provider that the tenant abuses.
+class Client:
+    """A tenant with a valid certificate, and the provider that it asks.
 
     Args:
-        identity: certificate and key of the abuser.
         inputs, outputs: columns of a request's rows and of its answer's rows.
         visits: number of connections of the abuser that connects and disconnects.
     """
@@ -55,7 +54,7 @@ class Abuser:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
-        """A `Channel`, which an honest tenant uses too."""
+        """A new `Channel` to the provider."""
         return Channel(
             self.peer,
             certificate=self.identity.certificate,
@@ -87,14 +86,14 @@ class Abuser:
             connection.sendall(matrix)
 
 
-def _compute(abuser: Abuser) -> None:
+def _compute(abuser: Client) -> None:
     """Compute, without any connection to the provider."""
     block = bytes(1 << 16)
     while True:
         hashlib.sha256(block)
 
 
-def _flood(abuser: Abuser) -> None:
+def _flood(abuser: Client) -> None:
     """Send large requests, one after the other."""
     channel = abuser.channel()
     with contextlib.suppress(SymbiosisError):  # the provider may refuse the abuser
@@ -102,7 +101,7 @@ def _flood(abuser: Abuser) -> None:
             abuser.ask(channel)
 
 
-def _read_nothing(abuser: Abuser, *, sends_rows: bool = True) -> None:
+def _read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
     """Announce large requests, and read no answer. Without `sends_rows`, the rows never come."""
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
@@ -110,21 +109,21 @@ def _read_nothing(abuser: Abuser, *, sends_rows: bool = True) -> None:
         time.sleep(DEADLINE_S)
 
 
-def _leave(abuser: Abuser) -> None:
+def _leave(abuser: Client) -> None:
     """Send large requests and leave before the answer."""
     while True:
         with contextlib.suppress(OSError), abuser.connected() as connection:
             abuser.request(connection, sends_rows=True)
 
 
-def _come_and_go(abuser: Abuser) -> None:
+def _come_and_go(abuser: Client) -> None:
     """Open and close one connection after the other."""
     for _ in range(abuser.visits):
         with contextlib.suppress(OSError), abuser.connected():
             pass
 
 
-def _say_nothing(abuser: Abuser) -> None:
+def _say_nothing(abuser: Client) -> None:
     """Open 400 connections a second from 250 addresses and send nothing."""
     with contextlib.ExitStack() as connections:
         begun = time.monotonic()
@@ -153,7 +152,7 @@ class Abuse:
         revoked: revoke the abuser's certificate during the abuse.
     """
 
-    attack: Callable[[Abuser], None]
+    attack: Callable[[Client], None]
     threads: int = 1
     seen: Mapping[str, int] = field(default_factory=dict)
     ends: bool = False
@@ -184,7 +183,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
 
 
 @contextmanager
-def serve_abuse(abuse: Abuse, abuser: Abuser) -> Iterator[Callable[[None], bool]]:
+def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]]:
     """For `Child`: starts the abuse with the lowest priority; the answer is True while the abuse runs."""
     process_costs.lower_own_priority(_NICE)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

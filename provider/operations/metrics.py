@@ -9,13 +9,15 @@ host in `listen`, or one of `hosts`.
 
 import contextlib
 import ipaddress
+import itertools
 import math
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,7 +32,7 @@ from provider.gateway.unauthenticated import UnauthenticatedConnection, Unauthen
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status, StatusSource
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import bound_address, parse_address
+from symbiosis_priv.network.addresses import bound_address, names_host, parse_address
 from symbiosis_priv.network.stream import shut
 
 log = logs.EventLog(__name__)
@@ -64,31 +66,16 @@ class _Collector:
         yield from _handshake_metrics(status.handshakes)
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
         yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
-        yield CounterMetricFamily(_PREFIX + "executor_restarts", "restarts of the executor", value=status.restarts)
-        yield CounterMetricFamily(
-            _PREFIX + "executor_hangs", "times that the executor did not answer for too long", value=status.hangs
-        )
+        yield _counter("executor_restarts", "restarts of the executor", status.restarts)
+        yield _counter("executor_hangs", "times that the executor did not answer for too long", status.hangs)
         for name in COUNTED:
-            family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", "see `provider usage`", labels=["tenant", "role"])
-            for tenant in status.tenants:
-                family.add_metric([tenant.tenant, tenant.role], getattr(tenant.counts, name))
-            yield family
-        visits = CounterMetricFamily(_PREFIX + "tenant_connections", "that were opened", labels=["tenant"])
-        for named, count in status.visits.items():
-            visits.add_metric([named], count)
-        yield visits
-        limited = CounterMetricFamily(
-            _PREFIX + "tenant_over_quota", "requests that waited or were refused because of a quota", labels=["tenant"]
-        )
-        for named, count in status.over_quota.items():
-            limited.add_metric([named], count)
-        yield limited
-        taken = GaugeMetricFamily(
-            _PREFIX + "announced", "1 if the registry accepted the last announcement", labels=["registry"]
-        )
-        for registry, listed in status.registries.items():
-            taken.add_metric([registry], listed)
-        yield taken
+            counts = {(one.tenant, one.role): getattr(one.counts, name) for one in status.tenants}
+            yield _counter(f"tenant_{name}", "see `provider usage`", counts, "tenant", "role")
+        yield _counter("tenant_connections", "that were opened", status.visits, "tenant")
+        waited = "requests that waited or were refused because of a quota"
+        yield _counter("tenant_over_quota", waited, status.over_quota, "tenant")
+        taken = "1 if the registry accepted the last announcement"
+        yield _gauge("announced", taken, status.registries, "registry")
         yield from _relay_metrics(status)
         if status.executor is not None:
             yield from _executor_metrics(status.executor)
@@ -99,12 +86,10 @@ def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
     yield _gauge(
         "handshakes_waiting", "pending handshakes that have sent data and wait for their turn", handshakes.waiting
     )
-    ended = CounterMetricFamily(_PREFIX + "handshakes", "handshakes that have ended, by outcome", labels=["outcome"])
-    for outcome in ("accepted", "refused", "late", "crowded_out"):
-        ended.add_metric([outcome], getattr(handshakes, outcome))
-    yield ended
-    yield CounterMetricFamily(_PREFIX + "handshake_seconds", "processor time", value=handshakes.seconds)
-    yield CounterMetricFamily(_PREFIX + "handshake_wait_seconds", "for their turns", value=handshakes.waited_s)
+    ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
+    yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
+    yield _counter("handshake_seconds", "processor time", handshakes.seconds)
+    yield _counter("handshake_wait_seconds", "for their turns", handshakes.waited_s)
 
 
 def _relay_metrics(status: Status) -> Iterator[Metric]:
@@ -112,43 +97,52 @@ def _relay_metrics(status: Status) -> Iterator[Metric]:
     yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
     yield _gauge("block_bytes", "their memory", blocks.bytes)
     for name in _BLOCKS:
-        yield CounterMetricFamily(f"{_PREFIX}blocks_{name}", _BLOCKS[name], value=getattr(blocks, name))
-    up = GaugeMetricFamily(_PREFIX + "relay_up", "0 while connections to the executor fail", labels=["executor"])
-    sent = CounterMetricFamily(_PREFIX + "relayed", "blocks, by outcome", labels=["executor", "outcome"])
-    for link in status.relay_to:
-        up.add_metric([link.address], link.up)
-        for outcome in ("deposits", "refused", "failed"):
-            sent.add_metric([link.address, outcome], getattr(link, outcome))
-    yield up
-    yield sent
+        yield _counter(f"blocks_{name}", _BLOCKS[name], getattr(blocks, name))
+    up = {link.address: link.up for link in status.relay_to}
+    yield _gauge("relay_up", "0 while connections to the executor fail", up, "executor")
+    outcomes = itertools.product(status.relay_to, ("deposits", "refused", "failed"))
+    sent = {(link.address, outcome): getattr(link, outcome) for link, outcome in outcomes}
+    yield _counter("relayed", "blocks, by outcome", sent, "executor", "outcome")
 
 
 def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
     yield _gauge("executor_resident_bytes", "resident memory of the executor's process", report.resident)
     yield _gauge("groups", "layer groups that are served", report.groups)
     yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
-    waiting = GaugeMetricFamily(_PREFIX + "waiting", "requests in the executor's queue", labels=["stage"])
-    for stage, count in report.waiting.items():
-        waiting.add_metric([stage], count)
-    yield waiting
-    ended = CounterMetricFamily(_PREFIX + "unanswered", "requests without a product", labels=["reason"])
-    for reason in ("late", "cancelled", "failed"):
-        ended.add_metric([reason], getattr(report, reason))
-    yield ended
-    yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
-    yield CounterMetricFamily(_PREFIX + "idle_seconds", "time without work", value=report.idle)
-    heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
-    for group, rows in enumerate(report.heat, report.first_group):
-        heat.add_metric([str(group)], rows)
-    yield heat
+    yield _gauge("waiting", "requests in the executor's queue", report.waiting, "stage")
+    ended = {reason: getattr(report, reason) for reason in ("late", "cancelled", "failed")}
+    yield _counter("unanswered", "requests without a product", ended, "reason")
+    yield _counter("product_seconds", "time in products", report.seconds)
+    yield _counter("idle_seconds", "time without work", report.idle)
+    heat = {str(group): rows for group, rows in enumerate(report.heat, report.first_group)}
+    yield _counter("group_rows", "rows by layer group", heat, "group")
     yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
     yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
     waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}
     yield _histogram("wait_seconds", "from a request's arrival to its first product", waits, labels=["stage"])
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+Value = float | Mapping[Any, float]
+"""A figure, or figures by their labels."""
+
+
+def _gauge(name: str, text: str, value: Value, *labels: str) -> Metric:
+    return _family(GaugeMetricFamily, name, text, value, labels)
+
+
+def _counter(name: str, text: str, value: Value, *labels: str) -> Metric:
+    return _family(CounterMetricFamily, name, text, value, labels)
+
+
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: Value, labels: Sequence[str]
+) -> Metric:
+    if not isinstance(value, Mapping):
+        return kind(_PREFIX + name, text, value=value)
+    family = kind(_PREFIX + name, text, labels=labels)
+    for key, number in value.items():
+        family.add_metric(key if isinstance(key, tuple) else (key,), number)
+    return family
 
 
 def _histogram(
@@ -205,14 +199,6 @@ def is_public(host: str) -> bool:
     return False
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 class _Server(ThreadingHTTPServer):
     """A server with a limited number of threads, because every user of this machine can connect to loopback."""
 
@@ -228,13 +214,7 @@ class _Server(ThreadingHTTPServer):
 
     def answers_to(self, headers: Sequence[str]) -> bool:
         """Returns True if a request has one `Host` header, and it names this server."""
-        if len(headers) != 1:
-            return False
-        try:
-            host = urlsplit(f"//{headers[0]}").hostname or ""
-        except ValueError:
-            return False
-        return host in self._hosts or _is_address(host)
+        return names_host(headers, self._hosts)
 
     def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """Start a thread for a request as soon as a place is free."""

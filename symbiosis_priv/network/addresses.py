@@ -1,8 +1,11 @@
-"""Parses `host:port`, listens there, and recognises IP addresses to which a registry must not lead a connection."""
+"""Parses `host:port`, listens there, recognises IP addresses to which a registry must not lead a connection, and checks
+`Host` headers."""
 
 import ipaddress
 import socket
+from collections.abc import Container, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 from symbiosis_priv.errors import ConfigError
 
@@ -54,3 +57,17 @@ def bound_address(listener: socket.socket) -> str:
     """Address of a listening socket, as `host:port`."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def names_host(headers: Sequence[str], hosts: Container[str]) -> bool:
+    """Returns True if there is one `Host` header, and it is an IP address or one of `hosts` (in lower case).
+
+    A web page can make a name of its own resolve to loopback (DNS rebinding), but cannot send another `Host` header.
+    """
+    if len(headers) != 1:
+        return False
+    try:
+        host = urlsplit(f"//{headers[0]}").hostname or ""
+        return host in hosts or ipaddress.ip_address(host) is not None
+    except ValueError:
+        return False

@@ -6,7 +6,6 @@ name the key, but the checks of `Host` and `Origin` do not rely on that.
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import traceback
 from hashlib import sha256
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from symbiosis_priv.network.addresses import names_host
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.metrics import Metrics
@@ -67,8 +67,7 @@ class Guard:
 
     def _check_host(self, headers: Headers) -> None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        name = _host_name(hosts[0]) if len(hosts) == 1 else ""
-        if name not in self._settings.hosts and not _is_address(name):
+        if not names_host(hosts, self._settings.hosts):
             raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
         if any(_origin_host(origin) != hosts[0] for origin in origins):
             raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
@@ -118,23 +117,8 @@ class Guard:
         return replay
 
 
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
 def _origin_host(origin: str) -> str | None:
     try:
         return urlsplit(origin).netloc or None
     except ValueError:
         return None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -43,6 +43,7 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"alpha": {"layers": 4}}, r"provider\[0\].layers"),
         ({"pads": {}}, "pads"),
         ({"pads": {"helpers": 0}}, "pads.helpers"),
+        ({"pads": {"relay": "yes"}}, "pads.relay"),
         ({"pads": {"helpers": -1}}, "pads.helpers"),
         ({"pads": {"helpers": True}}, "pads.helpers"),
         ({"pads": {"helpers": 2}}, "helpers = 2, and 1 .* have role = 'helper': add helpers, or lower it"),
@@ -92,4 +93,6 @@ def test_layers_and_pads_are_read(write: Write) -> None:
     assert federation.pad_helpers == 1
     plain = load_federation(write())
     assert plain.pad_helpers is None
+    relaying = load_federation(write(pads={"relay": True}))
+    assert (plain.relay, relaying.relay, relaying.pad_helpers) == (False, True, None)
     assert [peer.layers for peer in plain.peers] == [None, None]

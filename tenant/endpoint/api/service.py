@@ -14,8 +14,9 @@ from symbiosis_priv.errors import ConfigError, TaskError
 from tenant.endpoint.api.answers import Model
 from tenant.endpoint.api.bodies import Decoding
 from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.running import new_id
 from tenant.endpoint.api.vocabulary import Vocabulary
-from tenant.endpoint.engine.requests import Engine, Pooling, Sampling
+from tenant.endpoint.engine.requests import Engine, Pooling, Request, Sampling
 from tenant.model.loading import adapter_chat_template
 from tenant.tasks import Tasks
 
@@ -146,12 +147,28 @@ class Service:
             found.append(tokens)
         return found
 
-    def new_tokens(self, prompt: int, asked: int | None, *, default: int) -> int:
-        """Return the largest number of new tokens after `prompt` tokens.
+    def request(
+        self, asked: Decoding, prompt: Sequence[int], *, client: str, limit: int | None, default: int, **sampling: Any
+    ) -> Request:
+        """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None).
 
         Raises:
-            ApiError: prompt and new tokens exceed the context.
+            ApiError: the prompt and the new tokens exceed the context, or a field is wrong.
         """
+        if asked.stream_options is not None and not asked.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        return Request(
+            id=new_id("request"),
+            prompt=tuple(prompt),
+            adapter=self.adapter(asked.model),
+            client=client,
+            max_tokens=self._new_tokens(len(prompt), limit, default=default),
+            stop_tokens=self.ends,
+            stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
+            sampling=self._sampling(asked, **sampling),
+        )
+
+    def _new_tokens(self, prompt: int, asked: int | None, *, default: int) -> int:
         left = self.context - prompt
         if asked is None:
             return min(default, left)
@@ -173,13 +190,8 @@ class Service:
             param=param,
         )
 
-    def sampling(self, asked: Decoding, **more: Any) -> Sampling:
-        """Return how to choose the tokens of a request. Missing fields are those of the model's generation config, and
-        else OpenAI's defaults.
-
-        Raises:
-            ApiError: `logit_bias` names a token outside the vocabulary.
-        """
+    def _sampling(self, asked: Decoding, **more: Any) -> Sampling:
+        """Missing fields are those of the model's generation config, and else OpenAI's defaults."""
         biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
             raise ApiError(400, f"{max(biases)} is no token of this model", param="logit_bias")

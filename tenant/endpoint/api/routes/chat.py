@@ -41,20 +41,17 @@ class PreparedChat:
         self._service = service
         self._in_tags = in_tags
         self.created = int(time.time())
-        self._head: dict[str, Any] = {"id": request.id, "created": self.created, "model": asked.model}
+        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": self.created, "model": asked.model}
 
     @classmethod
     async def of(cls, asked: ChatRequest, service: Service, client: str) -> "PreparedChat":
         """Check the fields and make the request for the engine."""
-        adapter = service.adapter(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if asked.stream_options is not None and not asked.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         limits = {limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
-        template = service.chat_template(adapter)
+        template = service.chat_template(service.adapter(asked.model))
         in_tags = False
         if asked.tools:
             try:
@@ -63,17 +60,14 @@ class PreparedChat:
                 raise ApiError(400, str(error), param="tools") from error
         prompt = await _prompt(asked, service, template)
         grammar = await _grammar(asked, service, template)
-        request = engine.Request(
-            id=new_id("chatcmpl"),
-            prompt=tuple(prompt),
-            adapter=adapter,
+        request = service.request(
+            asked,
+            prompt,
             client=client,
-            max_tokens=service.new_tokens(len(prompt), limits.pop() if limits else None, default=_NEW_TOKENS),
-            stop_tokens=service.ends,
-            stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
-            sampling=service.sampling(
-                asked, grammar=grammar, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None
-            ),
+            limit=limits.pop() if limits else None,
+            default=_NEW_TOKENS,
+            grammar=grammar,
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         return cls(asked, service, request, in_tags=in_tags)
 

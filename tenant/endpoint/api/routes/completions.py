@@ -43,27 +43,16 @@ class _Prepared:
     @classmethod
     async def of(cls, asked: CompletionRequest, service: Service, client: str) -> "_Prepared":
         """Check the fields and make the requests for the engine: all choices of the first prompt first."""
-        adapter = service.adapter(asked.model)
-        if asked.stream_options is not None and not asked.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        service.adapter(asked.model)
         prompts = await service.prompts(asked.prompt, param="prompt")
         n = asked.n or 1
         if n * len(prompts) > _MOST:
             raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")
-        sampling = service.sampling(
-            asked, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None
-        )
+        logprobs = {"logprobs": asked.logprobs, "prompt_logprobs": asked.logprobs if asked.echo else None}
         requests = []
         for prompt in prompts:
-            request = engine.Request(
-                id=new_id("cmpl"),
-                prompt=tuple(prompt),
-                adapter=adapter,
-                client=client,
-                max_tokens=service.new_tokens(len(prompt), asked.max_tokens, default=_NEW_TOKENS),
-                stop_tokens=service.ends,
-                stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
-                sampling=sampling,
+            request = service.request(
+                asked, prompt, client=client, limit=asked.max_tokens, default=_NEW_TOKENS, **logprobs
             )
             requests += choices(request, n)
         texts = [""] * len(requests)

@@ -112,7 +112,7 @@ class ProviderProbe:
         self.name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
         self._federation = federation
         self._preparation = preparation
-        self._line: ClientConnection | None = None
+        self._connection: ClientConnection | None = None
         self._welcome: wire.Welcome | None = None
         self._deadline = 0.0
 
@@ -127,15 +127,15 @@ class ProviderProbe:
     def give_up(self, failure: str) -> None:
         """Replace the finding by a failure and break the connection, while the probing thread still waits."""
         self.finding = Finding(self.finding.peer, failure)
-        line, self._line = self._line, None
-        if line is not None:
-            line.shut()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.shut()
 
     def close(self) -> None:
         """Close the connection."""
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
         finding = self.finding
@@ -152,8 +152,8 @@ class ProviderProbe:
             finding.failure = one_line(str(error))
 
     def _look(self, finding: Finding) -> None:
-        line = self._open()
-        finding.days_left = _days_left(line)
+        connection = self._open()
+        finding.days_left = _days_left(connection)
         finding.clock_ahead_s = self._clock_ahead()
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
@@ -173,7 +173,7 @@ class ProviderProbe:
         context = tls.client_context(
             certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins
         )
-        self._line = ClientConnection(
+        self._connection = ClientConnection(
             self.name,
             host=peer.host,
             port=peer.port,
@@ -181,8 +181,8 @@ class ProviderProbe:
             context=context,
             remote_only=peer.remote_only,
         )
-        self._line.open(self._deadline)
-        return self._line
+        self._connection.open(self._deadline)
+        return self._connection
 
     def _clock_ahead(self) -> float:
         """Return the seconds that the provider's clock is ahead."""
@@ -327,12 +327,12 @@ class ProviderProbe:
         Raises:
             ProviderError: the provider refuses, or is busy until the deadline.
         """
-        assert self._line is not None
+        assert self._connection is not None
         while True:
-            self._line.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)
-            reply, length = self._line.receive(max_payload=size, deadline=self._deadline)
+            self._connection.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)
+            reply, length = self._connection.receive(max_payload=size, deadline=self._deadline)
             body = bytearray(length)
-            self._line.fill(body, deadline=self._deadline)
+            self._connection.fill(body, deadline=self._deadline)
             if not isinstance(reply, wire.Failure):
                 return reply, body
             if reply.code not in wire.RETRYABLE or time.monotonic() + _PAUSE_S > self._deadline:
@@ -340,8 +340,8 @@ class ProviderProbe:
             time.sleep(_PAUSE_S)
 
 
-def _days_left(line: ClientConnection) -> float | None:
-    shown = None if line.tls is None else line.tls.getpeercert(binary_form=True)
+def _days_left(connection: ClientConnection) -> float | None:
+    shown = None if connection.tls is None else connection.tls.getpeercert(binary_form=True)
     if shown is None:
         return None
     until = x509.load_der_x509_certificate(shown).not_valid_after_utc

@@ -60,7 +60,7 @@ class Dialler:
         """
         peer = self.peer
         context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
-        line = ClientConnection(
+        connection = ClientConnection(
             str(self),
             host=peer.host,
             port=peer.port,
@@ -69,14 +69,14 @@ class Dialler:
             remote_only=peer.remote_only,
         )
         try:
-            line.open(self.deadline())
+            connection.open(self.deadline())
         except BaseException as error:
-            line.close()
+            connection.close()
             if isinstance(error, TransportError):
                 self.check_time()
                 raise type(error)(f"{error}; is it running?") from error
             raise
-        return Probe(line, dialler=self)
+        return Probe(connection, dialler=self)
 
     def deadline(self) -> float:
         """The deadline of an exchange that starts now. Raises OutOfTime."""
@@ -92,8 +92,8 @@ class Dialler:
 class Probe:
     """One connection. A context manager."""
 
-    def __init__(self, line: ClientConnection, *, dialler: Dialler) -> None:
-        self._line, self._dialler = line, dialler
+    def __init__(self, connection: ClientConnection, *, dialler: Dialler) -> None:
+        self._connection, self._dialler = connection, dialler
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +103,7 @@ class Probe:
 
     def close(self) -> None:
         """Close the connection."""
-        self._line.close()
+        self._connection.close()
 
     def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
         """Send one frame.
@@ -112,7 +112,7 @@ class Probe:
             TransportError: the connection was closed, or the provider does not read.
         """
         with self._told():
-            self._line.send(message, payload, deadline=self._dialler.deadline())
+            self._connection.send(message, payload, deadline=self._dialler.deadline())
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
         """Wait for one frame. Returns its header and its payload.
@@ -123,9 +123,9 @@ class Probe:
         """
         deadline = self._dialler.deadline()
         with self._told():
-            reply, size = self._line.receive(max_payload=max_payload, deadline=deadline)
+            reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
-            self._line.fill(body, deadline=deadline)
+            self._connection.fill(body, deadline=deadline)
             return reply, body
 
     def ask(

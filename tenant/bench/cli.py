@@ -28,6 +28,7 @@ from tenant.bench.cli_options import (
     Tell,
     Threads,
     Tokens,
+    finish,
     measure,
     measuring,
     names,
@@ -37,7 +38,6 @@ from tenant.bench.cli_options import (
     scheme,
     show,
     widths,
-    write,
 )
 from tenant.bench.kernels_cli import kernels
 from tenant.bench.llama import Llama
@@ -210,7 +210,7 @@ def network(
     overlap: Annotated[
         int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
     ] = 2,
-    masking: Maskings = "pad,pad/24",
+    masking: Maskings = "pad,pad/24/relay",
     link: Annotated[
         str, typer.Option(help="How to emulate the link: netem or proxy; auto for the best that this machine has.")
     ] = "auto",
@@ -252,11 +252,11 @@ def network(
             what = f"{row['condition']}, {row['work']}, {row['masking']}"
             console.print(f"{what}: {row['difference']}", soft_wrap=True)
     console.print(f"link: {emulated}", soft_wrap=True)
-    write(json, "network", rows)
+    finish("network", json, rows)
 
 
 @app.command("bytes")
-def moved(*, masking: Maskings = "pad,pad/24", json: Json = None) -> None:
+def moved(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -> None:
     """Bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B, computed from their shapes."""
     from tenant.bench.moved_bytes import moved_bytes
 

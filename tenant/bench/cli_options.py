@@ -20,6 +20,9 @@ from tenant.bench.llama import check_width
 from tenant.bench.result_file import Row, number
 from tenant.cli.options import quiet
 
+RELAY = "relay"
+"""After the name of a masking scheme and a slash: effects are relayed."""
+
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
@@ -32,7 +35,12 @@ Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 Masking = Annotated[str, typer.Option(help="The masking scheme.")]
 Maskings = Annotated[
-    str, typer.Option("--masking", help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits.")
+    str,
+    typer.Option(
+        "--masking",
+        help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits, pad/24/relay with relayed "
+        "effects.",
+    ),
 ]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
 
@@ -51,12 +59,14 @@ class Effort:
 
 
 def scheme(name: str) -> str:
-    """Parse the name of a masking scheme that has a session, such as `pad`, or `pad/24` in a ring of 24 bits."""
+    """Parse the name of a masking scheme that has a session, such as `pad`, `pad/24` in a ring of 24 bits, or
+    `pad/24/relay` with relayed effects."""
     from tenant.masking.registry import session_scheme
 
-    masking, _, bits = name.strip().partition("/")
-    if bits not in ("", *map(str, get_args(RingBits))):
-        raise ConfigError(f"{name!r}: after a slash, write the bits of a ring: {get_args(RingBits)}")
+    masking, *flags = name.strip().split("/")
+    known = (*map(str, get_args(RingBits)), RELAY)
+    if unknown := set(flags) - set(known):
+        raise ConfigError(f"{name!r}: {unknown.pop()!r} after a slash is not one of {', '.join(known)}")
     session_scheme(masking)
     return name.strip()
 
@@ -110,10 +120,7 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
             rows.append(row)
             tell(f"{len(rows)} measured")
     show(rows)
-    for goal in goals.goals(benchmark, rows):
-        style = "green" if goal.reached else "yellow"
-        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {goal.measured:.3g}, {goal.wanted}")
-    write(json, benchmark, rows)
+    finish(benchmark, json, rows)
     return rows
 
 
@@ -136,8 +143,11 @@ def show(rows: Sequence[Row]) -> None:
     terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
 
 
-def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:
-    """Write figures to the file that --json names, if there is one."""
+def finish(benchmark: str, path: Path | None, rows: Sequence[Row]) -> None:
+    """Show the goals of a benchmark, and write its figures to the file that --json names, if there is one."""
+    for goal in goals.goals(benchmark, rows):
+        style = "green" if goal.reached else "yellow"
+        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {goal.measured:.3g}, {goal.wanted}")
     if path is not None:
         result_file.write(path, result_file.report(benchmark, rows))
 

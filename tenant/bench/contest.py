@@ -17,7 +17,7 @@ from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
-from tenant.bench.providers import provide, remote_config
+from tenant.bench.providers import provide, relayed, remote_config
 from tenant.bench.tenant_process import Cost, Task, serve_tenant
 
 WHOLE = "whole"
@@ -100,7 +100,8 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
-    with provide(model, directory, threads=effort.threads) as local, contextlib.ExitStack() as stack:
+    providers = provide(model, directory, threads=effort.threads, relay=relayed(maskings))
+    with providers as local, contextlib.ExitStack() as stack:
         remotes = {WHOLE: None, **{masking: remote_config(local, masking, effort) for masking in maskings}}
         tenants = {
             name: stack.enter_context(Child(f"tenant {name}", serve_tenant, model, remote, effort.threads)).wait_ready()

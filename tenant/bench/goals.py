@@ -159,6 +159,21 @@ def _quality(rows: Sequence[Row]) -> Iterator[Goal]:
         yield Goal(what, _number(row["repeated_per_million"]), at_most=1.0)
 
 
+def _network(rows: Sequence[Row]) -> Iterator[Goal]:
+    for row in _where(rows, work="step", masking=_NEW_WIRE):
+        if str(row["condition"]).startswith("100 Mbit/s"):
+            what = f"a step over today's wire, {row['condition']}"
+            yield Goal(what, _number(row["over_first_masking"]), at_most=0.5)
+
+
+def _bytes(rows: Sequence[Row]) -> Iterator[Goal]:
+    for row in _where(rows, masking=_NEW_WIRE):
+        if not str(row["work"]).startswith("its"):
+            what = f"{row['model']}, {row['work']}: bytes over"
+            yield Goal(f"{what} today's", _number(row["over_first_masking"]), at_most=0.46)
+            yield Goal(f"{what} float16's without masks", _number(row["over_float16_unmasked"]), at_most=1.55)
+
+
 def _endpoint(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in _where(rows, variant="all together"):
         what = f"tokens a second of {row['streams']} answers together over one after another"
@@ -166,6 +181,7 @@ def _endpoint(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 _WITH_VNNI: Final = "native-avx512"
+_NEW_WIRE: Final = "pad/24/relay"
 _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "step": _step,
     "token": _token,
@@ -177,6 +193,8 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "ranks": _ranks,
     "tasks": _tasks,
     "quality": _quality,
+    "network": _network,
+    "bytes": _bytes,
     "endpoint": _endpoint,
 }
 

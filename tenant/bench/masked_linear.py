@@ -22,7 +22,7 @@ from symbiosis_priv.kernels import probe_rows
 from tenant.bench.children import Child
 from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
-from tenant.bench.providers import parsed, provide
+from tenant.bench.providers import parsed, provide, relayed
 from tenant.bench.result_file import Row, percentile
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
@@ -51,7 +51,7 @@ def measure_linears(
         # the output projection is `width` x `width`, and little else is large
         shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
         model = shape.save(folder / "model")
-        with provide(model, folder, threads=threads) as local:
+        with provide(model, folder, threads=threads, relay=relayed([masking])) as local:
             federation = load_federation(local.federation)
             executor = federation.executors[0]
             assert isinstance(executor.certificate, Path), "LocalFederation writes files"
@@ -72,8 +72,8 @@ class _Bench:
         self._width = preparation.facts[self._index].entry.inputs
         self._masking = masking
         self._matrix = store.matrix(self._index)
-        scheme, ring_bits = parsed(masking)
-        options = SessionOptions(masking=scheme, ring_bits=ring_bits)
+        scheme, transport = parsed(masking)
+        options = SessionOptions(masking=scheme, ring_bits=transport.ring_bits)
         self._session = Session(federation, preparation, options=options, store=store)
         self._backend = RingBackend(preparation.facts, self._session)
 

@@ -44,9 +44,8 @@ def moved_bytes(maskings: Sequence[str]) -> Iterator[Row]:
             plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in groups[d == BACKWARD :])
             first = None
             for masking in maskings:
-                _, ring_bits = parsed(masking)
-                passes = [of_pass(groups, d, rows=rows, ring_bits=ring_bits) for d in directions]
-                traffic = sum(passes, PredictedTraffic())
+                transport = parsed(masking).transport
+                traffic = sum((of_pass(groups, d, rows, transport) for d in directions), PredictedTraffic())
                 moved = traffic.up + traffic.down + traffic.effects
                 first = first or moved
                 yield {

@@ -1,12 +1,14 @@
 """Providers on this machine, and the configuration of a measured tenant that uses them."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.limits import RingBits
-from tenant.bench.cli_options import Effort
+from symbiosis_priv.system.files import write_atomically
+from tenant.bench.cli_options import RELAY, Effort
 from tenant.model.hf import RemoteConfig
+from tenant.session.traffic import Transport
 
 START_S = 900.0  # a wide model is quantised first
 
@@ -21,19 +23,46 @@ def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> Lo
     return LocalFederation(model, directory / "federation", **given)
 
 
-def parsed(masking: str) -> tuple[str, RingBits]:
-    """The scheme and the ring of an option such as `pad` or `pad/24`."""
-    scheme, _, bits = masking.partition("/")
-    return scheme, 24 if bits == "24" else 32
+class Masking(NamedTuple):
+    """A masking scheme, and how matrices travel."""
+
+    scheme: str
+    transport: Transport
 
 
-def remote_config(local: LocalFederation, masking: str, effort: Effort) -> RemoteConfig:
-    """The configuration of a tenant of these providers. `masking` is a scheme, or `pad/24`: in a ring of 24 bits."""
-    scheme, ring_bits = parsed(masking)
+def parsed(masking: str) -> Masking:
+    """Parse an option such as `pad`, `pad/24` or `pad/24/relay`, which `cli_options.scheme` has checked."""
+    scheme, *flags = masking.split("/")
+    return Masking(scheme, Transport(ring_bits=24 if "24" in flags else 32, relay=RELAY in flags))
+
+
+def relayed(maskings: Iterable[str]) -> bool:
+    """True if effects are relayed in one of these variants, so that providers must allow it."""
+    return any(parsed(masking).transport.relay for masking in maskings)
+
+
+def remote_config(
+    local: LocalFederation, masking: str, effort: Effort, *, federation: Path | None = None
+) -> RemoteConfig:
+    """The configuration of a tenant of these providers.
+
+    Args:
+        masking: a scheme, `pad/24` in a ring of 24 bits, or `pad/24/relay` with relayed effects.
+        federation: the federation file; that of the providers if None.
+    """
+    scheme, transport = parsed(masking)
+    file = federation or local.federation
     return RemoteConfig(
-        federation=local.federation,
+        federation=file if transport.relay else _without_relay(file),
         masking=scheme,
-        ring_bits=ring_bits,
+        ring_bits=transport.ring_bits,
         cache=local.cache,
         pool_memory_mib=effort.pool_memory_mib,
     )
+
+
+def _without_relay(federation: Path) -> Path:
+    """A copy of a federation file in which effects come from the helpers."""
+    direct = federation.with_name(f"{federation.stem}-direct{federation.suffix}")
+    write_atomically(direct, federation.read_bytes().replace(b"relay = true", b"relay = false"))
+    return direct

@@ -22,7 +22,7 @@ from tenant.bench.contest import TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
-from tenant.bench.providers import parsed, provide, remote_config
+from tenant.bench.providers import parsed, provide, relayed, remote_config
 from tenant.bench.result_file import Row, number
 from tenant.bench.tenant_process import Cost, Generate, Step, Task, serve_tenant
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
@@ -83,14 +83,16 @@ def measure_network(
     work = _work(batch, tokens, parts, steps=WARM_UP + effort.repeat)
     with ExitStack() as stack:
         link = stack.enter_context(open_link(kind))
-        local = stack.enter_context(provide(model, directory, threads=effort.threads, host=link.host))
+        local = stack.enter_context(
+            provide(model, directory, threads=effort.threads, host=link.host, relay=relayed(maskings))
+        )
         groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
         found: dict[tuple[str, str], list[Row]] = {}
         free: dict[tuple[str, str], Measured] = {}
         for condition, masking in product((Condition(), *conditions), maskings):
             on_turn(f"{masking}: {condition}, emulated by {link.kind}")
             link.impose(condition)
-            remote = replace(remote_config(local, masking, effort), federation=federation)
+            remote = remote_config(local, masking, effort, federation=federation)
             with Child("tenant", serve_tenant, model, remote, effort.threads, network=link.network) as tenant:
                 for name, task in work.items():
                     measured = _measure(tenant, task, link)
@@ -115,10 +117,10 @@ def _work(batch: int, tokens: int, parts: int, *, steps: int) -> dict[str, Task]
 
 
 def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> PredictedTraffic:
-    _, ring_bits = parsed(masking)
+    transport = parsed(masking).transport
     if isinstance(task, Generate):
-        return of_token(groups, ring_bits=ring_bits)
-    part = of_step(groups, rows=task.batch // task.parts * task.tokens, ring_bits=ring_bits)
+        return of_token(groups, transport)
+    part = of_step(groups, task.batch // task.parts * task.tokens, transport)
     whole = sum([part] * task.parts, PredictedTraffic())
     return replace(whole, turns=part.turns) if task.overlap else whole
 

@@ -23,7 +23,7 @@ from transformers.generation import BaseStreamer
 
 from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
-from tenant.bench.providers import provide, remote_config
+from tenant.bench.providers import provide, relayed, remote_config
 from tenant.bench.result_file import Row, percentile
 from tenant.endpoint.engine.opening import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
@@ -75,7 +75,7 @@ def measure_streams(
         on_turn("writing adapters")
         _write_adapters(path, directory / "adapters")
     on_turn("starting providers")
-    with provide(path, directory, threads=effort.threads) as local:
+    with provide(path, directory, threads=effort.threads, relay=relayed([masking])) as local:
         split = load_language_model(path, remote=remote_config(local, masking, effort), dtype=torch.float32)
         tasks = Tasks(split)
         loaded = tasks.register_all(directory / "adapters") if isinstance(model, Llama) else []

@@ -26,7 +26,7 @@ class PredictedTraffic:
         round_trips: requests to executors.
         turns: number of requests that follow one another; pieces of one product are sent at the same time.
         up, down: bytes of frames to and from executors.
-        effects: bytes of effects from one helper; its requests are too few and too small to count.
+        effects: bytes of effects from one helper. Its requests are too few and too small to count.
     """
 
     round_trips: int = 0
@@ -45,50 +45,69 @@ class PredictedTraffic:
         )
 
 
-def of_token(groups: Sequence[GroupEntry], *, ring_bits: RingBits = DEFAULT_RING_BITS) -> PredictedTraffic:
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """How matrices travel.
+
+    Args:
+        relay: helpers send effects to the executor. A request then names one block, and confirms one answer.
+    """
+
+    ring_bits: RingBits = DEFAULT_RING_BITS
+    relay: bool = False
+
+
+DIRECT = Transport()
+"""Effects come from the helpers, with 4 bytes per integer."""
+
+
+def of_token(groups: Sequence[GroupEntry], transport: Transport = DIRECT) -> PredictedTraffic:
     """The traffic of a token: one row through all groups, forward."""
-    return of_pass(groups, FORWARD, rows=1, ring_bits=ring_bits)
+    return of_pass(groups, FORWARD, 1, transport)
 
 
-def of_step(groups: Sequence[GroupEntry], *, rows: int, ring_bits: RingBits = DEFAULT_RING_BITS) -> PredictedTraffic:
+def of_step(groups: Sequence[GroupEntry], rows: int, transport: Transport = DIRECT) -> PredictedTraffic:
     """The traffic of a training step: rows through all groups and back."""
-    directions: tuple[Direction, ...] = (FORWARD, BACKWARD)
-    return sum((of_pass(groups, d, rows=rows, ring_bits=ring_bits) for d in directions), PredictedTraffic())
+    return of_pass(groups, FORWARD, rows, transport) + of_pass(groups, BACKWARD, rows, transport)
 
 
 def of_pass(
-    groups: Sequence[GroupEntry], direction: Direction, *, rows: int, ring_bits: RingBits = DEFAULT_RING_BITS
+    groups: Sequence[GroupEntry], direction: Direction, rows: int, transport: Transport = DIRECT
 ) -> PredictedTraffic:
     """The traffic of rows through all groups.
 
     The first group has no backward product, because the embeddings below it are frozen.
     """
-    products = [_of_product(group, i, direction, rows, ring_bits) for i, group in enumerate(groups)]
+    products = [_of_product(group, i, direction, rows, transport) for i, group in enumerate(groups)]
     return sum(products[direction == BACKWARD :], PredictedTraffic())
 
 
 def _of_product(
-    group: GroupEntry, index: int, direction: Direction, rows: int, ring_bits: RingBits
+    group: GroupEntry, index: int, direction: Direction, rows: int, transport: Transport
 ) -> PredictedTraffic:
     inputs, outputs = group.columns(direction)
     most = piece_rows(rows, group, piece_bytes=SessionOptions().piece_bytes)
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:
+        nonce = bytes(wire.NONCE_BYTES)
         request = wire.Execute(
-            nonce=bytes(wire.NONCE_BYTES),
+            nonce=nonce,
             group=index,
             direction=direction,
             arithmetic="ring",
             rows=count,
-            ring_bits=ring_bits,
+            ring_bits=transport.ring_bits,
+            blocks=(wire.BlockRows(block=nonce, start=0, first=0, rows=count),) * transport.relay,
+            confirms=(nonce,) * transport.relay,
         )
+        result = wire.Result.answering(request, relayed=transport.relay)
         up += len(wire.encode(request)) + request.encoding.size(count, inputs)
-        down += len(wire.encode(wire.Result.answering(request))) + request.encoding.size(count, outputs)
+        down += len(wire.encode(result)) + request.encoding.size(count, outputs)
     return PredictedTraffic(
         round_trips=len(sizes),
         turns=-(-len(sizes) // LANES),
         up=up,
         down=down,
-        effects=wire.encoding_of("ring", ring_bits).size(rows, outputs),
+        effects=0 if transport.relay else wire.encoding_of("ring", transport.ring_bits).size(rows, outputs),
     )

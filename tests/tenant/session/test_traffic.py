@@ -29,12 +29,12 @@ def test_the_traffic_of_a_llama_2_7b_token_equals_the_documented_figures() -> No
 def test_a_step_goes_forward_and_back_in_pieces() -> None:
     """The first group has no backward product; the pieces of a large product share their latency."""
     groups, rows = llama_7b()[:4], 512
-    step = of_step(groups, rows=rows)
+    step = of_step(groups, rows)
     columns = [4 * rows * (group.inputs + group.stacked_outputs) for group in groups]
     assert step.up + step.down - sum(2 * columns) + columns[0] < 300 * step.round_trips  # headers
     assert step.round_trips == 7 * 4
     assert step.turns == 7 * 4 // LANES
-    assert of_step(groups, rows=1).round_trips == of_step(groups, rows=1).turns == 7
+    assert of_step(groups, 1).round_trips == of_step(groups, 1).turns == 7
     assert sum([step, step], PredictedTraffic()).up == 2 * step.up
 
 

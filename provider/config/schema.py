@@ -339,7 +339,7 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         to: as a helper, the executors that blocks may be sent to. No other address is ever dialled. While an executor
             changes its certificate, list it with both.
         helpers: as an executor, the certificates of the helpers whose blocks are accepted. They open nothing else.
-        memory_mib: as an executor, the memory for blocks. One tenant gets half of it at most.
+        memory_mib: as an executor, the memory for blocks. No tenant gets more of it than what stays free.
     """
 
     to: tuple[RelayTarget, ...] = ()

@@ -206,9 +206,9 @@ class Connection:
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
-        sizes = self._check(request)
-        if isinstance(request, wire.Execute):
+        if isinstance(request, wire.Execute):  # also if the request is refused
             self._state.blocks.confirm(self._tenant, request.confirms)
+        sizes = self._check(request)
         if not self._state.counts:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:

@@ -80,7 +80,8 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 class BlockStore:
     """The blocks of all tenants. Thread-safe.
 
-    A tenant gets at most `memory / (tenants + 1)` bytes, so that one more tenant finds room.
+    No tenant holds more than what stays free, so one more tenant always finds room. n tenants that fill their shares
+    together get `memory / (n + 1)` each.
 
     Args:
         memory: bytes of all blocks.
@@ -126,9 +127,8 @@ class BlockStore:
             self._expire()
             if key in self._blocks:
                 raise Refusal(ErrorCode.REFUSED, "this block was sent before")
-            share = self._memory // (len(self._held.keys() | {tenant}) + 1)
-            free = self._memory - self._held.total()
-            if block.size > min(free, share - self._held[tenant]):
+            free = self._memory - self._held.total() - block.size
+            if self._held[tenant] + block.size > free:
                 raise Refusal(ErrorCode.BUSY, "the memory for this tenant's blocks is used")
             self._held[tenant] += block.size
             self._blocks[key] = block

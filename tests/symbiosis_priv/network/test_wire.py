@@ -243,7 +243,7 @@ mutants = st.builds(lambda a, b: a | b, st.sampled_from([EXECUTE, EFFECT, {}]), 
 @example(b"\x81\xa4type\xc6\xff\xff\xff\xff")  # 4 GiB of binary
 @example(b"\xc7\x0c\xff" + bytes(12))  # an extension type: a timestamp
 def test_a_header_is_a_message_or_a_protocol_error(header: bytes) -> None:
-    for decode in (wire.decode_request, wire.decode_reply):
+    for decode in (wire.decode_request, wire.decode_reply, wire.decode_deposit, wire.decode_link_reply):
         try:
             message = decode(header)
         except ProtocolError:

@@ -44,7 +44,6 @@ class Provider:
             connect_to(provider.address)
 
     Args:
-        config: from `config.load`, or made in code.
         source: the file of the configuration; it is read again when it changes.
         progress: called during the first quantisation of a checkpoint.
     """
@@ -220,7 +219,6 @@ def serve(
         ready_file: file for the bound address, written when the provider is ready.
         stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.
         progress: called during the first quantisation of a checkpoint.
-        on_ready: called when the provider is ready.
     """
     logs.setup(config.log_level)
     _allow_descriptors(config)

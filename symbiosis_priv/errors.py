@@ -119,7 +119,6 @@ class ProviderError(SymbiosisError):
     """A provider answered with an error.
 
     Args:
-        code: a `wire.ErrorCode` value.
         provider: the provider's name in the federation file.
         detail: the provider's own text; it is shown and never trusted.
     """

@@ -32,7 +32,6 @@ class RouteCell:
     """The attack on routes against one mode.
 
     Args:
-        mode: the value of `RemoteConfig(experts=...)`.
         promised: whether the mode hides decoded tokens.
     """
 

@@ -27,7 +27,6 @@ class Need:
 
     Args:
         place: "cpu", or a torch device.
-        kind: dtype or kind of the data.
     """
 
     what: str

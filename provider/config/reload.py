@@ -16,7 +16,6 @@ class Reloader:
     Args:
         files: returns the files to check. A missing file counts as changed when it exists again.
         reload: reads the files, all or nothing. Its exceptions are logged, and set `succeeded` to False.
-        interval_s: seconds between two checks.
     """
 
     def __init__(

@@ -130,12 +130,7 @@ class CachedReport:
         self._said: tuple[float, ExecutorReport] | None = None
 
     def report(self, executor: ExecutorRequester, *, timeout: float) -> ExecutorReport:
-        """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises.
-
-        Args:
-            executor: the client of the calling thread.
-            timeout: seconds.
-        """
+        """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises."""
         executor.require_present()
         deadline = time.monotonic() + timeout
         if not self._asking.acquire(timeout=timeout):

@@ -24,8 +24,6 @@ class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
     """A tenant's request for a product.
 
     Args:
-        tenant: the tenant that sent the request.
-        stage: inference or fine-tuning.
         weight: the tenant's weight in fair sharing.
         arrival: time at which the last byte arrived, by `time.monotonic()`, which all processes of a machine share.
         deadline: the time after which the gateway ignores the answer, by the same clock.
@@ -84,7 +82,6 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
         first_group: index of the first layer group that is served.
         groups, groups_loaded: number of layer groups that are served, and number of those in memory.
         resident: resident memory of the executor's process, in bytes.
-        waiting: number of waiting requests by stage.
         late, cancelled, failed: number of requests that were answered without a product.
         uptime, idle, seconds: seconds since the start, seconds without work, and seconds in products. The rest of the
             uptime was spent on receiving, batching and answering.

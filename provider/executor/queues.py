@@ -176,9 +176,6 @@ class _LocalChannel(RequestChannel):
 class SocketInbox(Inbox):
     """The inbox of an executor whose senders are in another process.
 
-    Args:
-        endpoint: `ipc://` path to listen at.
-
     Raises:
         ConfigError: the path cannot be used.
     """

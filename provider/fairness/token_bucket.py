@@ -9,7 +9,6 @@ class TokenBucket:
     Args:
         per_s: tokens per second; above 0.
         burst: tokens of a full bucket.
-        now: seconds of a monotonic clock.
     """
 
     def __init__(self, *, per_s: float, burst: float, now: float) -> None:

@@ -32,7 +32,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         ready: the provider accepts requests and its executor answers.
-        connections: number of authenticated connections.
         visits: number of connections that each tenant has opened since the start.
         over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
         bytes_held: bytes of large requests in memory.
@@ -41,8 +40,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         executor: the executor's report; None if it does not answer.
         registries: by registry, True if it accepted the last announcement.
         usage_unwritten_s: seconds since usage was last written to disk, if writing fails; else 0.
-        relay_to: as a helper, the links to executors.
-        blocks: as an executor, the blocks of helpers.
         reloaded: True if the last reload of certificates, revocations and quotas succeeded. Otherwise the older
             settings are in use.
     """

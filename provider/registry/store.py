@@ -34,7 +34,6 @@ class Store:
 
     Args:
         database: a file, created if it does not exist; None keeps the descriptors in memory.
-        limit: largest number of executors.
 
     Raises:
         ConfigError: the file is not a registry's, or cannot be used.

@@ -10,12 +10,7 @@ from provider.scheduler.waiting import Waiting
 
 
 class Discipline(Generic[J]):
-    """Multiplies every job in a product of its own, in order of fair shares.
-
-    Args:
-        waiting: the runnable jobs.
-        pace: expected duration of products.
-    """
+    """Multiplies every job in a product of its own, in order of fair shares."""
 
     def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
         self._policy = policy

@@ -30,15 +30,11 @@ class Job:
 
     Args:
         tenant: the tenant that is charged.
-        stage: inference or fine-tuning.
         key: the product that the rows need.
         rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
         row_work: multiply-adds of one row's product.
         row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
-        arrival: time at which the request arrived.
-        deadline: time at which the job is dropped.
         matrices: number of matrices that the rows need: of the experts with rows if `key.by_expert`, else 1.
-        weight: weight of the tenant in fair sharing.
         ready: number of rows that can be multiplied now. An effect's rows become ready as their keystream is made.
         taken: number of rows that `Scheduler.take` has handed out.
     """

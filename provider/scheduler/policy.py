@@ -12,8 +12,6 @@ class Policy:
 
     Args:
         name: `none`, `lockstep` or `opportunistic`.
-        max_batch_rows: largest number of rows of one product.
-        slice_s: longest expected time of one product.
         wait_share: a job waits to be batched for at most this share of the time of its own product.
         max_wait_s: longest time for which a job waits to be batched.
         lockstep_wait_s: longest time for which `lockstep` waits for a tenant.

@@ -32,7 +32,6 @@ class Heartbeats:
     """Sends the heartbeat of this rank, and watches other ranks.
 
     Args:
-        counters: counters that all ranks share.
         lost: called once, in the heartbeat's thread, with the ranks whose heartbeat has stopped; with an empty list if
             the counters cannot be reached any more.
     """

@@ -48,11 +48,7 @@ def counters() -> Counters:
 
 
 class FileCounters:
-    """Counters with one file each. Only one process may add to a counter. A `FileStore` would grow with every addition.
-
-    Args:
-        folder: an existing folder.
-    """
+    """Counters with one file each. Only one process may add to one. A `FileStore` would grow with every addition."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -83,7 +83,6 @@ def issue(
             a self-signed certificate.
         name: 1 to 64 characters of `A-Za-z0-9._-`, without a leading dot; for a tenant, the name that providers see.
         hosts: DNS names and IP addresses of a provider, by default `DEFAULT_HOSTS`; empty for a tenant.
-        days: lifetime.
         operator: the company that runs a provider, if the authority certifies it; None for a tenant.
 
     Raises `ConfigError` for a bad name, host, operator or lifetime, `CertificateError` if a file exists or the

@@ -47,7 +47,6 @@ class GroupSpec:
     Args:
         members: module names in call order.
         inputs: features of the shared input.
-        outputs: the members' output features.
         experts: number of matrices in a stack; 1 for linears.
         joined: how a stack's matrices are joined.
     """
@@ -67,7 +66,6 @@ class GroupSpec:
         """The shape of a member's weight in the model: `[out, in]`, or `[experts, out, in]` for a stack.
 
         Args:
-            outputs: the member's output features.
             transposed: True if the model holds `[in, out]` or `[experts, in, out]`.
         """
         inputs = self.inputs

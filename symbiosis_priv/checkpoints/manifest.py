@@ -26,7 +26,6 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
 
     Args:
         members: names of the linears, which share one input.
-        inputs: features of that input.
         outputs: the members' output features, in order.
         digest: SHA-256 of integers, scales and bias, in hex.
         experts, joined: as in `layers.GroupSpec`. A stack has one member.

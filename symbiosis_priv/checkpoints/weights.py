@@ -55,7 +55,6 @@ class WeightStore:
     Args:
         path: a local checkpoint folder (`checkpoint.resolve` gives one).
         cache: folder for quantised groups; `default_cache()` if None.
-        device: the device of the products of `matrix`.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
         shardable: with "auto", choose only kernels whose packed weights can be split by output channel.
         layers: the layers to pack for products; all if None. The manifest always describes the whole model.

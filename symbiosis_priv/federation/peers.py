@@ -51,7 +51,6 @@ class Company:
     """Providers that count as one party although their operators have different names.
 
     Args:
-        members: names of providers.
         operators: names of operators, whose providers may be in the file or come from registries. The company's own
             name is one of them.
     """
@@ -68,7 +67,6 @@ class Registries:
     Args:
         addresses: `host:port` of registries; all of them are asked.
         authority: file with the authority's certificate, or several while one replaces another.
-        revoked: list of revoked certificates.
     """
 
     addresses: tuple[str, ...]

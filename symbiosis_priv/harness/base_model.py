@@ -78,8 +78,6 @@ def cached_base_model(
     Args:
         cache: folder of base models; created if it is missing.
         scratch: empty folder for a model that is not in the cache yet.
-        on_progress: see `Progress`.
-        recipe: sizes and seed.
     """
     digest = hashlib.sha256(f"{recipe}\n{recipe.text()}".encode()).hexdigest()
     kept = cache / f"base-model-{digest[:16]}"
@@ -103,8 +101,6 @@ def make_base_model(
 
     Args:
         directory: folder of the checkpoint; missing or empty.
-        on_progress: see `Progress`.
-        recipe: sizes and seed.
 
     Raises:
         ConfigError: `directory` is not empty.

@@ -65,7 +65,6 @@ class LocalFederation:
         LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
 
     Args:
-        model: base checkpoint that the providers serve.
         directory: new or empty folder; it is not deleted.
         helpers: number of helpers; 0 for masking without one.
         scope: the optional layer groups that all providers serve.

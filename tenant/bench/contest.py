@@ -30,7 +30,6 @@ class TurnCost:
     """The cost of one task.
 
     Args:
-        seconds: duration of each step or token, by the tenant's clock.
         moved_mib: bytes that the tenant sent and received, in MiB.
         tenant_cpu_s, executor_cpu_s, helper_cpu_s: CPU seconds until all processes were idle again.
     """

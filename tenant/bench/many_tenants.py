@@ -66,7 +66,6 @@ class Variant:
     """A configuration of a provider.
 
     Args:
-        ranks: number of processes that share the model.
         sharding: how the ranks divide a product.
     """
 

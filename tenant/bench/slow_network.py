@@ -37,7 +37,6 @@ class Measured:
 
     Args:
         first_s: seconds of the first step or token, which uses new connections.
-        costs: costs of the others, without the warm-up.
         emulation_s: CPU seconds of the emulation per step or token.
     """
 

@@ -100,7 +100,6 @@ class MemoryLimit(TorchDispatchMode):
 
     Args:
         model: the base model. Some methods index all weights of a layer (FourierFT), so its largest layer counts.
-        file: the file of the adapter's tensors.
 
     Raises:
         CheckpointError: an operation would exceed the limit. Raised before the memory is taken.

@@ -25,7 +25,6 @@ class BaseWeights:
     """The float weights of the public checkpoint.
 
     Args:
-        options: the options of the split model.
         model: the checkpoint that was loaded, full or slim.
     """
 
@@ -44,10 +43,6 @@ class BaseWeights:
 
     def read(self, entry: GroupEntry, member: int) -> Tensor:
         """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
-
-        Args:
-            entry: the manifest's entry of the layer group.
-            member: index of the linear in the group.
 
         Raises:
             UnsupportedMethodError: the checkpoint has only the tenant's own tensors.

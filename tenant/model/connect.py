@@ -16,7 +16,6 @@ def open_backend(options: Options, model: str | Path) -> Backend:
     """Open the backend of the masking scheme that `options` name.
 
     Args:
-        options: the options of the split model.
         model: the checkpoint being loaded. The verification keys are made from it unless `options.checkpoint` names
             another checkpoint.
 

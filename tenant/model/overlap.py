@@ -51,7 +51,6 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
         model: the model that `work` runs, split by `RemoteConfig`.
         work: runs the model on one part. It may call `backward`, and must change neither the model nor other state that
             parts share. Its threads have the caller's context variables and modes of autograd and autocast.
-        parts: the parts of a batch.
 
     Raises:
         UnsupportedMethodError: several processes sum their gradients during the backward pass, or prompt learning
@@ -134,9 +133,6 @@ class _Turns:
 
 class _Part:
     """One part of a batch.
-
-    Args:
-        seed: seed of its random numbers.
 
     Attributes:
         gradients: the parameters and gradients that `backward` has yielded, in order.

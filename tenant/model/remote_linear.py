@@ -49,7 +49,6 @@ class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input.
 
     Args:
-        index: index of the group in the manifest.
         weights: reads base weights from the public checkpoint; None if there is no checkpoint.
     """
 
@@ -195,8 +194,6 @@ class RemoteLayer(nn.Module):
 
     Args:
         bias: whether the linear has a bias. Its values are those of the group's facts.
-        group: the layer group of the linear.
-        member: index of the linear in the group.
 
     Attributes:
         moved: low-rank parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None.

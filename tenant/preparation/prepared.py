@@ -13,8 +13,6 @@ class Preparation:
     """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
 
     Args:
-        manifest: the manifest of the providers' weights.
-        facts: facts of all layer groups.
         keys: keys that verify products.
         second: reads a second set of verification keys, which confirms corrections in narrow rings
             (`symbiosis_priv.arithmetic.wraps`).

@@ -19,8 +19,6 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_exp
     """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
 
     Args:
-        manifest: the manifest of the providers' weights.
-        folder: a new or empty folder.
         keep_experts: also write the experts of a mixture, for `RemoteConfig(experts="local")`.
 
     Returns:

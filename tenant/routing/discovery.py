@@ -123,10 +123,8 @@ class Discovery:
     A `Discovery` belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
 
     Args:
-        federation: names the registries.
         changed: called in any thread with the executors after they have changed.
         deadline_s: time for one registry's answer.
-        clock: seconds since 1970.
 
     Raises:
         CertificateError: the authority's certificate cannot be read.

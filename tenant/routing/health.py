@@ -36,7 +36,6 @@ class Tolerance:
 
     Args:
         first_pause_s: pause after the first failure of a provider.
-        last_pause_s: longest pause.
         least_patience_s: shortest time to wait for an answer while another provider is available.
         unknown_s: assumed cost of an exchange if none was measured.
         stale_s: a measurement is used for this time, so measuring again costs at most one request per `stale_s`.

@@ -32,7 +32,6 @@ def choose_holders(
         targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; a later
             executor is then compared with the holders.
         executors: executors that could take over the rows.
-        count: helpers of a pad.
         federation: decides which parties are one company.
         admits: returns True if an executor may see rows under pads of these holders.
 

@@ -27,13 +27,10 @@ class Prober:
     """Connects to the providers of a session. Thread-safe.
 
     Args:
-        routes: the providers; receives their answers.
         manifest: the layer groups that must be covered.
         persist: connects to a provider until the session's deadline, or until its argument returns False because the
             provider is no longer needed.
-        try_once: connects to a provider once.
         closing: set when the session closes; then a failed connection is not counted as a failure of the provider.
-        before: discovers executors.
     """
 
     def __init__(

@@ -37,10 +37,7 @@ class Routes:
     """The providers of a session, and the decision which of them is asked. Thread-safe.
 
     Args:
-        federation: the providers and their companies.
         with_helpers: True if pads come from helpers.
-        tolerance: pauses and patience.
-        clock: seconds, as `time.monotonic`.
 
     Attributes:
         executors: the executors of the federation in its order, then discovered ones.

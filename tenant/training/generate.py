@@ -81,7 +81,6 @@ class Chat:
         """Return the model's answer to a message of the user. After an error, the conversation is as it was before.
 
         Args:
-            stream: as in `generate`.
             stop: called before each token; returns True to end the answer.
 
         Raises:

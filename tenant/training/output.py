@@ -68,7 +68,6 @@ def check_output(
     """Refuse an output folder that would overwrite other files.
 
     Args:
-        resume: True to continue from a checkpoint in `output`.
         checkpoint: the full checkpoint, if `model` is a slim one.
         cache: folder of quantised weights and verification keys; the user's cache folder if None.
 

@@ -22,7 +22,6 @@ class Quality:
     """Comparison of a model with the unquantised fp32 model on the same tokens.
 
     Args:
-        tokens: number of predicted tokens compared.
         top1: share of positions where both models rank the same token first.
         min_cosine: smallest cosine between the two models' logits of one position.
     """
@@ -46,8 +45,6 @@ def compare(
     """Run both models on blocks of token ids and compare every position.
 
     Args:
-        reference: the fp32 model.
-        model: the model to compare with it.
         blocks: token ids; at least one block, each of at least two tokens.
         progress: called with (blocks done, number of blocks).
     """
@@ -101,8 +98,6 @@ def compare_embeddings(
     """Run both models on blocks of token ids and compare the last hidden states.
 
     Args:
-        reference: the fp32 model.
-        model: the model to compare with it.
         blocks: token ids; at least one block, none empty.
         progress: called with (blocks done, number of blocks).
     """
@@ -127,8 +122,6 @@ def compare_outputs(
     """Run both models on the same inputs (pixels, sound) and compare their first outputs: logits, or hidden states.
 
     Args:
-        reference: the fp32 model.
-        model: the model to compare with it.
         inputs: arguments of the models' forward pass, by name.
         progress: called with (1, 1) at the end.
 

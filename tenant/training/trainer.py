@@ -38,11 +38,9 @@ class ResumableTrainer(Trainer):
     """A `Trainer` that saves completed steps when a run ends early; see the module's docstring.
 
     Args:
-        output: the output folder of the run.
         record: settings that a later run must share to continue from this one.
         interrupts: an entered `Interrupts`, which delays signals.
         overlap: number of parts of a batch that run at the same time (`tenant.overlapped`).
-        options: arguments of `Trainer`.
     """
 
     def __init__(

@@ -128,10 +128,6 @@ def run_chaos(
 ) -> Chaos:
     """Start the providers, do the work once while providers are killed, and once undisturbed.
 
-    Args:
-        killing: the providers, and how they are killed.
-        on_event: called with a description of each event.
-
     Raises:
         SymbiosisError: the disturbed run did not finish.
     """

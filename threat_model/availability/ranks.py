@@ -71,8 +71,6 @@ def measure_ranks(
 
     Args:
         sharding: the executors, and the tenants that send requests to them.
-        losses: names of LOSSES.
-        on_event: called with a description of each event.
 
     Raises:
         DeadlineExceededError: a group did not restart in time.

@@ -32,7 +32,6 @@ class Requests:
 
     Args:
         federation, model, cache: paths of the federation file, the checkpoint and the cache.
-        identity: certificate and key of the tenant.
     """
 
     federation: Path

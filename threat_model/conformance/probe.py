@@ -34,9 +34,7 @@ class Dialler:
     """Opens connections to one provider as one tenant.
 
     Args:
-        peer: address, role and pinned certificate.
         certificate: the tenant's certificate, which providers ask for.
-        key: its private key.
         deadline_s: seconds for one exchange, and for one connection attempt.
         until: the moment of `time.monotonic()` at which every exchange ends in OutOfTime.
     """

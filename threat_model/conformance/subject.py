@@ -102,8 +102,6 @@ class Violation(Exception):
 
     Args:
         what: the provider's fault, in one clause.
-        case: the smallest request found.
-        difference: the first wrong entry of the answer.
         culprit: the provider at fault, if it is not the one that the property was run on.
     """
 

@@ -117,7 +117,6 @@ class PropertyResult:
 
     Args:
         reason: the reason why the property was not tested, or why there was no answer.
-        culprit: the provider that breaks the property.
         wrong_role: True if the provider refuses the role, so that no property can be tested.
     """
 
@@ -186,7 +185,6 @@ def verify(
     """Test every subject against every property of its role, in order. Yields each result immediately.
 
     Args:
-        examples: number of Hypothesis examples of a property.
         budget_s: time limit in seconds for the tests of one subject. Properties after it are not tested.
         seed: seed of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
     """

@@ -27,12 +27,7 @@ _GROUP, _ROWS = 0, 4  # rows of each of its requests
 
 
 class Neighbour:
-    """A second tenant that sends requests and reads health reports while the first tenant works.
-
-    Args:
-        executor: the provider that both tenants use.
-        identity: the second tenant's certificate and key.
-    """
+    """A second tenant that sends requests and reads health reports while the first tenant works."""
 
     def __init__(self, executor: Peer, identity: Identity, public: Public) -> None:
         self._executor, self._identity, self._public = executor, identity, public

@@ -21,7 +21,6 @@ class AttackedScheme:
     Args:
         masking: the registered scheme with its promises.
         name: column of the report.
-        settings: further keyword arguments of `RemoteConfig`.
         relay: helpers relay effects to the executor.
     """
 
@@ -52,8 +51,6 @@ def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1
 
     Args:
         name: column of the report; the scheme's own name if None.
-        helpers: number of helpers, for a scheme that needs helpers.
-        settings: further keyword arguments of `RemoteConfig`.
     """
     helpers = helpers if "helper" in scheme.roles else 0
     return AttackedScheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)

@@ -44,7 +44,6 @@ class Truth:
     Args:
         calls: the calls by the order of their requests.
         updates: `scaling * B @ A` of the final adapter, by base module name.
-        generated: new tokens of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
         prompts: int64 `[b, t]` of each `generate` call.
     """

@@ -22,7 +22,6 @@ class Source:
     """The stored tensors that a parameter is made of.
 
     Args:
-        model: the model on the meta device.
         converter: the rule of transformers that makes it; None if it is stored as it is used.
         parts: (the rule's pattern, stored name), in transformers' order.
     """
@@ -77,9 +76,6 @@ class StoredNames:
     Some checkpoints omit the base model's prefix or add it, and some modules were renamed after a checkpoint was
     written (GPT-NeoX's `embed_out` is `lm_head` now). Some store the matrices of experts one by one. The rules of
     transformers decide, so all readers agree.
-
-    Args:
-        model: the model on the meta device.
     """
 
     def __init__(self, model: PreTrainedModel, groups: Iterable[GroupSpec]) -> None:

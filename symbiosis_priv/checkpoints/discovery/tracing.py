@@ -45,7 +45,6 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
     Experts are called and not run: they look at routes.
 
     Args:
-        model: a model on the meta device.
         modules: the linears and the modules of expert stacks to look for, by name.
 
     Returns:

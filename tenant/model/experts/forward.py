@@ -23,8 +23,6 @@ def forward(
     """The experts' output.
 
     Args:
-        kind: how rows reach their experts.
-        module: an expert module of transformers.
         hidden_states: float `[t, h]`.
         top_k_index: int64 `[t, k]`; an index beyond the last expert means no expert.
         top_k_weights: float `[t, k]`.

@@ -26,7 +26,6 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
 
     Args:
         model: a model, on the meta device.
-        entries: the layer groups that providers serve.
         wanted: the user's choice; None for the default.
 
     Raises:

@@ -2,5 +2,6 @@
 
 lying_providers  providers that answer wrongly and observe when the tenant stops
 folders          manipulated checkpoint, cache and adapter folders that the tenant loads
+relays           helpers and executors that lie about relayed effects
 registries       registries that invent, withhold or replay executors
 """

@@ -31,6 +31,7 @@ from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from threat_model.active.folders import attack_folders
 from threat_model.active.registries import attack_registry
+from threat_model.active.relays import attack_relays
 from threat_model.evidence.statistics import Interval, clopper_pearson
 from threat_model.lab import Lab
 
@@ -131,6 +132,8 @@ def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     detections += [Detection(f"hostile folder: {name}", int(caught), 1) for name, caught in attack_folders(lab).items()]
     listings = attack_registry(lab.federation)
     detections += [Detection(f"lying registry: {name}", int(caught), 1) for name, caught in listings.items()]
+    relays = attack_relays(lab, preparation)
+    detections += [Detection(f"lying relay: {name}", int(caught), 1) for name, caught in relays.items()]
     leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
     with plausible_is_enough():
         leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))

@@ -13,9 +13,11 @@ from symbiosis_priv.registry.trust import Trust
 from symbiosis_priv.system.private import PrivateFolder
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
+from tenant.preparation.keys import prepare
 from threat_model.active.folders import attack_folders
 from threat_model.active.lying_providers import ActiveReport, mutual_information
 from threat_model.active.registries import attack_registry
+from threat_model.active.relays import attack_relays
 from threat_model.evidence.statistics import clopper_pearson
 from threat_model.lab import Lab
 from threat_model.suite import Suite
@@ -31,6 +33,15 @@ def test_every_lie_is_caught(report: ActiveReport) -> None:
     for detection in report.detections:
         assert detection.caught == detection.trials, detection
     assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
+
+
+def test_liars_of_a_relay_are_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a tenant that believes what an executor hands out, signed or not."""
+    preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
+    assert all(attack_relays(lab, preparation).values())
+    monkeypatch.setattr("tenant.session.evidence.is_signed", lambda *_: True)
+    found = attack_relays(lab, preparation)
+    assert not found["an executor changes the block"]  # the helper would be named, too
 
 
 def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

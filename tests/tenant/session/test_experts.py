@@ -60,7 +60,7 @@ def is_exact(session: Session, store: WeightStore, index: int, direction: Direct
     return torch.equal(session.product(index, direction, rows, counts=counts), want)
 
 
-@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2), ("relay", 2)])
 def test_products_by_expert_are_exact_with_every_scheme(
     new_provider: NewProvider,
     new_session: NewSession,
@@ -84,6 +84,7 @@ def test_products_by_expert_are_exact_with_every_scheme(
     ledger = session.ledger()
     assert ledger.answers_rejected == 0
     assert ledger.answers_verified == ledger.rows > 0
+    assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
 def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(

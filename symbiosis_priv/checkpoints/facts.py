@@ -28,7 +28,7 @@ class GroupFacts:
         channel_scale: float64 `[o]`, the weight scales.
         bias: float64 `[o]` or None; the tenant adds it.
         bounds: limits of input rows, per direction.
-        by_expert: for rows that each belong to one expert of a stack; None if the group is no stack. There,
+        by_expert: for rows that each belong to one expert of a stack; None if the group is not a stack. There,
             `channel_scale` and `bias` are `[experts, o]`.
     """
 
@@ -61,7 +61,7 @@ class GroupFacts:
         """The facts for rows with these counts: of the whole matrix, or of one expert's.
 
         Raises:
-            RangeError: there are counts, and the group is no stack of experts.
+            RangeError: there are counts, and the group is not a stack of experts.
         """
         if counts is None:
             return self

@@ -165,7 +165,7 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
         return {}
     try:
         with safe_open(tensors, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is not a dict
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{tensors} is damaged ({error}); fetch it again") from error
     found: dict[str, tuple[Any, int]] = {}

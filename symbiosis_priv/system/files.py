@@ -72,7 +72,7 @@ def decode_text(data: bytes, *, name: str) -> str:
     try:
         return io.IncrementalNewlineDecoder(None, translate=True).decode(data.decode("utf-8-sig"), final=True)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is no UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
+        raise ConfigError(f"{name} is not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def output_file(path: Path | None) -> Path | None:
     if path.is_symlink():
         path = path.resolve()
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file; name one to write to")
+        raise ConfigError(f"{path} is not a file; name one to write to")
     with storing(path):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent):

@@ -93,7 +93,7 @@ class PrivateFolder:
         """A descriptor of a file in this folder, to read from. The caller closes it.
 
         Raises:
-            ConfigError: the file is no regular file, belongs to another user, or other users can read or write it.
+            ConfigError: the file is not a regular file, belongs to another user, or other users can read or write it.
             OSError: it does not exist, is a link, or cannot be opened.
         """
         descriptor = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._descriptor)

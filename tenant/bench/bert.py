@@ -13,7 +13,7 @@ _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 
 @dataclass(frozen=True, kw_only=True)
 class Bert:
-    """The shape of a BERT; BERT-base by default. ConfigError if the width is no multiple of HEAD."""
+    """The shape of a BERT; BERT-base by default. ConfigError if the width is not a multiple of HEAD."""
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the BERT, a multiple of {HEAD}.")] = 768
     layers: Annotated[int, Option(min=1, help="Layers of the BERT.")] = 12

@@ -17,7 +17,7 @@ HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of a Llama; ConfigError if the width is no multiple of HEAD and `heads` is not given.
+    """The shape of a Llama; ConfigError if the width is not a multiple of HEAD and `heads` is not given.
 
     Args:
         heads: query heads; `width / HEAD` if None.

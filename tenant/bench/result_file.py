@@ -126,7 +126,7 @@ def read(path: Path) -> ResultFile:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UNDECODABLE as error:
-        raise ConfigError(f"{path} is no report of `symbiosis-priv bench`: {error}") from error
+        raise ConfigError(f"{path} is not a report of `symbiosis-priv bench`: {error}") from error
     if found.schema != SCHEMA:
         raise ConfigError(f"{path} is of schema {found.schema}; this release reads schema {SCHEMA}: measure again")
     return found

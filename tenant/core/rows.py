@@ -129,7 +129,7 @@ class FloatRows(Rows):
         counts: as in `Rows`.
 
     Raises:
-        RangeError: the counts are not those of these rows, or the group is no stack.
+        RangeError: the counts are not those of these rows, or the group is not a stack.
     """
 
     def __init__(

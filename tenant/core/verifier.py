@@ -34,7 +34,7 @@ checkpoint when a row was refused. Without the checkpoint, all providers that to
 Narrow rings. Of answers and effects only residues modulo 2^w travel. An honest party's residues satisfy the equation of
 the blame keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
 convicted. An error of valuation v < w passes m columns with probability 2^-(w-v)m, as above with w in place of 32.
-Products may leave a narrow ring, so a row that fails the check is no proof of a lie: its wraps are corrected
+Products may leave a narrow ring, so a row that fails the check does not prove a lie: its wraps are corrected
 (`symbiosis_priv.arithmetic.wraps`). If they cannot be, and the blame keys find no error, nobody is suspected. The row
 is multiplied again at half its scale. A liar whose error has v = w - 1 causes that too, with probability 2^-m, and has
 gained nothing: its answer is not used. At the smallest scale no product leaves the ring, and the rules above hold.

@@ -74,7 +74,7 @@ class Serving:
             found[name] = Path(folder)
             vet_adapter(found[name])
         if self.allow_loading is not None and not self.allow_loading.is_dir():
-            raise ConfigError(f"--allow-loading {self.allow_loading} is no folder; name the folder of the adapters")
+            raise ConfigError(f"--allow-loading {self.allow_loading} is not a folder; name the folder of the adapters")
         return found
 
     def keys(self) -> tuple[str, ...]:

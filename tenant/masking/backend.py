@@ -52,7 +52,7 @@ class Backend(ABC):
 
         Raises:
             NonFiniteError: inf or nan in `inputs`; nothing was sent.
-            RangeError: the group is no stack, or the counts are not those of these rows.
+            RangeError: the group is not a stack, or the counts are not those of these rows.
         """
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def adapter_chat_template(folder: Path) -> str | None:
     try:
         return read_limited(path, _MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is no chat template ({error}); fetch it again, or delete it") from error
+        raise CheckpointError(f"{path} is not a chat template ({error}); fetch it again, or delete it") from error
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

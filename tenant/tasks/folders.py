@@ -40,7 +40,7 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name[:80]!a} is no task name: write up to 64 of the characters A-Z a-z 0-9 . _ -, "
+            f"{name[:80]!a} is not a task name: write up to 64 of the characters A-Z a-z 0-9 . _ -, "
             f"beginning with a letter or digit"
         )
     return name
@@ -74,7 +74,7 @@ def memory_of(source: Stored) -> int:
     file = source.folder / TENSORS
     try:
         with safe_open(file, framework="pt") as tensors:
-            slices = [tensors.get_slice(key) for key in tensors.keys()]  # noqa: SIM118 - it is no dict
+            slices = [tensors.get_slice(key) for key in tensors.keys()]  # noqa: SIM118 - it is not a dict
             return sum(math.prod(part.get_shape()) * (8 if part.get_dtype().endswith("64") else 4) for part in slices)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error

@@ -72,7 +72,7 @@ class Tasks:
         tag: the model's name in task ids; the name it was loaded under if None.
 
     Raises:
-        ConfigError: `model` is no such model, or the limit is below 1.
+        ConfigError: `model` cannot run tasks, or the limit is below 1.
     """
 
     def __init__(self, model: PreTrainedModel, *, memory_limit: int = DEFAULT_MEMORY, tag: str | None = None) -> None:

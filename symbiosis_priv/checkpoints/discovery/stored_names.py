@@ -125,5 +125,5 @@ class StoredNames:
         prefix = self._model.base_model_prefix or None
         name, pattern = rename_source_key(stored, self._renamings, self._converters, prefix, self._parameters)
         if name not in self._parameters and stored in self._parameters:
-            return stored, None  # transformers, too, ignores a rule whose result is no parameter
+            return stored, None  # transformers, too, ignores a rule whose result is not a parameter
         return name, pattern

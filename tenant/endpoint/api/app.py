@@ -90,7 +90,7 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON").response()
+        return ApiError(400, "the body is not JSON").response()
     if first["type"] == "extra_forbidden":
         message = f"{'.'.join(place)} is not supported; leave it out"
     else:

@@ -140,7 +140,7 @@ class Service:
                 raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
             if max(tokens) >= self.vocabulary.size:
                 raise ApiError(
-                    400, f"{max(tokens)} is no token of this model, which has {self.vocabulary.size:,}", param=param
+                    400, f"{max(tokens)} is not a token of this model, which has {self.vocabulary.size:,}", param=param
                 )
             if len(tokens) > self.context:
                 raise self.too_long(len(tokens), "tokens", param=param)
@@ -194,7 +194,7 @@ class Service:
         """Missing fields are those of the model's generation config, and else OpenAI's defaults."""
         biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
-            raise ApiError(400, f"{max(biases)} is no token of this model", param="logit_bias")
+            raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
         said = {key: getattr(asked, key) for key in self._defaults}
         chosen = {key: self._defaults[key] if value is None else value for key, value in said.items()}
         return Sampling(

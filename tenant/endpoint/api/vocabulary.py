@@ -44,7 +44,7 @@ class Vocabulary:
         return None if _UNKNOWN in text else text.encode()
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token; bytes that are no text are replaced."""
+        """Return the text of a token; bytes that are not text are replaced."""
         return (self.bytes_of(token) or b"\xff").decode(errors="replace")
 
     def grammar(self, rules: str) -> Callable[[], Grammar]:

@@ -216,7 +216,7 @@ def _attend(
     group = heads // heads_kv
     per_tile = max(1, ROWS // group)
     tiles, rows = -(-tokens // per_tile), -(-group // ROWS) * ROWS
-    used = slice(0, per_tile * group)  # rows of a tile that are no filling
+    used = slice(0, per_tile * group)  # rows of a tile that are not filling
 
     filled = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, tiles * per_tile - tokens))
     by_head = filled.view(tiles, per_tile, heads_kv, group, width).permute(2, 0, 1, 3, 4)

@@ -62,8 +62,8 @@ class Request:
         adapter: name of the task; None for the base model.
         client: requests of different clients get equal shares. The API uses a digest of the API key.
         max_tokens: largest number of new tokens.
-        stop_tokens: token ids that end the answer and are no part of it.
-        stop: texts that end the answer and are no part of it.
+        stop_tokens: token ids that end the answer and do not belong to it.
+        stop: texts that end the answer and do not belong to it.
         sampling: how to choose tokens.
         pooling: compute an embedding of the prompt instead of an answer.
     """

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
-_PENDING = 16  # tokens without a whole character; a character has at most 4 bytes, so these are no text
-_UNKNOWN = "\ufffd"  # stands for bytes that are no character, or not yet
+_PENDING = 16  # tokens without a whole character; a character has at most 4 bytes, so these are not text
+_UNKNOWN = "\ufffd"  # stands for bytes that are not a character, or not a whole one yet
 
 
 class TextStream:
     """Decodes one token after another, and looks for the stop texts.
 
     All pieces together are the text of all tokens up to a stop text; special tokens have none. This works with every
-    tokenizer of transformers. The `DecodeStream` of tokenizers raises an exception on bytes that are no text, and a
+    tokenizer of transformers. The `DecodeStream` of tokenizers raises an exception on bytes that are not text, and a
     model may generate such bytes.
 
     Args:
         tokenizer: the model's.
         prompt: the tokens before the answer.
-        stop: texts that end the answer and are no part of it.
+        stop: texts that end the answer and do not belong to it.
     """
 
     def __init__(

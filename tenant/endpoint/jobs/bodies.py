@@ -226,6 +226,6 @@ class Page(BaseModel, Generic[Answer]):
         if after is not None:
             names = [one.id for one in found]
             if after not in names:
-                raise ApiError(404, "after is no name in this list", code="not_found", param="after")
+                raise ApiError(404, "after is not in this list", code="not_found", param="after")
             found = found[names.index(after) + 1 :]
         return cls(data=found[:limit], has_more=len(found) > limit)

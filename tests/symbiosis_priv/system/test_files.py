@@ -114,7 +114,7 @@ def test_an_output_that_cannot_be_written_is_an_early_error(tmp_path: Path) -> N
     assert output_file(tmp_path / "new" / "report.json") == tmp_path / "new" / "report.json"
     assert list((tmp_path / "new").iterdir()) == []
     for wrong in (tmp_path, Path(os.devnull)):  # root would replace /dev/null by a plain file
-        with pytest.raises(ConfigError, match="is no file; name one"):
+        with pytest.raises(ConfigError, match="is not a file; name one"):
             output_file(wrong)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")

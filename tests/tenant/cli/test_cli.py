@@ -204,7 +204,7 @@ def test_a_prompt_can_be_read_from_stdin(
     given = tenant("generate", *where, "--prompt", "The weather")
     assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
     assert tenant("generate", *where, "--prompt-file", "-", stdin="The weather\n") == given
-    with pytest.raises(ConfigError, match="--prompt is no UTF-8 text"):
+    with pytest.raises(ConfigError, match="--prompt is not UTF-8 text"):
         tenant("generate", *where, "--prompt", os.fsdecode(b"M\xfcller"))
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="stdin is closed"):

@@ -134,7 +134,7 @@ def test_byte_order_marks_and_line_ends_make_no_difference(tmp_path: Path, token
         file.write_bytes(words.replace("\n", "\r\n").encode("utf-8-sig"))
         assert load_examples(file, tokenizer, length=100) == plain
     file.write_bytes("Müller".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"no UTF-8 text .*byte 1.; save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"not UTF-8 text .*byte 1.; save it as UTF-8"):
         load_examples(file, tokenizer, length=100)
 
 

@@ -211,7 +211,7 @@ def _message(message: Message, place: int) -> dict[str, Any]:
             try:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
             except (ValueError, RecursionError) as error:
-                raise ApiError(400, "arguments is no JSON", param=f"messages.{place}.tool_calls") from error
+                raise ApiError(400, "arguments is not JSON", param=f"messages.{place}.tool_calls") from error
     found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     return found
 

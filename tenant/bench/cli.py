@@ -161,7 +161,7 @@ def start(
     ),
     json: Json = None,
 ) -> None:
-    """A provider's start, cold and warm, and the tenant's verification keys, beside reading the checkpoint.
+    """Time a provider's start, cold and warm, the tenant's verification keys, and reading the checkpoint.
 
     Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
     """
@@ -180,7 +180,7 @@ def linear(
     threads: Threads = HALF_THE_CORES,
     json: Json = None,
 ) -> None:
-    """One masked, verified linear and its parts, beside a bare TLS echo of the same bytes and the bare product.
+    """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
 
     Pads are drawn before the clock runs; "back to back" is a call that finds what was drawn during the last one.
     """
@@ -217,7 +217,7 @@ def network(
     effort: Effort = _FIVE_TIMES,
     json: Json = None,
 ) -> None:
-    """Steps and tokens per second over a slow network, beside what round trips and bytes predict.
+    """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
 
     The tenant's link is emulated with a bandwidth, a delay and losses: in a
     network namespace if this machine can make one, else by a proxy.
@@ -412,7 +412,7 @@ def quality(
     weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
     json: Json = None,
 ) -> None:
-    """Rings and weight bits beside bfloat16, on real weights: cosines to float32, and rows that leave a narrow ring."""
+    """Compare rings and weight bits with bfloat16 on real weights: cosines to float32, rows that leave narrow rings."""
     from tenant.bench.quality import fetch, measure_quality
 
     rings = [bits for bits in get_args(RingBits) if bits in numbers(ring_bits, "--ring-bits")]

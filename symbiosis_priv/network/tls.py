@@ -108,6 +108,8 @@ def server_context(
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key), prepare=True))
     pinned = [_dialling(path) for path in helpers]
+    for path in helpers:
+        warn_of_expiry(path, fix="ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]

@@ -71,6 +71,12 @@ def test_an_answer_without_blocks_is_opened_with_the_second_keystream(
         assert torch.equal(low(opened, ring_bits), low(tenant.times(rows, effect) - e, ring_bits))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor waits for missing blocks only briefly."""
+    monkeypatch.setattr("provider.gateway.connection._BLOCK_WAIT_S", 0.02)
+
+
 def part_of(effect: wire.Effect, *, start: int = 0, first: int = 0, rows: int) -> wire.BlockRows:
     return wire.BlockRows(block=block_id(effect), start=start, first=first, rows=rows)
 
@@ -94,7 +100,7 @@ def test_rows_of_several_blocks_meet_in_one_answer_and_each_is_used_once(new_ten
     assert torch.equal(answer, tenant.times(rows[:1], one) - (e_one + m_one)[:1] - (e_other + m_other)[2:])
 
 
-def test_a_tenant_reaches_only_its_own_blocks(new_tenant: NewTenant) -> None:
+def test_a_tenant_reaches_only_its_own_blocks(new_tenant: NewTenant, impatient: None) -> None:
     alice, bob = new_tenant("alice"), new_tenant("bob")
     effect = alice.relay(GROUP, 2)
     rows = ring_rows(2, alice.width(effect))
@@ -129,7 +135,7 @@ def test_evidence_is_kept_until_the_answer_is_confirmed(new_tenant: NewTenant, p
     until(lambda: pair.executor.status().blocks.blocks < kept)
 
 
-def test_a_missing_block_gives_the_plain_product(new_tenant: NewTenant, connect: Connect, pair: Pair) -> None:
+def test_a_missing_block_gives_the_plain_product(new_tenant: NewTenant, pair: Pair, impatient: None) -> None:
     tenant = new_tenant()
     effect = tenant.order(GROUP, 2, first_row=12345)
     rows = ring_rows(2, tenant.width(effect))
@@ -190,7 +196,10 @@ class Link(Client):
         super().__init__(pair.executor.address, context)
         self._executor = pair.executor_certificate
 
-    def deposit(self, tenant: Tenant, *, size: int | None = None, signed: bool = True, **fields: Any) -> wire.LinkReply:
+    def deposit(
+        self, tenant: Tenant, *, size: int | None = None, signed: bool = True, cut: int = 0, **fields: Any
+    ) -> wire.LinkReply:
+        """Send a block, with faults. `cut` bytes of its payload are not sent."""
         values: dict[str, Any] = {
             "nonce": secrets.token_bytes(16),
             "group": GROUP,
@@ -203,7 +212,10 @@ class Link(Client):
         block = wire.Deposit(**values, signature=b"-")
         message = statement(block, permit=block.permit, executor=self._executor, payload=payload)
         signature = sign(self.identity.private_key(), message if signed else message + b"?")
-        self.send(msgspec.structs.replace(block, signature=signature), payload)
+        block = msgspec.structs.replace(block, signature=signature)
+        self.send(block, payload[: len(payload) - cut], announced=len(payload))
+        if cut:
+            raise EOFError
         header, _ = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=0)
         return wire.decode_link_reply(bytes(self._exactly(header)))
 
@@ -250,6 +262,20 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
     again = link.deposit(tenant, nonce=block)
     assert isinstance(again, wire.Failure)
     assert link.deposit(new_tenant("bob"), nonce=block) == wire.Deposited(block=block)  # ids are each tenant's own
+
+
+def test_a_helper_that_leaves_within_a_block_holds_no_memory(
+    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys
+) -> None:
+    tenant, block = new_tenant(), secrets.token_bytes(16)
+    before = pair.executor.status().blocks
+    with closing(Link(pair, keys)) as leaving:
+        with pytest.raises(EOFError):
+            leaving.deposit(tenant, nonce=block, cut=1)
+        until(lambda: pair.executor.status().blocks.blocks > before.blocks)  # taken before the payload is complete
+        assert isinstance(link.deposit(tenant, nonce=block), wire.Failure)
+    until(lambda: pair.executor.status().blocks == before)
+    assert isinstance(link.deposit(tenant, nonce=block), wire.Deposited)
 
 
 def test_a_tenant_that_has_not_named_the_helper_gets_no_blocks(

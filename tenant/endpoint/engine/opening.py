@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import SymbiosisError, UnsupportedModelError, one_line
+from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.packed import PackedModel, Rows
 from tenant.endpoint.engine.requests import Engine
@@ -36,15 +36,20 @@ def open_engine(
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
         limits: what the engine may use.
-        drafter: guesses tokens, for fewer round trips (`speculation`); not used by the engine on `generate()`.
+        drafter: guesses tokens, for fewer round trips (`speculation`).
 
     Raises:
+        ConfigError: there is a drafter, and the engine on `generate()` has no use for it.
         SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
     """
     limits = limits or Limits()
     try:
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
+        if drafter is not None:
+            raise ConfigError(
+                f"guesses of tokens need an engine that cannot drive this model, because {error}; leave out --draft"
+            ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return WholeEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
     log.info("%s: all requests together", type(model).__name__)

@@ -23,10 +23,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from symbiosis_priv.errors import UnsupportedMethodError
+from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.opening import open_engine
+from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.engine.conftest import Asked
@@ -122,3 +123,9 @@ def test_experts_that_would_show_routes_are_refused_in_decoding_as_by_generate(t
     tokenizer: Any = Letters()
     with pytest.raises(UnsupportedMethodError, match="counts"):
         open_engine(model, tokenizer)
+
+
+def test_guesses_for_a_model_that_is_driven_with_generate_are_refused() -> None:
+    model, tokenizer = AutoModelForCausalLM.from_config(FAMILIES["gptj"][0]).eval(), Letters()
+    with pytest.raises(ConfigError, match="--draft"):
+        open_engine(model, tokenizer, drafter=PromptLookup())  # type: ignore[arg-type]

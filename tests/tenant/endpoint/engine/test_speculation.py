@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
+from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine import speculation
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import KeyValues
@@ -102,6 +103,22 @@ def test_guesses_change_no_token(packed: Recorded, draft: Drafter, tokenizer: An
         assert all(set(rows[1:]) == {1 + AHEAD} for rows in packed.of_sequences())
     if sampling == Sampling():  # the model guesses for itself, and is split: its weights are rounded
         assert 2 * len(packed.steps) <= plain
+
+
+def test_a_guess_is_accepted_only_where_the_grammar_allows_it(packed: Recorded, tokenizer: Any) -> None:
+    """The grammar asks for a number of repetitions, so lookup guesses right, and guesses one repetition too many."""
+    ends = {tokenizer.eos_token_id}
+    grammar = Vocabulary(tokenizer, size=packed.vocabulary, ends=ends).grammar('start: "x,x,x,x,x,x,x,x,x,x;"')
+    said = {"max_tokens": 40, "sampling": Sampling(grammar=grammar, logprobs=1)}
+    expected, plain = answers(packed, tokenizer, None, **said), packed.of_sequences()
+    texts = {tokenizer.decode([token.id for token in tokens]) for tokens in expected}
+    assert texts == {"x,x,x,x,x,x,x,x,x,x;"}
+    for drafter in (PromptLookup(ahead=AHEAD), Wrong()):
+        assert answers(packed, tokenizer, drafter, **said) == expected
+        guessed = packed.of_sequences()
+        assert all(set(rows[1:]) == {1 + AHEAD} for rows in guessed)
+        fewer = [len(rows) < len(alone) for rows, alone in zip(guessed, plain, strict=True)]
+        assert fewer == [isinstance(drafter, PromptLookup)] * len(PROMPTS)
 
 
 class Wrong(Drafter):

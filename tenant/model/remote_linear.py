@@ -88,8 +88,7 @@ class LayerGroup:
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute each member's output, in `dtype`, with one backend call."""
-        riders = [(rider, extra) for rider in self.riders if (extra := rider.rows()) is not None]
-        if riders:
+        if len(self.riders) and (riders := [(r, extra) for r in self.riders if (extra := r.rows()) is not None]):
             return self._forward_with(riders, x, dtype)
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them

@@ -137,7 +137,9 @@ def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadl
     if single.address is None:
         raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
     if single.certificate is None or model is None:
-        raise ConfigError("--address needs --certificate PROVIDER.pem and --model CHECKPOINT: what it is held to")
+        raise ConfigError(
+            "--address needs --certificate PROVIDER.pem, and --model CHECKPOINT to compare its answers with"
+        )
     if single.tenant_certificate is None or single.tenant_key is None:
         raise ConfigError(
             f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Make a request with `symbiosis-priv "

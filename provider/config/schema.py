@@ -308,7 +308,7 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for address in (*self.announce, *([] if self.address is None else [self.address])):
             parse_address(address)
         if self.announce and self.authority is None:
-            raise ValueError("announce needs authority: the certificate of who vouches for the federation's providers")
+            raise ValueError("announce needs authority: the CA certificate of the federation's providers")
 
 
 class RelayTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

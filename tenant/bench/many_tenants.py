@@ -18,13 +18,13 @@ from typing import Any, Final, Literal, Self
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import figures
-from symbiosis_priv.harness.local import METRICS, LocalFederation
+from symbiosis_priv.harness.local import METRICS
 from tenant.bench.children import Child
 from tenant.bench.llama import small_llama
+from tenant.bench.providers import provide
 from tenant.bench.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
 from tenant.bench.result_file import Row, number, percentile
 
-_START_S = 600.0  # seconds; a wide model is quantised first
 _CHECKED_S = 2.0
 _POLICIES: Final = ("none", "lockstep", "opportunistic")
 
@@ -175,9 +175,7 @@ class _Bench:
         }
         self._variant = variant
         cache = model.parent / "cache"  # shared by all providers, because they serve the same weights
-        self._local = LocalFederation(
-            model, directory, helpers=0, cache=cache, provider_options=options, deadline_s=_START_S
-        )
+        self._local = provide(model, directory, threads=threads, helpers=0, cache=cache, provider_options=options)
         groups = WeightStore(model, cache=cache).manifest().groups
         self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
         self._identities: dict[str, Identity] = {}

@@ -94,7 +94,7 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
         remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
         scene = _Scene(asking, folder, authority, executor, revoked)
         if _takes(asking, [scene.says(executor)]) != {"newcomer"}:
-            raise SymbiosisError("an honest registry's executor was not taken on")
+            raise SymbiosisError("an honest registry's executor was not accepted")
         steered = any(_takes(remote, [scene.says(steering, address=(host, _PORT))]) for host in _INTERNAL)
         refused = {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
         return refused | {"an address of the tenant's own machine, link or cloud": not steered}

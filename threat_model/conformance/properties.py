@@ -238,7 +238,7 @@ def _agreement(subject: Subject, run: Run) -> None:
     if not subject.executors:
         raise NotTested("no executor to compare with: --federation names both")
     if not any(index in executor.groups for executor in subject.executors for index in subject.sampled):
-        raise NotTested("no executor serves a layer that it serves")
+        raise NotTested("no executor serves a layer of this helper")
 
     def check(case: Case) -> None:
         effect = subject.answer(case)

@@ -328,7 +328,7 @@ class Subject:
         if not isinstance(reply, wire.Welcome):
             raise NotTested(f"it does not welcome this tenant: {describe(reply)}")
         if reply.first_group >= len(self.oracle.manifest.groups):
-            raise NotTested(f"it serves layer groups from {reply.first_group} on, which the checkpoint has not")
+            raise NotTested(f"it serves layer groups from {reply.first_group} on, which the checkpoint does not have")
         return reply
 
     def wrong_role(self, reply: wire.Failure) -> WrongRole:

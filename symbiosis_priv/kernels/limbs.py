@@ -18,7 +18,9 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
 
-_BALANCE = -0x7F7F7F80  # 0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit
+BALANCE = -0x7F7F7F80
+"""0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit."""
+
 _TURNED_AT_A_TIME = 1 << 22  # weights per block
 _MULTIPLE = 8  # every dimension is padded to a multiple of it, as the units require
 
@@ -79,7 +81,7 @@ class LimbKernel(DigitKernel):
         count = rows.shape[0]
         padded = max(_MULTIPLE, count + -count % _MULTIPLE)
         x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
-        x.add_(_BALANCE).bitwise_xor_(_BALANCE)
+        x.add_(BALANCE).bitwise_xor_(BALANCE)
         limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
         for limb in limbs:
             limb.copy_(x)  # the lowest byte of the row

@@ -1,4 +1,4 @@
-"""The fused kernel for GPUs: row limbs exist in registers only, and one packed layout serves both directions.
+"""The kernel for GPUs: one product on the int8 tensor cores per step, and one packed layout for both directions.
 
 The layout is that of `limbs`: one or two planes of int8 digits, 1 byte per weight up to 8 bits and 2 beyond. Backward
 reads the same planes with the strides exchanged. The kernel needs Triton and a GPU with int8 products. With
@@ -8,24 +8,32 @@ TRITON_INTERPRET=1 it also runs on a CPU, slowly, for tests.
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels.base import Packed
-from symbiosis_priv.kernels.limbs import DigitKernel
+from symbiosis_priv.kernels.limbs import BALANCE, DigitKernel
 
 MAX_TERMS = 1 << 16
 """Largest number of terms of one program, so that its accumulators stay in int32 (`triton_product`)."""
 
+LEAST_MEMORY = 99 << 10
+"""Bytes of shared memory that a program may use on every GPU with int8 tensor cores."""
+
 # lowest compute capability: on older GPUs, an int8 product makes Triton's compiler abort the process
 _LEAST_CAPABILITY = (8, 0)
 _INTERPRETED_PROCESSORS = 4
-_PROGRAMS_PER_PROCESSOR = 2  # number of terms from which splitting sums pays
-_LEAST_STEPS = 4  # fewest terms of a program, because adding its partial sum to the others takes time
+_PROGRAMS_PER_PROCESSOR = 2  # number of programs up to which splitting sums pays
+_LEAST_STEPS = 4  # fewest steps of a program, because adding its partial sum to the others takes time
+_TIMED_ROWS = 256
+_ALIGNED = 16  # bytes that a GPU copies to shared memory at once
 
 
 @dataclass(frozen=True)
@@ -35,23 +43,33 @@ class Tile:
     Args:
         rows: rows of the result.
         columns: columns of the result.
-        terms: terms summed in one step.
         warps: warps of the program.
         stages: steps whose loads are in flight at the same time.
     """
 
     rows: int
     columns: int
-    terms: int
     warps: int
     stages: int
 
+    depth = 128
+    """Bytes of a limb's row, and of a column of digits, that one step multiplies: the terms of every digit."""
 
-# Tiles that spill no register on compute capability 8.0 and 9.0, by the largest number of rows that they are for. With
-# few rows, nearly all time is spent on reading weights, so many small loads are in flight.
-_FEW = Tile(rows=16, columns=64, terms=64, warps=4, stages=5)
-_SOME = Tile(rows=32, columns=64, terms=64, warps=4, stages=4)
-_MANY = Tile(rows=128, columns=64, terms=64, warps=8, stages=3)
+    @property
+    def memory(self) -> int:
+        """Bytes of shared memory."""
+        return self.stages * self.depth * (4 * self.rows + self.columns)
+
+
+# Candidates by the largest number of rows that they are for, probably the fastest first. `prepare` times them. None
+# spills a register on compute capability 9.0. With few rows, nearly all time is spent on reading weights, so many small
+# loads are in flight. With many rows, one large program per processor reads less, and two small ones hide each other's
+# waits.
+TILES = {
+    16: (Tile(16, 64, warps=4, stages=5), Tile(16, 128, warps=4, stages=4)),
+    32: (Tile(32, 64, warps=4, stages=4), Tile(32, 128, warps=8, stages=3)),
+    1 << 62: (Tile(64, 128, warps=8, stages=4), Tile(32, 128, warps=8, stages=3)),
+}
 
 
 @dataclass(frozen=True)
@@ -59,30 +77,30 @@ class Plan:
     """Programs of one product.
 
     Args:
-        tile: the tile of each program.
         grid: tiles down, tiles across, programs per tile.
-        share: terms of each program, a multiple of the tile's.
+        share: terms of each program, a multiple of those of a step.
     """
 
-    tile: Tile
     grid: tuple[int, int, int]
     share: int
 
 
-def plan(count: int, width: int, columns: int, *, processors: int) -> Plan:
-    """Divide a product `[count, width] @ [width, columns]` so that all processors have work."""
-    tile = _FEW if count <= _FEW.rows else _SOME if count <= _SOME.rows else _MANY
+def plan(tile: Tile, count: int, width: int, columns: int, *, terms: int, processors: int) -> Plan:
+    """Divide a product `[count, width] @ [width, columns]`, of `terms` in a step, so that all processors have work."""
     down, across = _parts(count, tile.rows), _parts(columns, tile.columns)
-    useful = min(processors * _PROGRAMS_PER_PROCESSOR // (down * across), width // (tile.terms * _LEAST_STEPS))
+    useful = min(processors * _PROGRAMS_PER_PROCESSOR // (down * across), width // (terms * _LEAST_STEPS))
     shares = max(1, useful, _parts(width, MAX_TERMS))
-    share = _parts(_parts(width, shares), tile.terms) * tile.terms
-    return Plan(tile, (down, across, _parts(width, share)), share)
+    share = _parts(_parts(width, shares), terms) * terms
+    return Plan((down, across, _parts(width, share)), share)
 
 
 class TritonKernel(DigitKernel):
     """int8 tensor cores, programmed with Triton."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self._fastest: dict[tuple[object, ...], Tile] = {}
 
     def supports(self, device: torch.device) -> bool:
         if importlib.util.find_spec("triton") is None:
@@ -95,46 +113,83 @@ class TritonKernel(DigitKernel):
         return device.type == "cuda"
 
     def prepare(self, packed: Packed) -> None:
-        """Compile the kernel. This takes seconds, the first time on a machine."""
+        """Compile the kernel, and time the tiles for this matrix. This takes seconds, the first time on a machine."""
+        if packed.data.device.type == "cuda":  # the interpreter compiles nothing
+            self.choose(packed, milliseconds=_milliseconds)
+
+    def choose(self, packed: Packed, *, milliseconds: Callable[[Callable[[], None]], float]) -> None:
+        """Choose the fastest tile for each class of row counts and each direction. Parts of a matrix (`part`) keep the
+        first candidate."""
         device = packed.data.device
-        if device.type != "cuda":  # the interpreter compiles nothing
-            return
-        for direction in DIRECTIONS:
+        for direction, most in itertools.product(DIRECTIONS, TILES):
             width, columns = packed.columns(direction)
-            for tile in (_FEW, _SOME, _MANY):
-                rows = torch.zeros((tile.rows, width), dtype=torch.int32, device=device)
-                self.product(packed, rows, direction, rows.new_empty((tile.rows, columns)))
+            rows = torch.zeros((min(most, _TIMED_ROWS), width), dtype=torch.int32, device=device)
+            out = rows.new_empty((len(rows), columns))
+            times = {
+                tile: milliseconds(partial(_multiply, tile, packed, rows, direction, out))
+                for tile in _candidates(most, device)
+            }
+            self._fastest[_key(packed, direction, most)] = min(times, key=times.__getitem__)
 
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        from symbiosis_priv.kernels import triton_product  # importing Triton takes a second
+        most = next(most for most in TILES if len(rows) <= most)
+        tile = self._fastest.get(_key(packed, direction, most)) or _candidates(most, rows.device)[0]
+        _multiply(tile, packed, rows, direction, out)
 
-        device = packed.data.device
-        (count, width), columns = rows.shape, out.shape[1]
-        digits, _, stride = packed.data.shape
-        term_stride, column_stride = (1, stride) if direction == FORWARD else (stride, 1)
-        launch = plan(count, width, columns, processors=_processors(device))
-        if launch.grid[2] > 1:
-            out.zero_()
-        # Triton launches on the current device, wherever the tensors are
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            triton_product.tile[launch.grid](
-                rows,
-                packed.data,
-                out,
-                count,
-                width,
-                columns,
-                packed.data.stride(0),
-                term_stride,
-                column_stride,
-                launch.share,
-                TWO_DIGITS=digits == 2,
-                ROWS=launch.tile.rows,
-                COLUMNS=launch.tile.columns,
-                TERMS=launch.tile.terms,
-                num_warps=launch.tile.warps,
-                num_stages=launch.tile.stages,
-            )
+
+def _key(packed: Packed, direction: Direction, most: int) -> tuple[object, ...]:
+    return packed.data.device, packed.data.shape, direction, most
+
+
+def _candidates(most: int, device: torch.device) -> list[Tile]:
+    """The tiles that a device has enough shared memory for."""
+    if device.type != "cuda":
+        return list(TILES[most])
+    # missing in torch's type stubs
+    memory: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_MEMORY)
+    return [tile for tile in TILES[most] if tile.memory <= memory]
+
+
+def _milliseconds(run: Callable[[], None]) -> float:
+    from triton.testing import do_bench
+
+    found: float = do_bench(run, warmup=5, rep=20)
+    return found
+
+
+def _multiply(tile: Tile, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    from symbiosis_priv.kernels import triton_product  # importing Triton takes a second
+
+    device = packed.data.device
+    (count, width), columns = rows.shape, out.shape[1]
+    digits = len(packed.data)
+    terms = tile.depth // digits
+    launch = plan(tile, count, width, columns, terms=terms, processors=_processors(device))
+    if launch.grid[2] > 1:
+        out.zero_()
+    limbs = torch.empty((4, count, width + -width % _ALIGNED), dtype=torch.int8, device=device)
+    parts = (rows + BALANCE).view(torch.int8).view(count, width, 4).permute(2, 0, 1)
+    torch.bitwise_xor(parts, -0x80, out=limbs[..., :width])
+    # Triton launches on the current device, wherever the tensors are
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        triton_product.tile[launch.grid](
+            limbs,
+            packed.data,
+            out,
+            count,
+            width,
+            columns,
+            limbs.stride(1),
+            *packed.data.stride()[:2],
+            launch.share,
+            FORWARD=direction == FORWARD,
+            DIGITS=digits,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            TERMS=terms,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
 
 
 @functools.cache

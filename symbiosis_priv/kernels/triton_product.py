@@ -1,11 +1,16 @@
 """The program that a GPU runs for `TritonKernel`. Importing this imports Triton.
 
-One program computes a tile of the result from a share of its terms. Step by step it reads a tile of int32 rows, splits
-it into balanced int8 limbs in registers, reads a tile of weight digits, and multiplies on the int8 tensor cores:
+One program computes a tile of the result from a share of its terms. With balanced int8 limbs of rows and balanced int8
+digits of weights,
 
     row = sum_i limb_i 2^(8 i),  weight = sum_j digit_j 2^(8 j),  result = sum_s 2^(8 s) sum_(i+j=s) limb_i . digit_j
 
-modulo 2^32, so s < 4: seven products for two digits, four for one. Products of one s share an accumulator.
+modulo 2^32, so s < 4. In each step, one product on the int8 tensor cores adds to the sums of all s. Its first matrix
+has the limbs of s in block s of its rows, and its terms are those of every digit: where the second matrix has digit j,
+block s has limb s - j, or zeros if there is none.
+
+There is one product per step because Triton 3.7 waits for every int8 product before it goes on
+(`dotCanBeProperlyAsync`), and no operand is made in registers, so that the loads of later steps run meanwhile.
 
 Triton's int8 products saturate on many GPUs (`mma...satfinite`) where all other int32 arithmetic wraps, so no
 accumulator may leave int32, and a program takes at most 2^16 terms (`triton_kernel.MAX_TERMS`). Each term adds at most
@@ -17,59 +22,61 @@ atomics; the order makes no difference modulo 2^32.
 import triton
 import triton.language as tl
 
-# 0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit
-_BALANCE = tl.constexpr(-0x7F7F7F80)
-
 
 @triton.jit(do_not_specialize=["count"])
 def tile(
-    rows,  # int32 [count, width]
+    limbs,  # int8 [4, count, row_stride]
     digits,  # int8; the high digits begin `plane` entries after the low digits
     result,  # int32 [count, columns]; must be zeros if a tile has several programs
     count,
     width,
     columns,
+    row_stride,
     plane,
-    term_stride,
-    column_stride,
+    stride,  # of an output channel in `digits`
     share,  # terms of one program
-    TWO_DIGITS: tl.constexpr,
+    FORWARD: tl.constexpr,
+    DIGITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    across, down = tl.arange(0, TERMS)[None, :], tl.arange(0, TERMS)[:, None]
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     begin = tl.program_id(2) * share
     end = tl.minimum(begin + share, width)
-    row_at = rows + row * width + begin + across
-    digit_at = digits + (begin + down).to(tl.int64) * term_stride + column * column_stride
-    sum_0 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
-    sum_1 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
-    sum_2 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
-    sum_3 = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
+
+    block, row = tl.arange(0, 4 * ROWS)[:, None] // ROWS, first_row + tl.arange(0, 4 * ROWS)[:, None] % ROWS
+    digit, term = tl.arange(0, DIGITS * TERMS)[None, :] // TERMS, tl.arange(0, DIGITS * TERMS)[None, :] % TERMS
+    limb_at = limbs + ((block - digit) * count + row) * row_stride + begin + term
+    there = (block >= digit) & (row < count)
+
+    if FORWARD:
+        order, across = tl.arange(0, DIGITS * TERMS)[:, None], column[None, :]
+        term_stride, column_stride = 1, stride
+    else:
+        # Tensor cores need the terms of a column side by side. A thread that has four of them stores them as one word.
+        order = 4 * tl.arange(0, DIGITS * TERMS // 4)[None, :, None] + tl.arange(0, 4)[:, None, None]
+        across = column[None, None, :]
+        term_stride, column_stride = stride, 1
+    from_begin = order % TERMS
+    digit_at = digits + order // TERMS * plane + (begin + from_begin).to(tl.int64) * term_stride
+    digit_at += across * column_stride
+
+    sums = tl.zeros((4 * ROWS, COLUMNS), dtype=tl.int32)
     for start in range(begin, end, TERMS):
-        x = tl.load(row_at, mask=(row < count) & (start + across < end), other=0)
-        x = (x + _BALANCE) ^ _BALANCE
-        limb_0, limb_1 = x.to(tl.int8), (x >> 8).to(tl.int8)
-        limb_2, limb_3 = (x >> 16).to(tl.int8), (x >> 24).to(tl.int8)
-        inside = (start + down < end) & (column < columns)
-        low = tl.load(digit_at, mask=inside, other=0)
-        sum_0 = tl.dot(limb_0, low, sum_0, out_dtype=tl.int32)
-        sum_1 = tl.dot(limb_1, low, sum_1, out_dtype=tl.int32)
-        sum_2 = tl.dot(limb_2, low, sum_2, out_dtype=tl.int32)
-        sum_3 = tl.dot(limb_3, low, sum_3, out_dtype=tl.int32)
-        if TWO_DIGITS:
-            high = tl.load(digit_at + plane, mask=inside, other=0)
-            sum_1 = tl.dot(limb_0, high, sum_1, out_dtype=tl.int32)
-            sum_2 = tl.dot(limb_1, high, sum_2, out_dtype=tl.int32)
-            sum_3 = tl.dot(limb_2, high, sum_3, out_dtype=tl.int32)
-        row_at += TERMS
+        x = tl.load(limb_at, mask=there & (start + term < end), other=0)
+        w = tl.load(digit_at, mask=(across < columns) & (start + from_begin < end), other=0)
+        if not FORWARD:
+            w = tl.reshape(tl.permute(w, (1, 0, 2)), (DIGITS * TERMS, COLUMNS))
+        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+        limb_at += TERMS
         digit_at += TERMS * term_stride
-    total = sum_0 + (sum_1 << 8) + (sum_2 << 16) + (sum_3 << 24)
-    result_at = result + row * columns + column
-    inside = (row < count) & (column < columns)
+    total = tl.sum(tl.reshape(sums << 8 * block, (4, ROWS, COLUMNS)), axis=0)
+
+    out = first_row + tl.arange(0, ROWS)[:, None]
+    result_at = result + out * columns + column[None, :]
+    inside = (out < count) & (column < columns)[None, :]
     if tl.num_programs(2) == 1:
         tl.store(result_at, total, mask=inside)
     else:

@@ -3,6 +3,7 @@
 Its exactness is tested together with all other kernels, in test_matrix.py.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,13 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.kernels import KERNELS, RingMatrix
-from symbiosis_priv.kernels.triton_kernel import MAX_TERMS, plan
+from symbiosis_priv.kernels import KERNELS, RingMatrix, triton_kernel
+from symbiosis_priv.kernels.registry import probe_rows
+from symbiosis_priv.kernels.triton_kernel import LEAST_MEMORY, MAX_TERMS, TILES, Tile, TritonKernel, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tests.stacks import expert_product
 
 CPU = torch.device("cpu")
 TRITON = KERNELS["triton"]
+PROGRAM = Path(triton_kernel.__file__).with_name("triton_product.py")
 needs_interpreter = pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton's interpreter")
 
 sizes = st.sampled_from([1, 15, 16, 17, 63, 64, 65, 4096, MAX_TERMS, MAX_TERMS + 1, 3 * MAX_TERMS + 5]) | st.integers(
@@ -30,16 +33,60 @@ sizes = st.sampled_from([1, 15, 16, 17, 63, 64, 65, 4096, MAX_TERMS, MAX_TERMS +
 )
 
 
-@given(count=st.integers(1, 5000), width=sizes, columns=sizes, processors=st.integers(1, 200))
-def test_a_plan_covers_every_term_once(count: int, width: int, columns: int, processors: int) -> None:
-    launch = plan(count, width, columns, processors=processors)
+SMALL, LARGE = TILES[16][0], TILES[1 << 62][0]
+EVERY_TILE = sorted({tile for tiles in TILES.values() for tile in tiles}, key=repr)
+
+
+@given(
+    tile=st.sampled_from(EVERY_TILE),
+    terms=st.sampled_from([Tile.depth // 2, Tile.depth]),
+    count=st.integers(1, 5000),
+    width=sizes,
+    columns=sizes,
+    processors=st.integers(1, 200),
+)
+def test_a_plan_covers_every_term_once(
+    tile: Tile, terms: int, count: int, width: int, columns: int, processors: int
+) -> None:
+    launch = plan(tile, count, width, columns, terms=terms, processors=processors)
     down, across, shares = launch.grid
-    assert (down - 1) * launch.tile.rows < count <= down * launch.tile.rows
-    assert (across - 1) * launch.tile.columns < columns <= across * launch.tile.columns
+    assert (down - 1) * tile.rows < count <= down * tile.rows
+    assert (across - 1) * tile.columns < columns <= across * tile.columns
     assert (shares - 1) * launch.share < width <= shares * launch.share
-    assert launch.share % launch.tile.terms == 0
+    assert launch.share % terms == 0
     assert launch.share <= MAX_TERMS
     assert max(across, shares) <= 65535  # CUDA's limit
+
+
+@needs_interpreter
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tile", EVERY_TILE, ids=repr)
+def test_every_tile_is_exact(tile: Tile, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles in both dimensions, several programs per tile, and rows, columns and terms beside the last tile."""
+    monkeypatch.setattr(triton_kernel, "TILES", {1 << 62: (tile,)})
+    monkeypatch.setattr(triton_kernel, "_LEAST_STEPS", 1)
+    for bits in (8, 12):
+        columns, width, count = tile.columns + 5, Tile.depth + 9, tile.rows + 1
+        shape = (columns, width) if direction == FORWARD else (width, columns)
+        weight, rows = probe_rows(*shape) % (1 << bits - 1), probe_rows(count, width)
+        weight[0, 0] = -(1 << bits - 1) + 1
+        got = torch.empty((count, columns), dtype=torch.int32)
+        TRITON.product(TRITON.pack(weight.to(torch.int16), weight_bits=bits), rows, direction, got)
+        want = rows.long() @ (weight.t() if direction == FORWARD else weight).long()
+        assert torch.equal(got, want.to(torch.int32))
+
+
+def test_the_fastest_tile_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is chosen for each class of row counts and each direction; another matrix gets the first candidate."""
+    kernel, multiplied, times = TritonKernel(), list[Tile](), itertools.count(0, -1)
+    monkeypatch.setattr(triton_kernel, "_multiply", lambda tile, *_: multiplied.append(tile))
+    packed, other = (kernel.pack(torch.ones(8 * n, 8, dtype=torch.int16), weight_bits=8) for n in (1, 2))
+    kernel.choose(packed, milliseconds=lambda run: next(times))  # the last candidate is the fastest
+    for direction, (most, tiles) in itertools.product(DIRECTIONS, TILES.items()):
+        rows = torch.empty((min(most, 1000), 1), dtype=torch.int32)
+        kernel.product(packed, rows, direction, rows)
+        kernel.product(other, rows, direction, rows)
+        assert multiplied[-2:] == [tiles[-1], tiles[0]]
 
 
 @needs_interpreter
@@ -73,7 +120,7 @@ def test_terms_of_one_sign_beyond_one_program(direction: Direction) -> None:
     weight[0, 0] -= 1
     rows = torch.full((2, width), -0x7F7F7F80, dtype=torch.int32)
     rows[1] = -(1 << 31)
-    assert plan(2, width, 2, processors=1).grid[2] > 1
+    assert plan(SMALL, 2, width, 2, terms=Tile.depth // 2, processors=1).grid[2] > 1
     got = RingMatrix(weight, weight_bits=12, kernel="triton").product(rows, direction)
     x, w = rows.numpy().astype(np.int64), weight.numpy().astype(np.int64)
     assert torch.equal(got, torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32)))
@@ -88,52 +135,72 @@ def test_it_is_not_chosen_on_a_cpu() -> None:
     assert not TRITON.is_candidate(CPU)
 
 
+# Loads the program from its file, because the package would import torch.
 COMPILE = """
-import json, re
+import importlib.util, json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from symbiosis_priv.kernels.triton_kernel import plan
-from symbiosis_priv.kernels.triton_product import tile
 
-def build(capability, count, direction, bits):
-    launch = plan(count, 4096, 4096, processors=132)
-    along, across = ("term_stride", "column_stride") if direction == "forward" else ("column_stride", "term_stride")
-    types = dict(rows="*i32", digits="*i8", result="*i32", count="i32", width="i32", columns="i32", plane="i32",
-                 term_stride="i32", column_stride="i32", share="i32", TWO_DIGITS="constexpr", ROWS="constexpr",
-                 COLUMNS="constexpr", TERMS="constexpr")
-    types[along] = "constexpr"
-    values = {along: 1, "TWO_DIGITS": bits > 8, "ROWS": launch.tile.rows, "COLUMNS": launch.tile.columns,
-              "TERMS": launch.tile.terms}
-    even = ("rows", "digits", "result", "width", "columns", "plane", "share", across)
-    place = list(types).index
-    source = ASTSource(fn=tile, signature=types, constexprs={(place(n),): v for n, v in values.items()},
-                       attrs={(place(n),): [["tt.divisibility", 16]] for n in even})
-    options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    units = re.findall(r"(?:wgmma|mma)\\S*s32[.]s8[.]s8", built.asm["ptx"])
-    return {"case": [capability, count, direction, bits], "shared": built.metadata.shared, "units": len(units)}
+path, cases = sys.argv[1], json.loads(sys.argv[2])
+spec = importlib.util.spec_from_file_location("triton_product", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+numbers = ("count", "width", "columns", "row_stride", "plane", "stride", "share")
+types = dict(limbs="*i8", digits="*i8", result="*i32", **dict.fromkeys(numbers, "i32"))
 
-cases = [(capability, count, direction, 10) for capability in (80, 90) for count in (1, 32, 512)
-         for direction in ("forward", "backward")]
-print(json.dumps([build(*case) for case in [*cases, (90, 1, "forward", 8)]]))
+def build(capability, warps, stages, constants):
+    names = [*types, *constants]
+    source = ASTSource(fn=module.tile, signature={**types, **dict.fromkeys(constants, "constexpr")},
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types if name != "count"})
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                           options={"num_warps": warps, "num_stages": stages})
+    ptx = built.asm["ptx"]
+    return {"shared": built.metadata.shared, "waits": len(re.findall("wgmma.wait_group", ptx)),
+            "units": len(re.findall(r"(?:wgmma|mma)\\S*s32[.]s8[.]s8", ptx)),
+            "waited_loads": len(re.findall("ld.global", ptx)), "bytewise": len(re.findall(r"shared[.][bsu]8", ptx))}
+
+print(json.dumps([build(*case) for case in cases]))
 """
 
 
 @pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton")
 def test_it_compiles_for_absent_gpus(tmp_path: Path) -> None:
-    """To int8 matrix instructions, and within the shared memory of the smallest GPU that has them."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    """To int8 matrix instructions, and within the shared memory that tiles are chosen by.
+
+    On Hopper, each step waits for the matrix units once, and all loads go through the pipeline.
+    """
+    builds = [(90, LARGE, True, 2), (90, LARGE, False, 2), (90, SMALL, False, 1), (80, SMALL, True, 1)]
+    cases = [
+        (
+            capability,
+            tile.warps,
+            tile.stages,
+            {
+                "FORWARD": forward,
+                "DIGITS": digits,
+                "ROWS": tile.rows,
+                "COLUMNS": tile.columns,
+                "TERMS": Tile.depth // digits,
+            },
+        )
+        for capability, tile, forward, digits in builds
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", COMPILE, str(PROGRAM), msgspec.json.encode(cases).decode()],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)},
         check=True,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    builds = msgspec.json.decode(done.stdout)
-    assert len(builds) == 13
-    for found in builds:
-        assert found["units"] >= (4 if found["case"][-1] <= 8 else 7), found
-        assert found["shared"] <= 99 << 10, found
+    for (capability, tile, _, _), found in zip(builds, msgspec.json.decode(done.stdout), strict=True):
+        assert found["units"] >= 4, found
+        assert found["shared"] <= tile.memory, found
+        if capability == 90:
+            assert (found["waits"], found["waited_loads"], found["bytewise"]) == (1, 0, 0), found
+
+
+def test_every_gpu_has_shared_memory_for_a_tile() -> None:
+    assert all(min(tile.memory for tile in tiles) <= LEAST_MEMORY for tiles in TILES.values())

@@ -27,9 +27,11 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -79,6 +81,16 @@ class _Job(Job):
     result: memoryview | None = None
 
 
+class _Product(NamedTuple):
+    """A product of `rows` rows with `matrices` matrices, between two times of `time.monotonic`."""
+
+    pieces: list[Piece[_Job]]
+    rows: int
+    matrices: int
+    begun: float
+    ended: float
+
+
 class Executor:
     """Serves products until stopped.
 
@@ -107,7 +119,8 @@ class Executor:
         self._turn = threading.Lock()  # guards the whole state of the executor
         self._resting_since: float | None = None  # set while the executor waits for messages
         self._resting_until = math.inf  # the next deadline of the scheduler
-        self._broken: BaseException | None = None  # an exception of `_serve_inline` in another thread
+        self._broken: BaseException | None = None  # an exception in another thread
+        self._unrecorded: deque[_Product] = deque()
         inbox.set_inline_handler(self._serve_inline)
 
     def run(self) -> None:
@@ -131,7 +144,7 @@ class Executor:
         with self._turn:
             if self._broken is not None:
                 raise self._broken
-            self._stop_resting()
+            self._begin_turn()
             if self._stopped and not self._jobs:
                 return None
             return self._step()
@@ -145,6 +158,7 @@ class Executor:
             self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
         if pieces := self._scheduler.take(now):
             self._run_batch(pieces)
+            self._record_products()
             return 0.0
         if self._stopped and not self._jobs:
             return 0.0
@@ -160,10 +174,11 @@ class Executor:
         self._resting_since = time.monotonic()
         return max(0.0, self._resting_until - self._resting_since)
 
-    def _stop_resting(self) -> None:
+    def _begin_turn(self) -> None:
         if self._resting_since is not None:
             self._report.idle += time.monotonic() - self._resting_since
             self._resting_since = None
+        self._record_products()
 
     def _serve_inline(self, message: InboxMessage) -> bool:
         """Serve a request of few rows in the thread that sends it. Returns False if the request must be queued.
@@ -178,25 +193,41 @@ class Executor:
         try:
             if self._resting_since is None:
                 return False
-            self._stop_resting()
+            self._begin_turn()
             job = self._job_of(message)
             if pieces := self._scheduler.take_alone(job):
                 self._jobs[job.sender] = job
+                self._run_batch(pieces)
+                self._resting_since = time.monotonic()  # until the same deadline: nothing waits in the scheduler
             else:
                 self._accept(job)
-                pieces = self._scheduler.take(time.monotonic())
-            if pieces:
-                self._run_batch(pieces)
-            wakes = self._resting_until
-            self._rest(time.monotonic())
-            if self._resting_until < wakes:  # the executor's own thread would otherwise sleep past the new deadline
-                self._inbox.post(envelope.Wake())
-        except BaseException as error:  # the executor's thread raises it and ends
-            self._broken = error
-            self._inbox.post(envelope.Wake())
+                if pieces := self._scheduler.take(time.monotonic()):
+                    self._run_batch(pieces)
+                    self._record_products()
+                wakes = self._resting_until
+                self._rest(time.monotonic())
+                if self._resting_until < wakes:  # the executor's own thread would otherwise sleep past the new deadline
+                    self._inbox.post(envelope.Wake())
+        except BaseException as error:
+            self._break_down(error)
         finally:
             self._turn.release()
         return True
+
+    def _after_answer(self) -> None:
+        """Record the product of a tenant that was alone, in the sender's thread, unless another turn does it."""
+        if self._unrecorded and self._turn.acquire(blocking=False):
+            try:
+                self._record_products()
+            except BaseException as error:
+                self._break_down(error)
+            finally:
+                self._turn.release()
+
+    def _break_down(self, error: BaseException) -> None:
+        """Let the executor's own thread raise an exception of another thread, and end."""
+        self._broken = error
+        self._inbox.post(envelope.Wake())
 
     # Messages
 
@@ -325,9 +356,7 @@ class Executor:
             self._model.require_device()
             return
         del rows, flat  # the executor must not hold a request's memory when it answers
-        now = time.monotonic()
-        self._scheduler.done(pieces, now=now, seconds=now - begun, matrices=_matrices(counts))
-        self._note(pieces, count, begun, now)
+        self._unrecorded.append(_Product(pieces, count, _matrices(counts), begun, time.monotonic()))
         self._hand_out(pieces, product, encoding)
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
@@ -341,15 +370,20 @@ class Executor:
             whole = piece.rows == piece.job.rows  # otherwise `_finish` copies the part
             self._finish(piece, copy_of(part) if shared and whole else part)
 
-    def _note(self, pieces: list[Piece[_Job]], rows: int, begun: float, now: float) -> None:
+    def _record_products(self) -> None:
+        """Record finished products in the scheduler and the report. Their answers do not wait for it."""
         report = self._report
-        report.seconds += now - begun
-        report.heat[pieces[0].job.request.group - report.first_group] += rows
-        report.batch_rows.observe(rows)
-        report.batch_requests.observe(len(pieces))
-        for piece in pieces:
-            if not piece.start:
-                report.waits[piece.job.stage].observe(begun - piece.job.arrival)
+        while self._unrecorded:
+            pieces, rows, matrices, begun, ended = self._unrecorded.popleft()
+            seconds = ended - begun
+            self._scheduler.done(pieces, now=ended, seconds=seconds, matrices=matrices)
+            report.seconds += seconds
+            report.heat[pieces[0].job.request.group - report.first_group] += rows
+            report.batch_rows.observe(rows)
+            report.batch_requests.observe(len(pieces))
+            for piece in pieces:
+                if not piece.start:
+                    report.waits[piece.job.stage].observe(begun - piece.job.arrival)
 
     def _rows(self, piece: Piece[_Job]) -> memoryview:
         """The rows of a piece, without a copy."""
@@ -397,7 +431,8 @@ class Executor:
         del self._jobs[job.sender]
         job.payload = job.result = None
         job.made = _NOTHING
-        self._inbox.answer(job.sender, ExecutorAnswer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+        head = wire.encode(reply, payload_bytes=len(body))
+        self._inbox.answer(job.sender, ExecutorAnswer(head, body, job.taken, self._after_answer))
 
 
 def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:

@@ -30,6 +30,10 @@ _LINGER_MS = 1000
 _ROWS_BYTES = 4
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class InboxMessage(NamedTuple):
     """A message in an inbox, with its sender, which the answer is sent to."""
 
@@ -44,11 +48,13 @@ class ExecutorAnswer(NamedTuple):
     Args:
         head: frame prefix and header, ready for the wire.
         rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
+        after: to be called once the answer is sent. It does work of the executor for which no tenant should wait.
     """
 
     head: bytes
     payload: memoryview
     rows: int
+    after: Callable[[], None] = _do_nothing
 
 
 InlineHandler = Callable[[InboxMessage], bool]

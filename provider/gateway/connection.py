@@ -282,6 +282,7 @@ class Connection:
             if limit is not None or relayed or sizes.encoding is wire.RING24:
                 head = wire.encode(wire.Result.answering(request, limit=limit, relayed=relayed), payload_bytes=sent)
             self._frames.send(head, payload)
+            answer.after()
             return
         if self._left():  # rows that were multiplied before the executor noticed are billed
             self._bill(Counts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))

@@ -22,6 +22,7 @@ from provider.executor.queues import LocalInbox, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
 from provider.scheduler.policy import PolicyName
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
@@ -124,6 +125,31 @@ def test_few_rows_are_multiplied_in_the_senders_thread(
         report = asker.report()
         assert sum(report.batch_rows.counts) == len(model.taken)
         assert 0 < report.seconds < report.uptime - report.idle
+
+
+def test_an_answer_does_not_wait_until_its_product_is_recorded(
+    store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[threading.Thread] = []
+    done = Scheduler.done
+
+    def noted(self: Scheduler[Any], *arguments: Any, **named: Any) -> None:
+        recorded.append(threading.current_thread())
+        done(self, *arguments, **named)
+
+    model = Watched(store)
+    with running(model) as (inbox, _):
+        asker = Asker(inbox, requests, store)
+        find_it_at_rest(asker, model)
+        monkeypatch.setattr(Scheduler, "done", noted)
+        asker.send(1)  # its turn begins with a record of the product before
+        answer = asker.channel.receive(0.0)
+        assert answer is not None
+        assert recorded == [threading.current_thread()]
+        answer.after()
+        answer.after()  # does nothing
+        assert recorded == [threading.current_thread()] * 2
+        assert sum(asker.report().batch_rows.counts) == len(model.taken)
 
 
 def test_requests_during_a_product_share_the_next_product(store: WeightStore, requests: Requests) -> None:

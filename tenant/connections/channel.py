@@ -355,9 +355,10 @@ class Channel:
         meanwhile()
         encoding = message.encoding
         answer = self._buffers.matrix(message.rows, outputs, dtype=encoding.dtype)
-        reply, filled = self._receive(line, encoding.space(answer.numpy()), deadline, message)
+        entries = answer.numpy()
+        reply, filled = self._receive(line, encoding.space(entries), deadline, message)
         if filled:
-            encoding.settle(answer.numpy())
+            encoding.settle(entries)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if filled else None)
         self.traffic.round_trips += 1

@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -152,6 +154,8 @@ class ProviderProbe:
             finding.failure = one_line(str(error))
 
     def _look(self, finding: Finding) -> None:
+        if self._federation.relay and finding.peer.role == "executor":
+            self._check_relay(finding)
         connection = self._open()
         finding.days_left = _days_left(connection)
         finding.clock_ahead_s = self._clock_ahead()
@@ -167,6 +171,24 @@ class ProviderProbe:
         self._round_trips(finding, groups.start)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
+
+    def _check_relay(self, finding: Finding) -> None:
+        """Warn if the executor takes no blocks of a helper. An older provider ends the connection, so it is another one
+        than that of the other steps."""
+        self._open()
+        self._greet()
+        helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}
+        asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
+        allowed: Sequence[str] = ()
+        with suppress(ProviderError):
+            reply, _ = self._ask(wire.PermitRequest(helpers=tuple(asked)))
+            allowed = reply.helpers if isinstance(reply, wire.Permit) else ()
+        self.close()
+        if others := [name for name, pins in helpers.items() if pins.isdisjoint(allowed)]:
+            finding.warnings.append(
+                f"{finding.peer.name} takes no relayed effects of {', '.join(others)}, so they come directly: ask its "
+                f"operator to list the helper's certificate under [relay] from, or remove relay = true"
+            )
 
     def _open(self) -> ClientConnection:
         federation, peer = self._federation, self.finding.peer

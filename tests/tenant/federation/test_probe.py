@@ -88,6 +88,16 @@ def test_without_keys_nothing_is_compared_and_no_row_is_sent(
     assert all(heard.request.rows == 0 for heard in (*executor.heard, *helper.heard))
 
 
+def test_an_executor_that_takes_no_blocks_is_reported(
+    new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    federation = new_federation([executor], [helper], relay=True)
+    for executor.takes_blocks in (True, False):
+        first, second = probe_all(federation, None, timeout=TIMEOUT_S)
+        assert first.failure is second.failure is None
+        assert ["relay" in warning for warning in first.warnings] == [True] * (not executor.takes_blocks)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_product_is_found_in_either_role_and_direction(

@@ -173,7 +173,7 @@ async def _prompt(asked: ChatRequest, service: Service, template: str) -> list[i
     messages = [_message(one, place) for place, one in enumerate(asked.messages)]
     tools = None
     if asked.tools and asked.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in asked.tools]
 
     def render() -> str:
         return render_chat(messages, service.tokenizer, chat_template=template, tools=tools, add_generation_prompt=True)
@@ -221,6 +221,9 @@ async def _grammar(asked: ChatRequest, service: Service, template: str) -> Any:
     forces = asked.tool_choice not in (None, "auto", "none")
     if asked.parallel_tool_calls is False and not forces:
         raise ApiError(400, "false needs a tool_choice that forces a call", param="parallel_tool_calls")
+    for place, tool in enumerate(asked.tools or ()):
+        if tool.function.strict and not forces and asked.tool_choice != "none":
+            raise ApiError(400, "true needs a tool_choice that forces a call", param=f"tools.{place}.function.strict")
     said = asked.response_format
     if said is not None and said.type != "text":
         if forces or (asked.tools and asked.tool_choice != "none"):

@@ -122,7 +122,7 @@ def test_a_tool_can_be_forced(client: Any) -> None:
     closed = {"additionalProperties": False}
     functions = [{"name": "weather", "parameters": place | closed}, {"name": "now", "parameters": closed}]
     asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 80, "temperature": 1, "seed": 1}
-    asked["tools"] = [{"type": "function", "function": function} for function in functions]
+    asked["tools"] = [{"type": "function", "function": {**function, "strict": True}} for function in functions]
     named = {"type": "function", "function": {"name": "weather"}}
     whole = client.chat.completions.create(**asked, tool_choice=named, parallel_tool_calls=False).choices[0]
     (call,) = whole.message.tool_calls
@@ -132,6 +132,8 @@ def test_a_tool_can_be_forced(client: Any) -> None:
     (streamed,) = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
     assert last.choices[0].finish_reason == "tool_calls"
     assert streamed.function.arguments == call.function.arguments
+    with pytest.raises(openai.BadRequestError, match="forces a call"):
+        client.chat.completions.create(**asked)
     called = client.chat.completions.create(**asked, tool_choice="required").choices[0].message.tool_calls
     assert [one.function.name in ("weather", "now") for one in called] == [True]
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}

@@ -37,20 +37,23 @@ class Pair:
     helper_certificate: str
 
 
-def configured(configure: Configure, identity: Identity, *, role: wire.Role, relay: RelayConfig, **limits: Any) -> Any:
-    config = configure(roles=(role,), **limits)
+def configured(configure: Configure, identity: Identity, *, role: wire.Role, relay: RelayConfig, **options: Any) -> Any:
+    config = configure(roles=(role,), **options)
     tls = TlsConfig(certificate=identity.certificate, key=identity.key, tenant_authority=config.tls.tenant_authority)
     return msgspec.structs.replace(config, name=role, tls=tls, relay=relay)
 
 
 @pytest.fixture(scope="module")
-def pair(configure: Configure, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    configure: Configure, keys: Keys, store: WeightStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    model = {"checkpoint": store.path}
     folder = tmp_path_factory.mktemp("helper")
     identity = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="beta")
     takes = RelayConfig(helpers=(identity.certificate,), memory_mib=1)
-    with Provider(configured(configure, keys.provider, role="executor", relay=takes)) as executor:
+    with Provider(configured(configure, keys.provider, role="executor", relay=takes, **model)) as executor:
         sends = RelayConfig(to=(RelayTarget(address=executor.address, certificate=keys.provider.certificate),))
-        with Provider(configured(configure, identity, role="helper", relay=sends)) as helper:
+        with Provider(configured(configure, identity, role="helper", relay=sends, **model)) as helper:
             certificates = fingerprint(keys.provider.certificate), fingerprint(identity.certificate)
             yield Pair(executor, helper, identity, *certificates)
 

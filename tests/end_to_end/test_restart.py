@@ -121,7 +121,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
         with pytest.raises(DeadlineExceededError, match=r"within 3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
             infer()
         # a pass has 9 groups: all are answered immediately, except for the one that exceeded its deadline
-        assert deadline_s / 2 < time.monotonic() - began[-1] < 4 * deadline_s
+        assert deadline_s / 2 < time.monotonic() - began[-1] < 8 * deadline_s
     finally:
         llama_federation.restart(NAMES[role])
     assert torch.equal(infer(), expected)

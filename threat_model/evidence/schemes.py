@@ -85,4 +85,4 @@ def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) ->
 
 _POOLS = tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES)
 SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_RELAY, PAD_24))
-QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS, PAD_RELAY, PAD_24))
+QUICK_SCHEMES = _all((paper_pool(16, 16.0),), (PAD, PADS, PAD_RELAY, PAD_24))

@@ -40,8 +40,8 @@ class Vandal:
 
     def frame(self) -> tuple[bytes, bool]:
         """Returns the bytes of a frame, and True if the client must drop the connection after sending them."""
-        # about two hundred of each, because handshakes are slow
-        ways = self.ways if self._random.random() < 0.1 else self.milder
+        # about a hundred of each, because handshakes are slow
+        ways = self.ways if self._random.random() < 0.05 else self.milder
         way = self._random.choice(ways)
         return way(), way == self.truncated
 

@@ -483,7 +483,7 @@ def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tm
         both[0].count(ALICE, "executor", Counts(requests=1))
         began = time.monotonic()
         both[0].settle()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 4.5  # SQLite's own limit is five seconds
         assert both[0].unwritten_s > 0
     for usage in both:
         usage.close()
@@ -503,17 +503,17 @@ def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path:
 
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
         holder.execute("BEGIN IMMEDIATE")
-        threads = [threading.Thread(target=served) for _ in range(12)]
+        threads = [threading.Thread(target=served) for _ in range(80)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert max(waits) < 1.5  # twelve times a quarter of a second, if they waited one after the other
+        assert max(waits) < 10  # eighty times a quarter of a second, if they waited one after the other
         assert usage.unwritten_s > 0
     usage.settle()
     assert usage.unwritten_s == 0
     (bill,) = read(database)
-    assert bill["requests"] == 12
+    assert bill["requests"] == 80
     usage.close()
 
 

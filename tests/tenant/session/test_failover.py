@@ -360,8 +360,8 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
     began = time.monotonic()
     with pytest.raises(ConnectionLostError, match="nothing listens"):
         is_right(new_session("none", [nobody]), store, QKV, FORWARD, 1, seed=1)
-    assert time.monotonic() - began < 5.0
-    session = new_session("none", [there], deadline_s=1.0)
+    assert time.monotonic() - began < 10.0  # the session's deadline is 20
+    session = new_session("none", [there], deadline_s=3.0)
     assert is_right(session, store, QKV, FORWARD, 1, seed=1)
     there.close()
     with pytest.raises(DeadlineExceededError):

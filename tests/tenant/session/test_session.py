@@ -900,7 +900,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
 
     with pytest.raises(DeadlineExceededError, match=r"within 2 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
         go_on()
-    assert time.monotonic() - started < 5 * deadline_s
+    assert time.monotonic() - started < 8 * deadline_s  # nine pads, one after the other, would take longer
 
 
 def test_closing_does_not_wait_for_absent_providers(

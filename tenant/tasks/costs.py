@@ -36,25 +36,26 @@ def measure_costs(
     shared = np.empty((len(rows), len(tokens)))
     own = {method: np.empty_like(shared) for method in examples}
     for i, count in enumerate(rows):
-        for j, length in enumerate(tokens):
-            shared[i, j] = _median(lambda: run(count, length), repeat)  # noqa: B023 - called at once
-            for method, name in examples.items():
-                with tasks.batch([name] * count):
-                    own[method][i, j] = _median(lambda: run(count, length), repeat) - shared[i, j]  # noqa: B023
+        shared[i] = _seconds(run, count, tokens, repeat)
+        for method, name in examples.items():
+            with tasks.batch([name] * count):
+                own[method][i] = _seconds(run, count, tokens, repeat) - shared[i]
     return Costs(
         shared=_between(shared, rows, tokens),
         own={method: _between(np.maximum(table, 0), rows, tokens) for method, table in own.items()},
     )
 
 
-def _median(work: Callable[[], Any], repeat: int) -> float:
-    work()
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def _seconds(run: Run, count: int, tokens: Sequence[int], repeat: int) -> list[float]:
+    """The median seconds for each length."""
+    run(count, tokens[0])  # the first pass of a batch makes its plan
+    return [statistics.median(_timed(run, count, length) for _ in range(repeat)) for length in tokens]
+
+
+def _timed(run: Run, count: int, length: int) -> float:
+    start = time.perf_counter()
+    run(count, length)
+    return time.perf_counter() - start
 
 
 def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:

@@ -319,14 +319,15 @@ _NOBODY = NeighbourView((), torch.zeros((0, 1)))
 
 @contextmanager
 def _deposits(recorder: Recorder) -> Iterator[None]:
-    """Record the blocks that executors of this process keep."""
+    """Record the blocks that executors of this process keep. On a busy machine, too, executors wait for blocks."""
     keep = BlockStore.keep
 
     def record(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
         recorder.deposited(block.header, payload)
         keep(store, tenant, block, payload)
 
-    with mock.patch.object(BlockStore, "keep", record):
+    wait = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
+    with wait, mock.patch.object(BlockStore, "keep", record):
         yield
 
 

@@ -38,7 +38,6 @@ class Block(NamedTuple):
     Args:
         executor: the executor that receives the block. The gate has checked rule 8 for it and the pad's helpers.
         id: derived from the seed, the rows and the executor.
-        rows: number of rows of the block.
         start: the pad's first row in the block.
         second: the second keystream, with rows as wide as the effect, and the row numbers of the mask.
         until: the tenant does not use the block after this time, by `time.monotonic`.
@@ -57,7 +56,6 @@ class Share(NamedTuple):
 
     Args:
         holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
-        keystream: keystream of this seed, layer group and direction.
         first_row: the pad's first row in the keystream.
         effect: int32 `[r, o]`, unverified; None if it lies at an executor, as a block.
         offset: the pad's first row in the effect.

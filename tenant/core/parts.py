@@ -29,7 +29,6 @@ class Part:
 
     Args:
         index: index of the layer group.
-        direction: forward or backward.
         rows: all rows of the product.
         start: index of the part's first row in the product.
         encoded: int32 `[r, d]`, the part's rows in the ring, followed by rows of zeros if the bucket requires more

@@ -10,7 +10,7 @@ The quantisation scale stays in these objects and never leaves the tenant (rule 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Self, TypeVar
 
@@ -99,12 +99,6 @@ class Rows(ABC):
     @abstractmethod
     def put(self, numbers: Sequence[int], some: Self) -> None:
         """Write the results of `some(numbers)`."""
-
-    def multiply_again(self, numbers: Sequence[int], multiply: Callable[[Self], None]) -> None:
-        """Multiply rows whose products wrapped around too often once more, at half their scale."""
-        again = self.some(numbers, halved=True)
-        multiply(again)
-        self.put(numbers, again)
 
     def _counts_of(self, numbers: Sequence[int]) -> Counts | None:
         if self.counts is None:

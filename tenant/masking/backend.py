@@ -8,7 +8,7 @@ PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, Self
 
@@ -126,6 +126,13 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
+def multiply_again(rows: Rows, numbers: Sequence[int], multiply: Callable[[Rows], None]) -> None:
+    """Multiply rows whose products wrapped around too often once more, at half their scale."""
+    again = rows.some(numbers, halved=True)
+    multiply(again)
+    rows.put(numbers, again)
+
+
 class Simulation:
     """A `RingProduct` that uses the tenant's own copy of the weights: no network, no masks. The reference for all
     schemes."""
@@ -142,7 +149,7 @@ class Simulation:
         product = self.product(index, direction, xq, counts=rows.counts)
         rows.decode(0, product)
         if rows.most_wraps and (again := uncorrectable(product, ring_bits=rows.ring_bits)):
-            rows.multiply_again(again, partial(self.multiply, index, direction))
+            multiply_again(rows, again, partial(self.multiply, index, direction))
 
     def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""

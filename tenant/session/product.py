@@ -29,6 +29,7 @@ from tenant.core.masked import cut
 from tenant.core.pads import some_rows
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
+from tenant.masking.backend import multiply_again
 from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -120,7 +121,7 @@ class Products:
         if left:
             self.tally.add(rows_repeated=len(left))
             again = [part.start + row for row in left]
-            part.rows.multiply_again(again, partial(self.multiply, part.index, part.direction))
+            multiply_again(part.rows, again, partial(self.multiply, part.index, part.direction))
 
     def _corrected(
         self, route: Route, part: Part, answer: Answer, refused: Sequence[int], retry: RetryState

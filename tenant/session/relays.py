@@ -23,7 +23,7 @@ from tenant.routing.routes import Routes
 log = logging.getLogger(__name__)
 
 _PERMIT_S: Final = 5.0  # longest wait for a permit
-_FIRST_PAUSE_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 300.0
 _USED_PART: Final = 0.5  # of the times that an executor states: clocks differ, and messages take time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +95,11 @@ def test_forward_and_backward_have_the_bits_of_the_simulation(
     path = with_helpers(relaying, helpers)
     model = open_model(llama, RemoteConfig(federation=path, ring_bits=ring_bits, deadline_s=DEADLINE_S), adapter=False)
     assert all(map(equal, passes(model), expected(ring_bits)))
-    ledger = ledger_of(model)
-    assert ledger.rows_relayed > 0
-    assert ledger.answers_rejected == 0
+    deadline = time.monotonic() + DEADLINE_S
+    while not ledger_of(model).rows_relayed:  # on a busy machine, blocks may come too late at first
+        assert time.monotonic() < deadline
+        assert all(map(equal, passes(model), expected(ring_bits)))
+    assert ledger_of(model).answers_rejected == 0
 
 
 class Killer:

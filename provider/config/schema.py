@@ -71,6 +71,8 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM files, made by `symbiosis-priv keys`. The provider reads them again when they change.
 
     Args:
+        certificate: the provider's own certificate.
+        key: the private key of the certificate.
         tenant_authority: the authority that signs tenants' certificates.
         revoked: tenants' certificates that are no longer accepted, as `symbiosis-priv keys revoke` lists them.
     """
@@ -235,6 +237,8 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Args:
         weight: the tenant's share of a busy executor, relative to other tenants.
+        requests_per_s: products per second.
+        rows_per_s: rows per second.
         giga_multiply_adds_per_s: work per second in 10^9 multiply-adds, including the keystream of effects.
         max_rows_in_flight: rows of requests that are not answered yet.
     """
@@ -290,6 +294,7 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Args:
         announce: addresses of registries; nothing is announced if left out.
         authority: the federation's authority. It has issued this provider's certificate, with the operator's name.
+        revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
         capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].

@@ -4,11 +4,12 @@ gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes
 unauthenticated  limits the connections that are not authenticated
 connection       checks the requests of one tenant's connection and sends the answers
+deposits         takes the blocks of one helper's connection
 frames           reads and sends the frames of a connection, within limits and deadlines
 shapes           checks a matrix's header against model and limits
 slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used
-credentials      certificates and the revocation list
+credentials      tenants' and helpers' certificates, and the revocation list
 """

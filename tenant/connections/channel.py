@@ -2,7 +2,7 @@
 
 The bytes of a request are fixed. `attempt` sends a request once. `request` retries: if the connection breaks or the
 provider is busy, it sends the *same bytes* again, on a new connection, until the deadline. This is safe because
-providers keep no state between requests, and it draws no second mask for a row (rule 3). The request decides how much
+providers need no state between requests, and it draws no second mask for a row (rule 3). The request decides how much
 memory its answer takes, whatever the provider sends. The memory is allocated while the answer is awaited. An answer is
 checked against its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
 """

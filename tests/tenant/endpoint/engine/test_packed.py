@@ -39,9 +39,9 @@ def test_products_run_outside_the_mode_for_local_functions(checkpoint: Path) -> 
     model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
     packed, backend, inside = PackedModel(model), backend_of(model), []
 
-    def multiply(*args: Any) -> None:
+    def multiply(*args: Any, **said: Any) -> None:
         inside.append(torch._C._is_torch_function_all_disabled())
-        type(backend).multiply(backend, *args)
+        type(backend).multiply(backend, *args, **said)
 
     with mock.patch.object(backend, "multiply", multiply):
         packed([Rows(kv=packed.new_kv(), tokens=[1, 2])])

@@ -34,6 +34,7 @@ from symbiosis_priv.network.tls import server_context
 from tenant.connections.channel import Wiretap
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
+from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
@@ -485,6 +486,9 @@ def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
     return write
 
 
+PATIENT = Tolerance(least_patience_s=TIMEOUT_S)
+"""On a busy machine, no provider counts as late. Tests of late providers have a tolerance of their own."""
+
 NewSession = Callable[..., Session]
 
 
@@ -503,13 +507,16 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
             deadline_s: float = TIMEOUT_S,
             companies: Sequence[Company] = (),
             pad_helpers: int | None = None,
+            tolerance: Tolerance = PATIENT,
             **options: Any,
         ) -> Session:
             relay = masking == "relay"
             session = Session(
                 new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers, relay=relay),
                 prepared,
-                options=SessionOptions(masking="pad" if relay else masking, deadline_s=deadline_s, **options),
+                options=SessionOptions(
+                    masking="pad" if relay else masking, deadline_s=deadline_s, tolerance=tolerance, **options
+                ),
                 store=store,
             )
             open_sessions.callback(session.close)

@@ -39,7 +39,6 @@ from tenant.core.verifier import BlameKeys
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
@@ -725,8 +724,7 @@ def test_two_wrong_pieces_at_once_convict_no_other_provider(
         first.behaviour, second.behaviour = lie, be_slow
     else:
         helper.behaviour = saying(frames, spoil)
-    patient = Tolerance(least_patience_s=20.0)
-    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4, tolerance=patient)
+    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
         assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
@@ -814,7 +812,7 @@ def test_two_pieces_go_to_two_executors(
     providers = [new_provider(), new_provider()]
     for provider in providers:
         provider.behaviour = answer_when_both_are_here
-    session = new_session("none", providers, piece_bytes=30_000, tolerance=Tolerance(least_patience_s=20.0))
+    session = new_session("none", providers, piece_bytes=30_000)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
     assert [len(provider.executed) for provider in providers] == [1, 1]

@@ -12,7 +12,7 @@ def test_a_lost_rank_delays_no_tenant_that_has_another_executor(tmp_path: Path) 
     (row,) = measure_ranks(
         tmp_path,
         Llama(width=64, layers=1, inner=64),
-        Sharding(ranks=2, tenants=1, rows=1, masking="none", seconds=0.5, pause_s=0.02, apart=False),
+        Sharding(ranks=2, tenants=1, rows=1, masking="none", seconds=2.0, pause_s=0.02, apart=False),
         groups=[2],
         losses=["a rank is killed"],
     )

@@ -23,7 +23,7 @@ from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
 from tenant.bench.providers import parsed, provide, relayed, remote_config
-from tenant.bench.result_file import Row, number
+from tenant.bench.result_file import Row
 from tenant.bench.tenant_process import Cost, Generate, Step, Task, serve_tenant
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
@@ -69,7 +69,7 @@ def measure_network(
     on_turn: Callable[[str], None],
 ) -> tuple[list[Row], str]:
     """A row per condition, kind of work and masking, the link without limits first; also the kind of emulation and its
-    reason.
+    reason. `over_first` is the time over that of a whole batch, or of a token, with the first masking.
 
     Args:
         batch, tokens: size of a fine-tuning step.
@@ -86,8 +86,9 @@ def measure_network(
             provide(model, directory, threads=effort.threads, host=link.host, relay=relayed(maskings))
         )
         groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
-        found: dict[tuple[str, str], list[Row]] = {}
+        found: dict[tuple[Condition, str], list[Row]] = {}
         free: dict[tuple[str, str], Measured] = {}
+        first: dict[tuple[Condition, str], float] = {}
         for condition, masking in product((Condition(), *conditions), maskings):
             on_turn(f"{masking}: {condition}, emulated by {link.kind}")
             link.impose(condition)
@@ -97,10 +98,10 @@ def measure_network(
                     measured = _measure(tenant, task, link)
                     unlimited = free.setdefault((name, masking), measured)
                     row = _row(condition, _design(groups, task, masking), measured, unlimited)
-                    beside = found.setdefault((str(condition), name), [])
-                    first_s = number((beside or [row])[0]["measured_s"])
+                    first_s = first.setdefault((condition, name.partition(",")[0]), measured.seconds)
                     labels: Row = {"condition": str(condition), "work": name, "masking": masking}
-                    beside.append({**labels, **row, "over_first_masking": measured.seconds / first_s})
+                    rows_of_work = found.setdefault((condition, name), [])
+                    rows_of_work.append({**labels, **row, "over_first": measured.seconds / first_s})
         shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
         rows = [{**shared, "tokens": tokens, "link": link.kind, **row} for rows in found.values() for row in rows]
         return rows, f"{link.kind} ({link.why_not_better})" if link.why_not_better else link.kind

@@ -110,7 +110,7 @@ def quality_rows(worse: float) -> list[Row]:
 
 def network_rows(worse: float) -> list[Row]:
     def row(condition: str, masking: str, ratio: float) -> Row:
-        return {"condition": condition, "work": "step", "masking": masking, "over_first_masking": ratio}
+        return {"condition": condition, "work": "step, 2 parts overlapped", "masking": masking, "over_first": ratio}
 
     slow, fast = "100 Mbit/s, 10 ms", "1 Gbit/s, 10 ms"
     return [row(slow, "pad", 1.0), row(slow, "pad/24/relay", 0.5 * worse), row(fast, "pad/24/relay", 9.0)]

@@ -161,11 +161,15 @@ class Worker(Popen):
 
 
 class _NestedPopen(Popen):
-    """Replaces `subprocess.Popen` in a fork."""
+    """Replaces `subprocess.Popen` in a fork. A provider's own processes stay its children, as which they are found."""
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         words = given[0]
-        if isinstance(words, list) and words[1:2] == ["-m"]:
+        if (
+            isinstance(words, list)
+            and words[1:2] == ["-m"]
+            and not any("provider.processes." in word for word in words)
+        ):
             super()._execute_child(*given, **named)
         else:
             _NewProcess._execute_child(self, *given, **named)  # type: ignore[attr-defined]

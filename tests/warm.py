@@ -288,6 +288,7 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
         os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # a library may have asked for the parent's
     os.chdir(folder)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115

@@ -39,7 +39,7 @@ def test_a_report_has_machine_date_and_command(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"rows": []}', b'{"schema": "\xff"}', b"[" * 100_000])
 def test_other_files_are_not_reports(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="no report of"):
+    with pytest.raises(ConfigError, match="not a report of"):
         result_file.read(tmp_path / "r.json")
 
 

@@ -514,7 +514,7 @@ def test_a_model_that_is_dropped_closes_its_connections(
     model(input_ids=IDS)
     started = set(threading.enumerate()) - before  # the session's connections, and the providers' ends of them
     assert len(executor.hellos) == 1
-    assert len(helper.hellos) == 2
+    assert len(helper.hellos) in range(2, 5)  # pads that are needed now, and pads ahead: two connections each
     assert len(started) > 3
     del model
     gc.collect()

@@ -92,6 +92,7 @@ CHANGES = {
     "learning_rate": 1e-3,
     "batch_size": 8,
     "gradient_accumulation": 2,
+    "overlap": 2,
     "sequence_length": 128,
     "seed": 1,
     "pad_to_multiple_of": 8,

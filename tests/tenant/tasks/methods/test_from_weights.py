@@ -133,9 +133,9 @@ class Counted:
         backend = backend_of(model)
         multiply = backend.multiply
 
-        def counting(index: int, direction: Any, inputs: Any, outputs: Any) -> None:
+        def counting(index: int, direction: Any, inputs: Any, outputs: Any, **options: Any) -> None:
             self.requests.append((index, str(direction), torch.cat([part.detach() for part in inputs], dim=1)))
-            multiply(index, direction, inputs, outputs)
+            multiply(index, direction, inputs, outputs, **options)
 
         monkeypatch.setattr(backend, "multiply", counting)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -309,6 +309,9 @@ def test_only_liars_are_named(
     named = set[frozenset[int]]()
 
     @given(st.integers(1, 2), st.sets(st.integers(0, 2), max_size=2), st.sampled_from(LIES), st.integers(2, 5))
+    @example(2, {0}, "answer", 3)
+    @example(2, {1}, "answer", 3)
+    @example(2, {2}, "answer", 3)
     @settings(
         max_examples=60,
         deadline=None,

@@ -1,0 +1,30 @@
+"""The pages name tests and files that exist, and link to pages that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DEFINITION = re.compile(r"^def (test_\w+)", re.MULTILINE)
+TESTS = {
+    path.relative_to(ROOT).as_posix(): set(DEFINITION.findall(path.read_text(encoding="utf-8")))
+    for path in (ROOT / "tests").rglob("test_*.py")
+}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_named_tests_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    everywhere = set().union(*TESTS.values())
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+        assert path in TESTS or (ROOT / path).is_file(), path
+        assert not name or name in TESTS[path], f"{path}::{name}"
+    assert set(re.findall(r"`(test_\w+)`", text)) <= everywhere
+    for path in re.findall(r"`((?:[\w/]+/)?test_\w+\.py)`", text):
+        assert any(known.endswith(f"/{path}") or known == path for known in TESTS), path
+    for path in re.findall(r"`((?:threat_model|symbiosis_priv|tenant|provider|tests|examples|docs)/[\w/.]*)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\]\(((?!https?:)[\w/.-]+)(?:#[\w-]*)?\)", text):
+        assert (page.parent / path).exists(), path

@@ -34,6 +34,7 @@ from provider.executor.supervisor import ProcessExecutor, make
 from provider.serve import Provider
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
+from tests.waiting import until
 from tests.warm import Popen
 
 if TYPE_CHECKING:
@@ -251,10 +252,7 @@ def test_a_hanging_executor_is_restarted(
         assert isinstance(provider.executor, ProcessExecutor)
         first = provider.executor.pid
         os.kill(first, signal.SIGSTOP)
-        deadline = time.monotonic() + 30
-        while not provider.executor.hangs:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: provider.executor.hangs)
         after, _ = client.until_served(execute(0, 1), x, within=60)
         assert torch.equal(before, after)
         assert provider.executor.pid != first

@@ -24,6 +24,7 @@ from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import Vouching
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
@@ -69,13 +70,6 @@ def listed(vouching: Vouching, registry: RegistryServer, digest: str) -> dict[st
     with vouching.client(registry.address) as client:
         found = [verify(data, vouching.trust, now=time.time()) for data in client.list(digest)]
     return {announced.name: announced for announced in newest(found).values()}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_provider_is_listed_with_its_layers_and_announces_its_end(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,18 +26,12 @@ from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.trust import Trust
 from tests.provider.operations.test_metrics import get
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys
 
 FILES = ("certificate", "key", "tenant_authority", "revoked")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +11,7 @@ import zmq
 from provider.executor.envelope import ExecutorReport
 from provider.executor.handle import ExecutorHandle
 from provider.executor.queues import ExecutorAnswer, InboxMessage, LocalInbox, RequestChannel
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure
@@ -49,9 +49,6 @@ class _OutOfReach(ExecutorHandle):
 def test_the_guard_retries_after_a_request_that_could_not_be_sent(configure: Configure) -> None:
     executor = _OutOfReach(configure(), model_digest="")
     executor.start()
-    deadline = time.monotonic() + 30
-    while not executor.present:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: executor.present)
     executor.stop(5.0)
     assert not executor.hangs

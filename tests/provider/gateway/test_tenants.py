@@ -13,7 +13,6 @@ import sqlite3
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +39,7 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
+from tests.waiting import until
 from threat_model.evidence.twins import twin_of
 
 if TYPE_CHECKING:
@@ -48,13 +48,6 @@ if TYPE_CHECKING:
 WIDTH = 64
 ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
 OPEN_FILES = Path("/proc/self/fd")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ones(rows: int) -> torch.Tensor:

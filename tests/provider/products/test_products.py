@@ -27,6 +27,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Requests
@@ -307,10 +308,7 @@ def test_no_tensor_is_kept_between_requests(
         helper = connect("dave", role="helper", to=provider)
         helper.send(effect(0, 23, seed=secrets.token_bytes(32)))
         assert isinstance(helper.receive()[0], wire.Result)
-        deadline = time.monotonic() + 20
-        while not all(storage.expired() for storage in kept):
-            assert time.monotonic() < deadline, f"{sum(not s.expired() for s in kept)} of {len(kept)} are still there"
-            time.sleep(0.01)
+        until(lambda: all(storage.expired() for storage in kept))
         assert len(kept) > 60
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +28,15 @@ from symbiosis_priv.network.blocks import block_id, statement
 from symbiosis_priv.network.tls import client_context
 from tests.provider.conftest import Client
 from tests.provider.relay.conftest import configured
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.provider.conftest import Configure, Connect, Keys
     from tests.provider.relay.conftest import NewTenant, Pair, Tenant
 
 GROUP = 1
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ring_rows(rows: int, width: int) -> torch.Tensor:

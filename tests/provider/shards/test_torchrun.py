@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from provider.shards import torchrun
 from tests.provider.processes import has_ended
+from tests.waiting import until
 
 # Two ranks, of which the first stops; torchrun (this script) does not notice it.
 GROUP = """
@@ -45,10 +45,7 @@ def test_the_whole_group_ends_and_nothing_else(tmp_path: Path) -> None:
     group.stdin.write(b"now\n")
     group.stdin.flush()
     assert group.wait(30) == -signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while not all(map(has_ended, ranks)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(map(has_ended, ranks)))
     assert bystander.poll() is None
     for pipe in (group.stdin, group.stdout, bystander.stdin):
         pipe.close()
@@ -74,6 +71,7 @@ def test_the_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 FLOODED = """
 import sys
 from provider.shards import torchrun
+from tests.waiting import until
 torchrun.limit_memory(64 << 20)
 kept = []
 try:

@@ -23,7 +23,6 @@ import shutil
 import signal
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,6 +69,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.runtime import Runtime
 from tenant.session.session import Session
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
@@ -1001,10 +1001,7 @@ def test_rule_12_a_fork_by_c_code_is_detected(
     """libc's fork does not run Python's hook. The child uses none of its parent's pads or connections."""
     session = new_session("pad", [executor], [helper], pool_memory=1 << 20)
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
-    deadline = time.monotonic() + 20
-    while not session.ledger().pads_ready:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: session.ledger().pads_ready)
 
     def product() -> bytes:
         return session.product(QKV, FORWARD, xq).numpy().tobytes()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tenant.endpoint.api.conftest import KEY, Served
+from tests.waiting import until
 
 COMPLETION = {"model": "tiny", "prompt": "Hello", "max_tokens": 1}
 
@@ -151,14 +152,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, mon
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     before = load().tokens
     left = connected(served, head.encode() + body)
-    wait(lambda: load().tokens > before)
+    until(lambda: load().tokens > before)
     left.close()
-    wait(lambda: load().running == 0)
+    until(lambda: load().running == 0)
     assert load().tokens < before + 400
-
-
-def wait(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

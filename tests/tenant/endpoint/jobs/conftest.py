@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,3 @@ def port(jobs: Jobs, tasks: Tasks, chat_model: Path) -> Iterator[int]:
 def client(port: int) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
-
-
-def wait_until(true: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    """Wait for a condition that another thread or process makes true."""
-    waiting = threading.Event()
-    for _ in range(int(seconds / 0.05)):
-        if true():
-            return
-        waiting.wait(0.05)
-    raise AssertionError(f"not true within {seconds:g} s")

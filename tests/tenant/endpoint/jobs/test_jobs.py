@@ -17,7 +17,8 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.jobs.job import Asked, Job, JobEvent, StoredJob
 from tenant.endpoint.jobs.jobs import Jobs
 from tenant.tasks import Tasks
-from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs, wait_until
+from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs
+from tests.waiting import until
 
 SHORT = {"n_epochs": 1, "batch_size": 4, "sequence_length": 64}
 
@@ -75,7 +76,7 @@ def long_job(jobs: Jobs, chats: bytes, *, epochs: int) -> Any:
     file = jobs.files.add(io.BytesIO(chats), "chats.jsonl")
     asked: Any = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
     stored = jobs.create(Asked(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
-    wait_until(lambda: len(steps(stored.events)) >= 2 or stored.job.error is not None)
+    until(lambda: len(steps(stored.events)) >= 2 or stored.job.error is not None)
     assert stored.job.error is None
     return stored
 
@@ -87,10 +88,10 @@ def test_a_cancelled_job_ends_and_the_next_one_runs(client: Any, jobs: Jobs, cha
     assert client.fine_tuning.jobs.cancel(stored.job.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="cancelled already"):
         client.fine_tuning.jobs.cancel(stored.job.id)
-    wait_until(lambda: process.poll() is not None)
+    until(lambda: process.poll() is not None)
     assert stored.job.status == "cancelled"
     assert stored.job.fine_tuned_model is None
-    wait_until(lambda: jobs._running is None)
+    until(lambda: jobs._running is None)
 
 
 def test_a_job_goes_on_when_the_endpoint_starts_again(open_jobs: OpenJobs, chats: bytes, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_job_goes_on_when_the_endpoint_starts_again(open_jobs: OpenJobs, chats
         before = steps(stored.events)
         with open_jobs(folder) as jobs:
             stored = jobs.get(stored.job.id)
-            wait_until(partial(has_more_steps, stored, len(before)))
+            until(partial(has_more_steps, stored, len(before)))
             assert stored.job.error is None
             assert steps(stored.events)[: len(before)] == before
             first = steps(stored.events)[len(before)]
@@ -147,5 +148,5 @@ def test_a_job_that_cannot_run_says_why(client: Any, jobs: Jobs) -> None:
     job = client.fine_tuning.jobs.create(
         model="tiny", training_file=file.id, hyperparameters={"sequence_length": 65536}
     )
-    wait_until(lambda: jobs.get(job.id).job.status == "failed")
+    until(lambda: jobs.get(job.id).job.status == "failed")
     assert "positions" in client.fine_tuning.jobs.retrieve(job.id).error.message

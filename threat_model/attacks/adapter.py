@@ -57,7 +57,6 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
     generations."""
 
     name = "adapter by least squares"
-    family = "adapter"
     party = "executor"
     decisive = True
     sees = "forward rows of generations"

@@ -17,7 +17,6 @@ from threat_model.evidence.views import ExecutorView
 
 
 class _GradientAttack(LabelsAttack[ExecutorView]):
-    family = "text"
     metric = "labels"
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:

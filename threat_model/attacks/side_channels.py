@@ -36,7 +36,6 @@ def facts_of(truth: Truth) -> dict[str, object]:
 
 
 class _SideChannel:
-    family = "side channel"
     metric = "facts right"
     chance = "0"
     by_design: ClassVar[bool] = True

@@ -12,6 +12,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.bench import result_file
 from tenant.bench.cli_options import measuring
 from tenant.bench.tables import Table, render, update
+from tenant.session import spans
 
 ROWS: list[result_file.Row] = [
     {"width": 768, "variant": "whole, fp32", "wall_s": 1.25, "helper_cpu_s": None, "tenant_peak_mib": 1650.0},

@@ -11,7 +11,8 @@ shape (`ROWS` rows by `BLOCK` keys). The last bits of the two differ.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,22 +127,26 @@ class _Table:
         shape = self._shape = new[0][0].shape
         self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
         self._new = new  # keeps the blocks
+        self._tables: list[Any] = []
+        self._sequences = [self._of_kind(kind) for kind in range(len(shape.kinds))]
+        self._pairs = sum(tokens * kv.length for kv, tokens in new)
+
+    def _of_kind(self, kind: int) -> Any:
+        """Return local.h's `struct sequence` of each sequence, for the layers of one kind."""
         fields: list[int] = []
-        self._blocks = []
-        row = self._pairs = 0
-        for kv, tokens in new:
-            addresses = kv.addresses()
-            self._blocks.append((ctypes.c_int64 * len(addresses))(*addresses))
-            fields += row, tokens, kv.length - tokens, ctypes.addressof(self._blocks[-1])
+        row = 0
+        for kv, tokens in self._new:
+            addresses = kv.addresses(kind)
+            self._tables.append((ctypes.c_int64 * len(addresses))(*addresses))
+            fields += row, tokens, kv.length - tokens, ctypes.addressof(self._tables[-1])
             row += tokens
-            self._pairs += tokens * kv.length
-        self._sequences = (ctypes.c_int64 * len(fields))(*fields)
+        return (ctypes.c_int64 * len(fields))(*fields)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        options = _Options(layer, 0, *self._sizes)
-        count = len(self._new)
+        kind, place = self._shape.places[layer]
+        options = _Options(place, 0, *self._sizes)
         native.brief_library().local_append(
-            ctypes.addressof(options), self._sequences, count, keys.data_ptr(), values.data_ptr()
+            ctypes.addressof(options), self._sequences[kind], len(self._new), keys.data_ptr(), values.data_ptr()
         )
 
     def attend(
@@ -155,9 +160,10 @@ class _Table:
     ) -> Tensor:
         rows, heads, width = queries.shape
         sinks = None if sinks is None else sinks.detach().float().contiguous()
-        options = _Options(layer, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
+        kind, place = self._shape.places[layer]
+        options = _Options(place, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
         result = torch.empty((rows, heads, self._shape.value_width), dtype=torch.float32, device="cpu")
-        arguments = self._isa, ctypes.addressof(options), self._sequences, queries.data_ptr(), result.data_ptr()
+        arguments = self._isa, ctypes.addressof(options), self._sequences[kind], queries.data_ptr(), result.data_ptr()
 
         def compute(begin: int, end: int) -> None:
             self._library.local_attend(*arguments, begin, end)
@@ -170,7 +176,7 @@ class _Table:
 
 def _attend_one(
     queries: Tensor,
-    blocks: Sequence[tuple[Tensor, Tensor]],
+    blocks: Mapping[int, tuple[Tensor, Tensor]],
     length: int,
     scaling: float,
     window: int | None,
@@ -181,8 +187,8 @@ def _attend_one(
 
     Args:
         queries: `[tokens, heads, key_width]`, of the positions `length - tokens` to `length - 1`.
-        blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the whole sequence;
-            what lies behind `length` must be finite.
+        blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the sequence, by
+            number, as far back as the window reaches; what lies behind `length` must be finite.
         length: tokens of the sequence, those of the queries included.
     """
     device = torch.device("cpu") if len(queries) == 1 else queries.device
@@ -204,7 +210,7 @@ def _attend_one(
 
 def _attend(
     queries: Tensor,
-    blocks: Sequence[tuple[Tensor, Tensor]],
+    blocks: Mapping[int, tuple[Tensor, Tensor]],
     first: int,
     *,
     window: int | None,
@@ -212,7 +218,8 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     tokens, heads, width = queries.shape
-    heads_kv, _, value_width = blocks[0][1].shape
+    last = first + tokens - 1
+    heads_kv, _, value_width = blocks[last // BLOCK][1].shape
     group = heads // heads_kv
     per_tile = max(1, ROWS // group)
     tiles, rows = -(-tokens // per_tile), -(-group // ROWS) * ROWS
@@ -233,7 +240,6 @@ def _attend(
         total[:, :, used] = 1.0
     result = queries.new_zeros(heads_kv, tiles, rows, value_width)
 
-    last = first + tokens - 1
     begin = 0 if window is None else max(0, first - window + 1) // BLOCK
     for index in range(begin, last // BLOCK + 1):
         keys, values = (part.to(queries) for part in blocks[index])

@@ -89,7 +89,7 @@ class ContinuousEngine(Engine):
         drafter: Drafter | None = None,
     ) -> None:
         self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
-        self._drafter = drafter
+        self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
         self._waiting, self._running = Turns(), Turns()
         self._prefixes = Prefixes()
         shape, heads = packed.shape, packed.config.num_attention_heads
@@ -201,6 +201,7 @@ class ContinuousEngine(Engine):
             # the last token is computed in any case, because its logits are needed
             known = self._prefixes.find((request.adapter, sequence.generation), request.prompt[:-1])
         sequence.kv = known or self._packed.new_kv()
+        sequence.kv.release()
         sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
 
     def _next_rows(self) -> list[tuple[Sequence, Rows]]:
@@ -264,6 +265,8 @@ class ContinuousEngine(Engine):
             return
         if sequence.answer.finish is not None:
             self._end(sequence)
+        elif sequence.kv is not None:
+            sequence.kv.release()
 
     def _end(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
         """Report the last event of a request, and free what it holds."""
@@ -285,12 +288,11 @@ class ContinuousEngine(Engine):
         return sum(self._bytes(sequence.request) for sequence in self._running)
 
     def _bytes(self, request: Request) -> int:
-        """Memory of a sequence at its full length, with a guess after it."""
-        length = full_length(request)
-        if self._drafter is None:
-            return self._packed.shape.bytes(length)
-        length += self._drafter.ahead
-        return self._packed.shape.bytes(length) + self._drafter.bytes(length)
+        """The most memory of a sequence, up to its full length with a guess after it."""
+        length = full_length(request) + self._ahead
+        step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)
+        drafts = 0 if self._drafter is None else self._drafter.bytes(length)
+        return self._packed.shape.bytes(length, step=step) + drafts
 
     def _session_ledger(self) -> Ledger:
         try:

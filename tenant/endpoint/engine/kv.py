@@ -1,11 +1,14 @@
 """Keys and values of sequences, in host memory, in blocks of `BLOCK` tokens.
 
 A sequence grows by whole blocks, so nothing is copied when it grows, and sequences with a common beginning share the
-blocks of it. Memory is freed when the last sequence that uses a block is gone.
+blocks of it. Memory is freed when the last sequence that uses a block is gone. Layers with the same window share
+blocks; a block that no later token sees is released.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,13 +23,13 @@ class Shape:
     """Sizes of the keys and values of one token in one model.
 
     Args:
-        layers: number of layers with attention.
+        windows: for each layer with attention, the number of tokens that a token sees, itself included; None for all.
         heads: heads of keys and values.
         key_width, value_width: values per head.
         dtype: as the model computes them.
     """
 
-    layers: int
+    windows: tuple[int | None, ...]
     heads: int
     key_width: int
     value_width: int
@@ -34,21 +37,52 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, dtype: torch.dtype) -> "Shape":
-        """Read the sizes from the configuration of a decoder in transformers, or of a model with such a decoder."""
+        """Read the sizes from the configuration of a decoder in transformers, or of a model with such a decoder.
+
+        `layer_types` says which layers have the window `sliding_window`; without it, all of them have.
+        """
         config = config.get_text_config(decoder=True)
-        queries = config.num_attention_heads
+        queries, layers = config.num_attention_heads, config.num_hidden_layers
         width = getattr(config, "head_dim", None) or config.hidden_size // queries
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
         return cls(
-            layers=config.num_hidden_layers,
+            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers]),
             heads=getattr(config, "num_key_value_heads", None) or queries,
             key_width=width,
             value_width=width,
             dtype=dtype,
         )
 
-    def bytes(self, tokens: int) -> int:
-        """Return the memory of a sequence of `tokens` that shares no block."""
-        return -(-tokens // BLOCK) * self.block_bytes
+    @property
+    def layers(self) -> int:
+        """Number of layers with attention."""
+        return len(self.windows)
+
+    @cached_property
+    def kinds(self) -> dict[int | None, int]:
+        """The windows, with the number of layers that have it. Layers of one kind share blocks."""
+        return dict(Counter(self.windows))
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """For each layer, the index of its kind, and its place among the layers of this kind."""
+        kinds = list(self.kinds)
+        return [(kinds.index(window), self.windows[:i].count(window)) for i, window in enumerate(self.windows)]
+
+    def bytes(self, tokens: int, *, step: int | None = None) -> int:
+        """Return the most memory that a sequence takes while it grows to `tokens` and shares no block.
+
+        Args:
+            step: the sequence grows by at most so many tokens at a time, with `release` in between; None without it.
+        """
+        layers = 0
+        for window, count in self.kinds.items():
+            blocks = -(-tokens // BLOCK)
+            if window is not None and step is not None:
+                blocks = min(blocks, -(-(window + step - 2) // BLOCK) + 1)
+            layers += blocks * count
+        return layers * (self.block_bytes // self.layers)
 
     @property
     def block_bytes(self) -> int:
@@ -58,7 +92,8 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Keys `[layers, heads, key_width, BLOCK]` and values `[layers, heads, BLOCK, value_width]` of `BLOCK` tokens.
+    """Keys `[layers, heads, key_width, BLOCK]` and values `[layers, heads, BLOCK, value_width]` of `BLOCK` tokens, for
+    the layers of one kind.
 
     Keys are transposed because products with few rows read them faster. Places without a token are finite: attention
     multiplies them by 0.
@@ -68,9 +103,9 @@ class Block:
     values: Tensor
 
     @classmethod
-    def empty(cls, shape: Shape) -> "Block":
+    def empty(cls, shape: Shape, layers: int) -> "Block":
         """Make a block of zeros."""
-        size = (shape.layers, shape.heads)
+        size = (layers, shape.heads)
         return cls(
             torch.zeros(*size, shape.key_width, BLOCK, dtype=shape.dtype, device="cpu"),
             torch.zeros(*size, BLOCK, shape.value_width, dtype=shape.dtype, device="cpu"),
@@ -101,8 +136,16 @@ class KeyValues:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.length = 0
-        self._blocks: list[Block] = []
+        self._blocks: list[list[Block | None]] = [[] for _ in shape.kinds]  # of each kind; None: released
         self._shared = 0  # this many leading blocks may belong to other sequences too: never written
+
+    @property
+    def shortest(self) -> int:
+        """The shortest length that `truncate` and `prefix` can return to."""
+        released = [blocks.count(None) for blocks in self._blocks]
+        return max(
+            n * BLOCK + (window or 0) - 1 if n else 0 for n, window in zip(released, self.shape.kinds, strict=True)
+        )
 
     def grow(self, tokens: int) -> None:
         """Make room for more tokens, in blocks that no other sequence uses. Their keys and values are finite."""
@@ -110,45 +153,66 @@ class KeyValues:
             return
         first = self.length // BLOCK
         if first < self._shared:  # after `truncate`
-            self._blocks[first] = self._blocks[first].copy()
+            for blocks in self._blocks:
+                blocks[first] = _copied(blocks[first])
             self._shared = first
         self.length += tokens
-        while len(self._blocks) * BLOCK < self.length:
-            self._blocks.append(Block.empty(self.shape))
+        for layers, blocks in zip(self.shape.kinds.values(), self._blocks, strict=True):
+            while len(blocks) * BLOCK < self.length:
+                blocks.append(Block.empty(self.shape, layers))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Set keys `[tokens, heads, key_width]` and values `[tokens, heads, value_width]` of the last tokens of a
         layer. They may be on any device."""
+        kind, layer = self.shape.places[layer]
         done, tokens = 0, len(keys)
         while done < tokens:
             index, start = divmod(self.length - tokens + done, BLOCK)
             count = min(BLOCK - start, tokens - done)
-            block, place, new = self._blocks[index], slice(start, start + count), slice(done, done + count)
+            block, place, new = self._blocks[kind][index], slice(start, start + count), slice(done, done + count)
+            assert block is not None
             block.keys[layer, :, :, place] = keys[new].permute(1, 2, 0)
             block.values[layer, :, place] = values[new].transpose(0, 1)
             done += count
 
-    def blocks(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Return keys `[heads, key_width, BLOCK]` and values `[heads, BLOCK, value_width]` of each block of a layer."""
-        return [(block.keys[layer], block.values[layer]) for block in self._blocks]
+    def blocks(self, layer: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys `[heads, key_width, BLOCK]` and values `[heads, BLOCK, value_width]` of the blocks of a layer, by
+        number. Released blocks are missing."""
+        kind, place = self.shape.places[layer]
+        return {i: (block.keys[place], block.values[place]) for i, block in enumerate(self._blocks[kind]) if block}
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of keys and values of each block, one after the other."""
-        return [part.data_ptr() for block in self._blocks for part in (block.keys, block.values)]
+    def addresses(self, kind: int) -> list[int]:
+        """Return the addresses of keys and values of each block of a kind, one after the other; 0 if released."""
+        pairs = [(b.keys.data_ptr(), b.values.data_ptr()) if b else (0, 0) for b in self._blocks[kind]]
+        return [address for pair in pairs for address in pair]
+
+    def release(self) -> None:
+        """Free the blocks that no later token sees."""
+        for window, blocks in zip(self.shape.kinds, self._blocks, strict=True):
+            if window is not None:
+                hidden = max(0, self.length - window + 1) // BLOCK
+                blocks[:hidden] = [None] * hidden
 
     def truncate(self, length: int) -> None:
-        """Forget tokens from `length` on."""
+        """Forget tokens from `length` on, which is at least `shortest`."""
         self.length = min(self.length, length)
-        del self._blocks[-(-self.length // BLOCK) :]
-        self._shared = min(self._shared, len(self._blocks))
+        assert self.length >= self.shortest
+        for blocks in self._blocks:
+            del blocks[-(-self.length // BLOCK) :]
+        self._shared = min(self._shared, -(-self.length // BLOCK))
 
     def prefix(self, length: int) -> "KeyValues":
-        """Return a sequence with the first `length` tokens of this one. Full blocks are shared, the rest is copied."""
+        """Return a sequence with the first `length` tokens of this one, at least `shortest`.
+
+        Full blocks are shared, the rest is copied.
+        """
+        assert length >= self.shortest
         other = KeyValues(self.shape)
         full, rest = divmod(length, BLOCK)
-        other._blocks = self._blocks[:full]
-        if rest:
-            other._blocks.append(self._blocks[full].copy())
+        for blocks, others in zip(self._blocks, other._blocks, strict=True):
+            others += blocks[:full]
+            if rest:
+                others.append(_copied(blocks[full]))
         other.length = length
         other._shared = full
         self._shared = max(self._shared, full)
@@ -157,4 +221,9 @@ class KeyValues:
 
 def held_bytes(sequences: Iterable[KeyValues]) -> int:
     """Return the memory of these sequences, with each shared block counted once."""
-    return sum({id(block): kv.shape.block_bytes for kv in sequences for block in kv._blocks}.values())
+    held = {id(block): block for kv in sequences for blocks in kv._blocks for block in blocks if block}
+    return sum(block.keys.nbytes + block.values.nbytes for block in held.values())
+
+
+def _copied(block: Block | None) -> Block | None:
+    return block and block.copy()

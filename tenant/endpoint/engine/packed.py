@@ -146,6 +146,7 @@ class _Step(Cache):
         for part in rows:
             part.kv.grow(len(part.tokens))
         self._attention = Attention([(part.kv, len(part.tokens)) for part in rows])
+        self.windows = rows[0].kv.shape.windows
         self._keep_all = keep_all
         self._hidden: Tensor | None = None
 
@@ -217,7 +218,7 @@ def _registered(original: str) -> str:
                 module, query, key, value, mask, *args, **kwargs
             )
             return result
-        return step.attend(query, layer, **_options(module, layer, query, mask, kwargs)), None
+        return step.attend(query, layer, **_options(module, step.windows[layer], query, mask, kwargs)), None
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         return None if kwargs.get("kv_length") == 0 else AttentionMaskInterface()[original](*args, **kwargs)
@@ -233,23 +234,23 @@ def _own(original: str, module: Any) -> Callable[..., Any]:
     return own
 
 
-def _options(module: Any, layer: int, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `attend` for one layer.
+def _options(
+    module: Any, window: int | None, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `attend` for one layer, whose window is `window` by the configuration.
 
     Raises:
         UnsupportedModelError: the layer needs something else.
     """
-    window = kwargs.get("sliding_window")
-    kinds = getattr(module.config, "layer_types", None)
-    sliding = kinds is not None and kinds[layer] == "sliding_attention"
     if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         raise UnsupportedModelError("its attention uses a mask or a bias of its own")
-    if sliding and window is None:
-        raise UnsupportedModelError("its attention does not say how long its window is")
+    everywhere = getattr(module.config, "layer_types", None) is None  # otherwise some layers ignore this argument
+    if kwargs.get("sliding_window") != window and (everywhere or window is not None):
+        raise UnsupportedModelError("its attention has another window than its configuration")
     scaling = kwargs.get("scaling")
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window": window if sliding or kinds is None else None,
+        "window": window,
         "softcap": kwargs.get("softcap"),
         "sinks": kwargs.get("s_aux"),
     }

@@ -2,7 +2,8 @@
 
 Keys and values of a token have the same bits whichever step computed them (`row_blocks`, `attention`), so any common
 beginning may be used. They depend on the adapter, and on when it was loaded: an adapter that was loaded again may
-be another one under the same name.
+be another one under the same name. A sequence that has released blocks of a sliding window (`kv`) has its longest
+beginnings only.
 """
 
 from collections import OrderedDict
@@ -25,7 +26,7 @@ class Prefixes:
         return held_bytes(self._kept.values())
 
     def keep(self, adapter: Hashable, tokens: Sequence[int], kv: KeyValues) -> None:
-        """Keep a sequence that has ended, in the place of those that it continues.
+        """Keep a sequence that has ended, in the place of those whose beginnings it has.
 
         Args:
             adapter: tells adapters and their loads apart.
@@ -34,9 +35,9 @@ class Prefixes:
         """
         tokens = tuple(tokens)
         for key in [key for key in self._kept if key[0] == adapter]:
-            if key[1] == tokens[: len(key[1])]:
+            if key[1] == tokens[: len(key[1])] and kv.shortest <= len(key[1]):
                 del self._kept[key]
-            elif tokens == key[1][: len(tokens)]:
+            elif tokens == key[1][: len(tokens)] and self._kept[key].shortest <= len(tokens):
                 self._kept.move_to_end(key)
                 return
         if tokens:
@@ -45,14 +46,12 @@ class Prefixes:
     def find(self, adapter: Hashable, tokens: Sequence[int]) -> KeyValues | None:
         """Return keys and values of the longest known beginning of `tokens`, or None."""
         tokens = tuple(tokens)
-        longest = max(
-            ((_common(key[1], tokens), key) for key in self._kept if key[0] == adapter),
-            key=lambda found: found[0],
-            default=(0, None),
-        )
-        length, key = longest
-        if key is None or not length:
+        common = {key: _common(key[1], tokens) for key in self._kept if key[0] == adapter}
+        usable = [key for key, length in common.items() if length >= max(1, self._kept[key].shortest)]
+        if not usable:
             return None
+        key = max(usable, key=common.__getitem__)
+        length = common[key]
         self._kept.move_to_end(key)
         return self._kept[key].prefix(length)
 

@@ -65,7 +65,7 @@ class DraftModel(Drafter):
         self._read: WeakKeyDictionary[Sequence, KeyValues] = WeakKeyDictionary()
 
     def bytes(self, tokens: int) -> int:
-        return self._packed.shape.bytes(tokens)
+        return self._packed.shape.bytes(tokens, step=_READ + self.ahead)
 
     def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Read what is new in each sequence, and guess where the small model has read everything.
@@ -89,6 +89,7 @@ class DraftModel(Drafter):
     def _unread(self, sequence: Sequence) -> Rows:
         kv = self._read.setdefault(sequence, self._packed.new_kv())
         kv.truncate(max(0, len(sequence.tokens) - 2))
+        kv.release()
         tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length :][:_READ]]
         if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
             tokens = []

@@ -99,7 +99,7 @@ def read_beside_others(engine: ContinuousEngine, prompt: tuple[int, ...]) -> tup
 def decode_ms(length: int) -> float:
     """Attention of one token of one layer with 32 query heads and 8 heads of keys, of width 64: the best of 5."""
     torch.manual_seed(0)
-    kv = KeyValues(Shape(layers=1, heads=8, key_width=64, value_width=64, dtype=torch.float32))
+    kv = KeyValues(Shape(windows=(None,), heads=8, key_width=64, value_width=64, dtype=torch.float32))
     for _ in range(length // BLOCK):
         kv.grow(BLOCK)
         kv.write(0, torch.randn(BLOCK, 8, 64), torch.randn(BLOCK, 8, 64))

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, KeyValues, dict[str, Any]]:
     heads_kv, group, width = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3, 8, 17])), draw(st.integers(1, 40))
     length, size = draw(LENGTHS), draw(st.sampled_from([0.01, 1.0, 8.0]))
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    shape = Shape(layers=1, heads=heads_kv, key_width=width, value_width=width + 3, dtype=torch.float32)
+    shape = Shape(windows=(None,), heads=heads_kv, key_width=width, value_width=width + 3, dtype=torch.float32)
     kv = KeyValues(shape)
     put(kv, size * torch.randn(length, heads_kv, width), torch.randn(length, heads_kv, width + 3))
     heads = heads_kv * group
@@ -58,8 +59,8 @@ def oracle(
     """The attention of transformers' eager functions, of a whole sequence, in float64."""
     tokens, heads, _ = queries.shape
     keys, values = (
-        torch.cat([keys for keys, _ in kv.blocks(0)], 2),
-        torch.cat([values for _, values in kv.blocks(0)], 1),
+        torch.cat([keys for keys, _ in kv.blocks(0).values()], 2),
+        torch.cat([values for _, values in kv.blocks(0).values()], 1),
     )
     keys, values = (
         part.double().repeat_interleave(heads // len(part), 0) for part in (keys[..., :tokens], values[:, :tokens])
@@ -84,7 +85,7 @@ def test_attention_is_that_of_transformers(path: str, case: tuple[Tensor, KeyVal
     """Bound, with u = 2^-24. A score of size S has an error of (width + 8) u S, and twice that as a factor of a weight.
     Numerator and denominator are sums of `length` terms, rescaled once per block: 2 (length + 4 blocks + 16) u."""
     queries, kv, options = case
-    (length, _, width), blocks = queries.shape, kv.blocks(0)
+    (length, _, width), blocks = queries.shape, kv.blocks(0).values()
     with switched(SYMBIOSIS_PRIV_NATIVE=path):
         found = attend(queries, kv, **options)
     sizes = (
@@ -129,8 +130,8 @@ def test_all_instruction_sets_give_the_same_bits(case: tuple[Tensor, KeyValues, 
 
 def test_half_precision_is_computed_in_float32() -> None:
     torch.manual_seed(0)
-    shape = Shape(layers=1, heads=2, key_width=16, value_width=16, dtype=torch.bfloat16)
-    half, full = KeyValues(shape), KeyValues(Shape(**{**vars(shape), "dtype": torch.float32}))
+    shape = Shape(windows=(None,), heads=2, key_width=16, value_width=16, dtype=torch.bfloat16)
+    half, full = KeyValues(shape), KeyValues(replace(shape, dtype=torch.float32))
     keys, values, queries = (torch.randn(20, heads, 16).bfloat16() for heads in (2, 2, 4))
     put(half, keys, values)
     put(full, keys.float(), values.float())

@@ -55,14 +55,30 @@ class Serving:
         str | None,
         Option(
             help="A smaller model with the same tokenizer that guesses tokens on this machine, for fewer round trips; "
-            "'prompt' guesses from the text itself. Executors see how many steps an answer takes."
+            "'prompt' guesses from the text itself, 'first:8' with the first 8 blocks of the model. Executors see how "
+            "many steps an answer takes."
         ),
     ] = None
     draft_tokens: Annotated[int, Option(min=1, max=32, help="Guessed tokens per step, with --draft.")] = 4
+    fixed_length: Annotated[
+        bool,
+        Option(
+            "--fixed-length",
+            help="Compute max_tokens tokens for every answer, which then takes as long: hides from providers where it "
+            "ends.",
+        ),
+    ] = False
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )
     drain_s: Annotated[float, Option(min=0, help="Seconds that answers may go on after SIGTERM or Ctrl-C.")] = 30.0
+
+    def __post_init__(self) -> None:
+        if self.fixed_length and self.draft is not None:
+            raise ConfigError(
+                "--fixed-length hides how long an answer is, and with --draft the number of its steps shows how many "
+                "guesses were right; leave out one of them"
+            )
 
     def adapters(self) -> dict[str, Path]:
         """Return the folders of the adapters by name, after a check of each."""

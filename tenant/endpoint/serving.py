@@ -49,11 +49,22 @@ def opened(
         for task, folder in adapters.items():
             tasks.register(task, folder)
             tasks.load(task)
-        drafter = open_drafter(options.draft, tokenizer, ahead=options.draft_tokens) if options.draft else None
+        drafter = None
+        if options.draft is not None:
+            full = remote.checkpoint or model
+            drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = Limits(memory=options.memory_mib << 20)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
         try:
-            yield Service(engine, loaded, tokenizer, name=name, tasks=tasks, pooling=options.pooling)
+            yield Service(
+                engine,
+                loaded,
+                tokenizer,
+                name=name,
+                tasks=tasks,
+                pooling=options.pooling,
+                fixed_length=options.fixed_length,
+            )
         finally:
             engine.close()
     finally:

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
-from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
+from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
@@ -67,6 +68,7 @@ def load_model(
     remote: RemoteConfig | None = None,
     dtype: torch.dtype | str = "auto",
     kind: Any = AutoModelForCausalLM,
+    blocks: int | None = None,
 ) -> Any:
     """Load a model in evaluation mode.
 
@@ -75,15 +77,19 @@ def load_model(
         remote: how to split the model; None loads the whole model.
         dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
         kind: a class with `from_pretrained`.
+        blocks: load only the first so many blocks of a decoder, and what stands before and behind all of them.
 
     Raises:
+        ConfigError: the model has fewer blocks.
         CheckpointError: transformers cannot load the checkpoint as `kind`, or tensors are missing.
         SymbiosisError: `resolve` or `open_backend` has failed.
     """
     folder = resolve(model)
     if remote is not None and remote.checkpoint is not None:
         resolve(remote.checkpoint)  # downloads a checkpoint on the hub
-    split = {} if remote is None else {"quantization_config": remote}
+    given: dict[str, Any] = {} if remote is None else {"quantization_config": remote}
+    if blocks is not None:
+        given["config"] = _shortened(load_config(folder), blocks)
     with on_this_machine():
         try:
             loaded, info = kind.from_pretrained(
@@ -93,7 +99,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 dtype=dtype,
-                **split,
+                **given,
             )
         except SymbiosisError:
             raise
@@ -108,8 +114,25 @@ def load_model(
     return loaded.eval()
 
 
+def _shortened(config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
+    decoder = config.get_text_config(decoder=True)
+    every = decoder.num_hidden_layers
+    if not 1 <= blocks < every:
+        raise ConfigError(
+            f"{blocks} is not a number of first blocks: the model has {every} blocks; choose 1 to {every - 1}"
+        )
+    decoder.num_hidden_layers = blocks
+    if getattr(decoder, "layer_types", None) is not None:
+        decoder.layer_types = decoder.layer_types[:blocks]
+    return config
+
+
 def load_language_model(
-    model: str | Path, *, remote: RemoteConfig | None = None, dtype: torch.dtype | str = "auto"
+    model: str | Path,
+    *,
+    remote: RemoteConfig | None = None,
+    dtype: torch.dtype | str = "auto",
+    blocks: int | None = None,
 ) -> Any:
     """Load a model that predicts the next token, with `load_model`, so that it generates one token per forward pass.
 
@@ -124,7 +147,7 @@ def load_language_model(
             f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
         )
-    loaded = load_model(model, remote=remote, dtype=dtype)
+    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks)
     if loaded.can_generate():
         stored = loaded.generation_config.to_dict()
         kept = {name: stored[name] for name in _GENERATION_SETTINGS if stored.get(name) is not None}

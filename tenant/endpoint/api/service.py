@@ -31,6 +31,7 @@ class Service:
         name: the base model's name for clients.
         tasks: the adapters; None for none.
         pooling: how an embedding is made of the hidden states of a text.
+        fixed_length: answers are computed to their largest length, wherever they end.
 
     Raises:
         ConfigError: an adapter has the base model's name.
@@ -45,6 +46,7 @@ class Service:
         name: str,
         tasks: Tasks | None = None,
         pooling: Pooling = "mean",
+        fixed_length: bool = False,
     ) -> None:
         config = model.config.get_text_config()
         ends = model.generation_config.eos_token_id
@@ -55,6 +57,7 @@ class Service:
         self.name = name
         self.tasks = tasks
         self.pooling = pooling
+        self.fixed_length = fixed_length
         self.created = int(time.time())
         self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
@@ -166,6 +169,7 @@ class Service:
             stop_tokens=self.ends,
             stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
             sampling=self._sampling(asked, **sampling),
+            fixed_length=self.fixed_length,
         )
 
     def _new_tokens(self, prompt: int, asked: int | None, *, default: int) -> int:

@@ -35,6 +35,8 @@ class Answer:
         self.request = request
         self.finish: Finish | None = None
         self.new_tokens = 0
+        self._end: Finish | None = None
+        self._computed = 0
         self._sink = sink
         self._sampler = Sampler(request.sampling)
         self._text = TextStream(tokenizer, prompt=request.prompt, stop=request.stop)
@@ -48,19 +50,28 @@ class Answer:
     def add(self, logits: Tensor) -> int:
         """Choose and report the next token, and decide whether the answer ends with it.
 
+        Tokens behind the end of an answer of fixed length are not reported.
+
         Args:
             logits: `[vocabulary]`, the model's own.
         """
+        self._computed += 1
+        token = self._next(logits) if self._end is None else int(logits.argmax())
+        if not self.request.fixed_length or self._computed >= self.request.max_tokens:
+            self.finish = self._end
+        return token
+
+    def _next(self, logits: Tensor) -> int:
         token, logprob = self._sampler(logits)
         self.new_tokens += 1
         if token in self.request.stop_tokens:
-            self.finish = "stop"
+            self._end = "stop"
             return token
         self._sink(Token(id=token, text=self._text.add(token), logprob=logprob))
         if self._text.stopped or self._sampler.finished:
-            self.finish = "stop"
+            self._end = "stop"
         elif self.new_tokens >= self.request.max_tokens:
-            self.finish = "length"
+            self._end = "length"
         return token
 
     def embedded(self, vector: Tensor) -> None:

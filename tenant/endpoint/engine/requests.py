@@ -65,6 +65,8 @@ class Request:
         stop_tokens: token ids that end the answer and do not belong to it.
         stop: texts that end the answer and do not belong to it.
         sampling: how to choose tokens.
+        fixed_length: compute `max_tokens` tokens wherever the answer ends, so that executors do not see its end. `Done`
+            comes after all of them.
         pooling: compute an embedding of the prompt instead of an answer.
     """
 
@@ -76,6 +78,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    fixed_length: bool = False
     pooling: Pooling | None = None
 
 

@@ -12,6 +12,7 @@ how many were accepted. They see the number of steps of an answer (docs/threat-m
 
 from array import array
 from collections.abc import Collection
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -97,24 +98,28 @@ class DraftModel(Drafter):
         return Rows(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
 
 
-def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, ahead: int) -> Drafter:
+def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:
     """Open what guesses tokens.
 
     Args:
-        draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`.
+        draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the first 8 blocks
+            of the large model, whose weights the tenant then holds.
         tokenizer: the large model's.
+        model: the large model's full checkpoint: a folder, or a name on the hub.
         ahead: tokens of a guess.
 
     Raises:
-        ConfigError: the small model has another tokenizer.
+        ConfigError: the small model has another tokenizer, or the large model has not so many blocks.
         SymbiosisError: the small model cannot be loaded, or not be computed token by token.
     """
     if draft == "prompt":
         return PromptLookup(ahead=ahead)
-    if load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
+    kind, _, count = draft.partition(":")
+    first = int(count) if kind == "first" and count.isdecimal() else None
+    if first is None and load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"the draft model {draft} has another tokenizer; use a smaller model of the same family")
     try:
-        packed = PackedModel(load_language_model(draft))
+        packed = PackedModel(load_language_model(draft if first is None else model, blocks=first))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{draft} cannot guess tokens, because {error}") from error
     return DraftModel(packed, vocabulary=len(tokenizer), ahead=ahead)

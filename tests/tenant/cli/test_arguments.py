@@ -52,6 +52,7 @@ WRONG = (
     (f"{SERVE} --api-key-file notes.txt", "one key per line"),
     (f"{SERVE} --allow-loading absent", "--allow-loading absent"),
     (f"{SERVE} --listen 0.0.0.0:0", "--public"),
+    (f"{SERVE} --fixed-length --draft prompt", "--draft"),
     (SERVE, "none.toml"),
     ("tenant check -m model -t absent.txt", "absent.txt"),
     ("tenant prepare -m model -f none.toml", "none.toml"),

@@ -11,6 +11,7 @@ import torch
 
 from tenant import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model
+from tests.tenant.endpoint.api.conftest import Served
 
 HELLO: Any = [{"role": "user", "content": "Hello there"}]
 SCHEMA = {
@@ -250,3 +251,14 @@ def test_adapters_are_loaded_and_dropped(client: Any, adapters: Path) -> None:
     for path in ("/etc", str(adapters / ".." / "tiny"), "lora\0", "."):
         with pytest.raises(openai.NotFoundError):
             post("/load_lora_adapter", lora_name="outside", lora_path=path)
+
+
+def test_with_a_fixed_length_an_answer_that_ends_early_is_computed_to_its_largest_length(
+    client: Any, served: Served, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.service, "fixed_length", True)
+    ends, steps = {str(tokenizer.eos_token_id): 100}, served.service.engine.load().steps
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=6, temperature=0, logit_bias=ends)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+    assert answer.usage.completion_tokens == 1
+    assert served.service.engine.load().steps - steps == 6

@@ -108,12 +108,23 @@ def test_32_streams_over_8_adapters_are_those_of_the_simulation_and_each_request
 def test_a_draft_model_halves_the_round_trips_and_each_step_has_the_same_rows(
     split: Opened, open_engine: Callable[..., Opened], remote: RemoteConfig, checkpoint: Path, tokenizer: Any
 ) -> None:
-    drafted, _ = open_engine(remote, open_drafter(str(checkpoint), tokenizer, ahead=4))
+    drafted, _ = open_engine(remote, open_drafter(str(checkpoint), tokenizer, model=checkpoint, ahead=4))
     alone, guessed = Asked(split[0], PROMPT, max_tokens=24), Asked(drafted, PROMPT, max_tokens=24)
     assert guessed.tokens == alone.tokens
     ledger = guessed.done().ledger
     assert 2 * ledger.round_trips <= alone.done().ledger.round_trips
     assert ledger.rows == GROUPS * (len(PROMPT) + 5 * (ledger.round_trips // GROUPS - 1))
+
+
+def test_an_answer_of_fixed_length_shows_executors_no_end(split: Opened) -> None:
+    """Rule 9. The prompts begin differently, so that nothing is cached."""
+    everything = frozenset(range(320))
+    full = Asked(split[0], (201, *PROMPT), max_tokens=8).done()
+    ends = Asked(split[0], (202, *PROMPT), max_tokens=8, stop_tokens=everything, fixed_length=True).done()
+    cut = Asked(split[0], (203, *PROMPT), max_tokens=8, stop_tokens=everything).done()
+    assert [(one.finish, one.new_tokens) for one in (full, ends, cut)] == [("length", 8), ("stop", 1), ("stop", 1)]
+    assert (ends.ledger.rows, ends.ledger.round_trips) == (full.ledger.rows, full.ledger.round_trips)
+    assert cut.ledger.rows < full.ledger.rows
 
 
 def test_streams_survive_executors_that_die_and_without_one_get_an_error(

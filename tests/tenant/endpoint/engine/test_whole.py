@@ -94,6 +94,16 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: WholeEngine) 
     assert done.new_tokens == len(stopped.tokens) + 1
 
 
+def test_an_answer_of_fixed_length_is_computed_to_its_largest_length(engine: WholeEngine) -> None:
+    free = answered(engine, max_tokens=8).tokens
+    steps = engine.load().steps
+    stopped = answered(engine, max_tokens=8, stop_tokens=frozenset(free[3:4]), fixed_length=True)
+    assert stopped.tokens == free[: free.index(free[3])]
+    assert isinstance(done := stopped.all[-1], Done)
+    assert (done.finish, done.new_tokens) == ("stop", len(stopped.tokens) + 1)
+    assert engine.load().steps - steps == 8
+
+
 def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: WholeEngine, model: Any) -> None:
     sampling = Sampling(logprobs=2, prompt_logprobs=0, temperature=2.0, seed=3, logit_bias={7: 3.0})
     events = answered(engine, max_tokens=4, sampling=sampling)

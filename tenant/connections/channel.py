@@ -38,6 +38,7 @@ DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 P = ParamSpec("P")
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+_BLOCK_BYTES = 64 << 20  # memory for a block of another size than was ordered
 
 
 def _always() -> bool:
@@ -235,24 +236,26 @@ class Channel:
     def fetch_block(
         self, request: wire.FetchBlock, size: int, *, line: ClientConnection, deadline: float
     ) -> tuple[wire.Block, bytearray]:
-        """Fetch a block that an executor has subtracted from an answer, with its payload of `size` bytes.
+        """Fetch a block that an executor has subtracted from an answer, with its payload.
 
         Args:
+            size: bytes of the payload, as it was ordered. The helper may have sent another number of bytes.
             line: the connection on which the answer arrived. On another connection the provider may be another process,
                 which does not have the block.
 
         Raises:
             TransportError: the connection is lost, or the block is late.
+            FrameTooLargeError: the payload has more than `size` bytes, and more than 64 MiB.
             ProviderError, ProtocolError: the executor does not have the block, or sent something else.
         """
 
         def ask(deadline: float) -> tuple[wire.Block, bytearray]:
             if self._line is not line:
                 raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
-            reply, payload_size = self._told(request, deadline, max_payload=size)
-            if not isinstance(reply, wire.Block) or payload_size != size:
-                raise ProtocolError(f"{self._name} sent something else than a block of {size} bytes")
-            payload = bytearray(size)
+            reply, payload_size = self._told(request, deadline, max_payload=max(size, _BLOCK_BYTES))
+            if not isinstance(reply, wire.Block):
+                raise ProtocolError(f"{self._name} sent something else than a block")
+            payload = bytearray(payload_size)
             line.fill(payload, deadline=deadline)
             return reply, payload
 

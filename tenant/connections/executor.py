@@ -24,7 +24,6 @@ LANES: Final = 2
 """Connections for one product: one connection transfers data while the rows of the other are multiplied."""
 MOST_LANES: Final = 8
 """Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
-_EVIDENCE_S: Final = 10.0
 _REMEMBERED: Final = 1024  # cached row limits, one per width and provider
 
 
@@ -44,10 +43,9 @@ class Answer:
         self.missed = named and kept is None
         self._kept = kept
 
-    def fetch_block(self, block_id: bytes, size: int) -> tuple[wire.Block, bytearray]:
+    def fetch_block(self, block_id: bytes, size: int, *, deadline: float) -> tuple[wire.Block, bytearray]:
         """Fetch a block of a relayed answer; see `Channel.fetch_block`."""
         assert self._kept is not None
-        deadline = time.monotonic() + _EVIDENCE_S
         request = wire.FetchBlock(block=block_id)
         return self._kept.channel.fetch_block(request, size, line=self._kept.reply.line, deadline=deadline)
 

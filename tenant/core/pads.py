@@ -37,6 +37,7 @@ class Block(NamedTuple):
 
     Args:
         executor: the executor that receives the block. The gate has checked rule 8 for it and the pad's helpers.
+        certificate: `fingerprint` of the executor's certificate, which the helper was told.
         id: derived from the seed, the rows and the executor.
         start: the pad's first row in the block.
         second: the second keystream, with rows as wide as the effect, and the row numbers of the mask.
@@ -44,6 +45,7 @@ class Block(NamedTuple):
     """
 
     executor: Peer
+    certificate: str
     id: bytes
     rows: int
     start: int

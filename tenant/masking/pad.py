@@ -82,6 +82,7 @@ class PadSource(EffectSource):
         request, target = relay
         return Block(
             executor=target.executor,
+            certificate=target.order.executor,
             id=block_id(request),
             rows=request.rows,
             start=0,

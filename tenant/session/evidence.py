@@ -1,23 +1,32 @@
 """Evidence about a relayed answer that was refused: the blocks, as the helpers have signed them.
 
 The executor has subtracted blocks `b_j = e_j + m_j` that the tenant has not seen. The tenant fetches them, and checks
-that each is signed by its helper for this executor. An executor accepts no other blocks, and keeps the blocks of an
-answer, so a block that it does not have, or that is not signed, convicts the executor. Signed blocks give the effects
-that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product `y' = y + sum e_j`. Then
-`tenant.core.attribution` checks both, as without relay. The id of a block commits its helper to one seed, rows and
-executor (`symbiosis_priv.network.blocks`), so nobody can have an honest helper sign another matrix under that id. If
-the executor is lost before it hands out the blocks, nobody is convicted. Refuted by
+that each is signed by its helper for this executor. An executor accepts only blocks that a permitted helper has signed,
+and keeps the blocks of an answer, so a block that it does not have, or that is not signed, convicts the executor.
+Signed blocks give the effects that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product
+`y' = y + sum e_j`. Then `tenant.core.attribution` checks both, as without relay. The id of a block commits its helper
+to one seed, rows and executor (`symbiosis_priv.network.blocks`), so nobody can have an honest helper sign another
+matrix, or another number of rows, under that id.
+
+An executor knows neither the seeds nor how many rows were ordered. So it also accepts what its tenant does not expect:
+a block of more rows, which convicts the helper that has signed it, and a block that another helper of the tenant has
+signed, which convicts nobody. Nobody is convicted either if the executor is lost, or refuses for another reason than
+a missing block, or if the block is too large to be fetched. Refuted by
 `tests/tenant/session/test_relay.py::test_only_liars_are_named`.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
 
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from torch import Tensor
 
-from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.certificates.signing import is_signed
-from symbiosis_priv.errors import ProtocolError, ProviderError
+from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, ProviderError
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.blocks import statement
 from tenant.core.pads import Block, Share, some_rows
@@ -26,11 +35,21 @@ from tenant.worker import Promise
 
 log = logging.getLogger(__name__)
 
-Fetch = Callable[[bytes, int], tuple[wire.Block, bytearray]]
-"""Fetches a block from the executor, by its id and the bytes of its payload."""
+_EVIDENCE_S: Final = 10.0  # for all blocks: meanwhile, nothing else is sent
 
 
-def disclose(part: Part, answer: Tensor, fetch: Fetch) -> bool:
+class Fetch(Protocol):
+    """Fetches a block from the executor."""
+
+    def __call__(self, block_id: bytes, size: int, *, deadline: float) -> tuple[wire.Block, bytearray]:
+        """Returns the block with its payload, which has `size` bytes if the helper has sent what it was told."""
+
+
+Signer = Callable[[str], tuple[Peer, PublicKeyTypes] | None]
+"""Returns the helper with a certificate, by `fingerprint`, and the certificate's key; None if no helper has it."""
+
+
+def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer | None:
     """Replace a relayed answer by the executor's product and the effects that the helpers have signed.
 
     Args:
@@ -38,20 +57,22 @@ def disclose(part: Part, answer: Tensor, fetch: Fetch) -> bool:
         answer: int32 `[r, o]`, as opened; changed to the executor's product.
 
     Returns:
-        False if the executor is at fault, because it does not have a block that its helper has signed.
+        The provider at fault, if a block shows it: the executor does not have a block that a helper has signed, or a
+        helper has signed another number of rows. Otherwise None.
 
     Raises:
-        TransportError: the executor is lost.
+        TransportError: there is no evidence.
     """
     effects: dict[bytes, Promise[Tensor | None]] = {}
+    until = time.monotonic() + _EVIDENCE_S
     for first, pad in part.pads_in_place():
         for share in pad.shares:
             block = share.block
             assert block is not None
             if block.id not in effects:
-                signed = _signed(part, share, block, fetch)
-                if signed is None:
-                    return False
+                signed = _signed(part, share, block, partial(fetch, deadline=until), signer)
+                if isinstance(signed, Peer):
+                    return signed
                 effects[block.id] = Promise()
                 effects[block.id].set_result(signed - block.second.expand(share.first_row - block.start, block.rows))
         pad.shares = tuple(s._replace(effect=effects[s.block.id], offset=s.block.start) for s in pad.shares if s.block)
@@ -59,23 +80,33 @@ def disclose(part: Part, answer: Tensor, fetch: Fetch) -> bool:
         for effect in pad.effects():
             rows += effect
     part.relayed = False
-    return True
+    return None
 
 
-def _signed(part: Part, share: Share, block: Block, fetch: Fetch) -> Tensor | None:
-    """A block, int32 `[rows, o]`; None if the executor does not have what its helper has signed."""
-    assert share.holder is not None
+def _signed(
+    part: Part, share: Share, block: Block, fetch: Callable[[bytes, int], tuple[wire.Block, bytearray]], signer: Signer
+) -> Tensor | Peer:
+    """A block, int32 `[rows, o]`, or the provider that is at fault. Raises `TransportError` without evidence."""
     encoding = wire.encoding_of("ring", part.rows.ring_bits)
+    size = encoding.size(block.rows, part.outputs)
     try:
-        signed, payload = fetch(block.id, encoding.size(block.rows, part.outputs))
+        signed, payload = fetch(block.id, size)
     except (ProviderError, ProtocolError) as error:
+        refused = isinstance(error, ProviderError) and error.code != wire.ErrorCode.REFUSED
+        if refused or isinstance(error, FrameTooLargeError):
+            raise ConnectionLostError(f"{block.executor.name} hands out no block: {error}") from error
         log.error("%s does not have a block that it has used: %s", block.executor.name, error)
-        return None
-    expected = (block.id, part.index, part.direction, "ring", block.rows, part.rows.ring_bits)
-    if (signed.nonce, signed.group, signed.direction, signed.arithmetic, signed.rows, signed.ring_bits) != expected:
-        return None
-    message = statement(signed, permit=signed.permit, executor=fingerprint(block.executor.certificate), payload=payload)
-    keys = [load_pin(pin).public_key() for pin in share.holder.pins]
-    if not any(is_signed(key, message, signed.signature) for key in keys):
-        return None
+        return block.executor
+    message = statement(signed, permit=signed.permit, executor=block.certificate, payload=payload)
+    helper, key = signer(signed.helper) or (None, None)
+    if signed.nonce != block.id or key is None or not is_signed(key, message, signed.signature):
+        return block.executor
+    if helper != share.holder:  # it may have signed the right block: a helper can order blocks as a tenant, too
+        raise ConnectionLostError(f"a block for {block.executor.name} is signed by another helper than was told to")
+    expected = (part.index, part.direction, "ring", block.rows, part.rows.ring_bits)
+    if (signed.group, signed.direction, signed.arithmetic, signed.rows, signed.ring_bits) != expected:
+        assert helper is not None
+        return helper
+    if len(payload) != size:
+        return block.executor
     return encoding.unpack(payload, rows=block.rows)

@@ -16,7 +16,7 @@ from tenant.core.parts import Part
 from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
-from tenant.session.evidence import disclose
+from tenant.session.evidence import Signer, disclose
 from tenant.session.retry import RetryState
 from tenant.session.tally import Tally
 
@@ -31,6 +31,7 @@ class Faults:
         gate: is closed while a fault is attributed.
         tally: counts rejected answers.
         end_relays: ends the relays to an executor.
+        signer: finds the helper whose key signs blocks; see `evidence.Signer`.
         own_weights: folder of the tenant's own packed weights, for messages; None if the tenant has none.
     """
 
@@ -39,6 +40,7 @@ class Faults:
     gate: Gate
     tally: Tally
     end_relays: Callable[[Peer], None]
+    signer: Signer
     own_weights: Path | None = None
 
     def product_refused(
@@ -59,8 +61,9 @@ class Faults:
             # another part may have found the same fault already; then the keys that attribute faults are deleted
             found = [peer for peer in involved if peer in self.routes.quarantined]
             try:
-                if not found and part.relayed and not disclose(part, answer.words, answer.fetch_block):
-                    found = [executor]
+                if not found and part.relayed:
+                    at_fault = disclose(part, answer.words, answer.fetch_block, self.signer)
+                    found = [] if at_fault is None else [at_fault]
             except TransportError as lost:  # no evidence, so nobody is suspected
                 self.end_relays(executor)
                 part.requests.clear()  # they name blocks

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from symbiosis_priv.certificates.reading import fingerprint
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
+from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.errors import ProtocolError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
@@ -46,7 +48,11 @@ class Relays:
 
     def __init__(self, gate: Gate, routes: Routes, client: Callable[[Route], ExecutorClient]) -> None:
         self._gate, self._routes, self._client = gate, routes, client
-        self._helpers = {route.peer: {fingerprint(pin) for pin in route.peer.pins} for route in routes.helpers}
+        self._signers = {  # read once: a file that is replaced later must not convict the executor
+            fingerprint(pin): (route.peer, load_pin(pin).public_key())
+            for route in routes.helpers
+            for pin in route.peer.pins
+        }
         self._granted: dict[Peer, Granted] = {}
         self._paused: dict[Peer, tuple[float, float]] = {}  # until when, and the length of the pause
         self._lock = threading.Lock()
@@ -71,7 +77,8 @@ class Relays:
         """
         with self._lock:
             permit = self._permit(route)
-        if permit is None or any(self._helpers[holder].isdisjoint(permit.helpers) for holder in holders):
+        permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
+        if permit is None or not set(holders) <= {found[0] for found in permitted if found is not None}:
             return None
         self._gate.check_relay(route.peer, holders)
         return RelayTarget(
@@ -80,6 +87,10 @@ class Relays:
             until=time.monotonic() + _USED_PART * permit.block_seconds,
             failed=lambda: self.pause(route.peer),
         )
+
+    def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
+        """The helper with a certificate, by `fingerprint`, and the certificate's key; None if no helper has it."""
+        return self._signers.get(helper)
 
     def pause(self, executor: Peer, *, for_good: bool = False) -> None:
         """Relay nothing to an executor for a while, or for the rest of the session."""
@@ -97,7 +108,7 @@ class Relays:
         granted, now = self._granted.get(route.peer), time.monotonic()
         if granted is not None and now < granted.renew_at:
             return granted.permit
-        helpers = sorted(set().union(*self._helpers.values()))
+        helpers = sorted(self._signers)
         try:
             permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
         except (TransportError, ProviderError, ProtocolError) as error:

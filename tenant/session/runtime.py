@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
 from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.ring import Direction
@@ -172,6 +174,10 @@ class Runtime:
         assert self.source is not None
         peer = None if executor is None else executor.peer
         return self.source.draw(index, direction, rows, counts=counts, ahead=False, executor=peer)
+
+    def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
+        """Return the helper with a certificate; see `Relays.signer`."""
+        return None if self.relays is None else self.relays.signer(helper)
 
     def end_relays(self, executor: Peer) -> None:
         """Relay no more effects to an executor in this session."""

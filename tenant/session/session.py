@@ -152,7 +152,13 @@ class Session:
                 self._finalizer.atexit = False  # `runtime` then closes the connections, and waits
                 own_weights = None if self._store is None else self._store.cache
                 faults = Faults(
-                    self.preparation, self.routes, runtime.gate, self._tally, runtime.end_relays, own_weights
+                    self.preparation,
+                    self.routes,
+                    runtime.gate,
+                    self._tally,
+                    runtime.end_relays,
+                    runtime.signer,
+                    own_weights,
                 )
                 failover = Failover(self._options, self.routes, runtime, self._tally, faults)
                 self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, failover)

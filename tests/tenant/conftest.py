@@ -119,6 +119,8 @@ class ScriptedProvider:
     Attributes:
         blocks: the blocks that it keeps as an executor.
         evidence: what it hands out of a block that the tenant fetches; None to close the connection.
+        deposits: changes a block before it is signed, as a helper.
+        signs_as: the provider whose key signs its blocks.
         block_wait_s: how long it waits for a block as an executor.
     """
 
@@ -142,6 +144,8 @@ class ScriptedProvider:
         self.certificate = identity.certificate
         self.blocks: dict[bytes, tuple[wire.Block, bytes]] = {}
         self.evidence: Callable[[tuple[wire.Block, bytes]], Stored | None] = lambda stored: stored
+        self.deposits: Callable[[wire.Block, bytes], tuple[wire.Block, bytes]] = lambda *block: block
+        self.signs_as = self
         self.takes_blocks = True
         self.block_wait_s = 0.3
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
@@ -336,8 +340,11 @@ class ScriptedProvider:
         body = reply[wire.PREFIX.size + header_size :]
         permit, nonce = request.relay.permit, block_id(request)
         fields = {name: getattr(request, name) for name in wire.Binding.__struct_fields__} | {"nonce": nonce}
-        block = wire.Block(**fields, helper=self.fingerprint, permit=permit, signature=b"-")
-        signature = sign(self._key, statement(block, permit=permit, executor=to.fingerprint, payload=body))
+        signer = self.signs_as
+        block, body = self.deposits(
+            wire.Block(**fields, helper=signer.fingerprint, permit=permit, signature=b"-"), body
+        )
+        signature = sign(signer._key, statement(block, permit=permit, executor=to.fingerprint, payload=body))
         to.blocks[nonce] = msgspec.structs.replace(block, signature=signature), body
         return frame(wire.Result.answering(request, relayed=True))
 

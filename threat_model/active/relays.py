@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockStore, KeptBlock
+from provider.relay.links import _block_of
 from provider.relay.matrices import hidden, without_blocks
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -66,6 +67,10 @@ def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
     fetch = "provider.relay.blocks.BlockStore.fetch"
     return {
         "a helper signs a wrong block": ("helper", {f"{_GATEWAY}.hidden": _hides_something_else}),
+        "a helper signs more rows than were ordered": (
+            "helper",
+            {f"{_GATEWAY}.hidden": _hides_one_row_more, "provider.relay.links._block_of": _binds_one_row_more},
+        ),
         "an executor subtracts other rows": ("executor", subtracts),
         "an executor withholds the block": ("executor", {**subtracts, fetch: _withholds}),
         "an executor's block is not signed": ("executor", {**subtracts, fetch: _changed(signature=bytes(64))}),
@@ -78,6 +83,16 @@ def _hides_something_else(effect: memoryview, request: wire.Effect, entry: Group
     block = bytearray(hidden(effect, request, entry))
     block[0] ^= 1
     return memoryview(block)
+
+
+def _hides_one_row_more(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+    block = _hides_something_else(effect, request, entry)
+    return memoryview(bytes(block) + bytes(len(block) // request.rows))
+
+
+def _binds_one_row_more(request: wire.Effect) -> wire.Binding:
+    block = _block_of(request)
+    return msgspec.structs.replace(block, rows=block.rows + 1)
 
 
 def _subtracts_other_rows(

@@ -199,7 +199,7 @@ class ContinuousEngine(Engine):
         known = None
         if not sequence.reads_all and sequence.generation is not None:
             # the last token is computed in any case, because its logits are needed
-            known = self._prefixes.find((request.adapter, sequence.generation), request.prompt[:-1])
+            known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
         sequence.kv = known or self._packed.new_kv()
         sequence.kv.release()
         sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
@@ -275,8 +275,7 @@ class ContinuousEngine(Engine):
                 if sequence in turns:
                     turns.remove(sequence)
         if sequence.kv is not None and error is None and sequence.generation is not None:
-            key = sequence.request.adapter, sequence.generation
-            self._prefixes.keep(key, sequence.tokens[: sequence.kv.length], sequence.kv)
+            self._prefixes.keep(_owner(sequence), sequence.tokens[: sequence.kv.length], sequence.kv)
         sequence.kv = None
         sequence.held.close()
         if error is None:
@@ -299,6 +298,11 @@ class ContinuousEngine(Engine):
             return ledger_of(self._packed.model) or Ledger()
         except SymbiosisError:  # a whole model
             return Ledger()
+
+
+def _owner(sequence: Sequence) -> tuple[object, ...]:
+    """What requests share if they may use the same cached prefixes; see `prefixes`."""
+    return sequence.request.client, sequence.request.adapter, sequence.generation
 
 
 def _named(error: Exception) -> SymbiosisError:

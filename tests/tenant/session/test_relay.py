@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +18,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RoleConflictError, VerificationError
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.blocks import block_id
 from tenant.core.gate import Gate
@@ -337,6 +340,80 @@ def test_only_liars_are_named(
 
     holds()
     assert {frozenset({0}), frozenset({1}), frozenset({2})} <= named
+
+
+def one_row_more(block: wire.Block, body: bytes) -> tuple[wire.Block, bytes]:
+    row = len(body) // block.rows
+    return msgspec.structs.replace(block, rows=block.rows + 1), bytes([body[0] ^ 1]) + body[1:] + bytes(row)
+
+
+def test_a_helper_that_signs_more_rows_than_it_was_told_to_does_not_frame_the_executor(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """The executor cannot know how many rows were ordered, so it accepts the block."""
+    helper.deposits = one_row_more
+    session = new_session("relay", [executor], [helper], pool_memory=0)
+    with pytest.raises(VerificationError) as caught:
+        is_right(session, store, OUT, FORWARD, 3)
+    assert caught.value.provider == f"helper {helper.port}"
+
+
+def test_two_helpers_do_not_frame_the_executor(
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """One helper tells the other one the ids of its blocks, and that one signs something else under them."""
+    helpers = [new_provider(), new_provider()]
+    helpers[0].signs_as = helpers[1]
+    helpers[0].deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
+    session = new_session("relay", [executor], helpers, pool_memory=0)
+    for seed in range(2):
+        assert is_right(session, store, OUT, FORWARD, 3, seed)
+    assert not session.routes.quarantined
+    assert relayed(session) == (0, 6)  # relays have ended
+
+
+@pytest.mark.parametrize("code", [wire.ErrorCode.REVOKED, wire.ErrorCode.BUSY, wire.ErrorCode.INTERNAL])
+def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not_convicted(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, code: Any
+) -> None:
+    """For example, the tenant's certificate has just expired."""
+    executor.evidence = lambda stored: (wire.Failure(code=code, detail="not now"), b"")
+    helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
+    session = new_session("relay", [executor], [helper], pool_memory=0)
+    assert is_right(session, store, OUT, FORWARD, 3)
+    assert not session.routes.quarantined
+
+
+def peer_certificate(peer: Peer) -> bytes:
+    assert isinstance(peer.certificate, Path)
+    return peer.certificate.read_bytes()
+
+
+def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
+    executor: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    tmp_path: Path,
+) -> None:
+    """Helper and executor go by the certificates that the session began with, and so does the evidence."""
+    helper, other, peers = new_provider(), new_provider(), []
+    pins = [tmp_path / "executor.pem", tmp_path / "helper.pem"]
+    for peer, pin in zip((executor.peer("executor"), helper.peer("helper")), pins, strict=True):
+        peers.append(dataclasses.replace(peer, certificate=pin))
+        pin.write_bytes(peer_certificate(peer))
+    session = new_session("relay", peers[:1], peers[1:], pool_memory=0)
+
+    def replaced(stored: Kept) -> Stored:
+        for pin in pins:
+            pin.write_bytes(peer_certificate(other.peer("helper")))
+        return stored
+
+    executor.evidence = replaced
+    helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
+    with pytest.raises(VerificationError) as caught:
+        is_right(session, store, OUT, FORWARD, 3)
+    assert caught.value.provider == f"helper {helper.port}"
 
 
 def test_evidence_that_is_lost_convicts_nobody(

@@ -8,7 +8,6 @@ product is sent over a TLS socket, and the recorder is at the tenant's end of it
 """
 
 import copy
-import secrets
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from provider.config.schema import (
 )
 from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from symbiosis_priv.certificates.issuing import create_authority, create_self_signed, issue
 from symbiosis_priv.certificates.reading import Kind
@@ -288,7 +287,7 @@ class Lab:
         if direction == BACKWARD:
             width = self.public.manifest.groups[group].stacked_outputs
             pair = torch.randn((2, width), generator=torch.Generator().manual_seed(0))
-        word = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=workload.game_rows, width=1)[:, 0]
+        word = expand(random_key(), first_row=0, rows=workload.game_rows, width=1)[:, 0]
         coins = word < 0
         half = workload.game_rows // 2
         backend.linear(group, direction, pair[coins.long()])

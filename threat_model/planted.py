@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
@@ -163,7 +163,7 @@ def one_company_faults(recording: Recording, public: Public) -> list[Fault]:
 
 def _normal(rows: int, width: int) -> Tensor:
     """Standard normals, float64, that do not come from a seed of torch's generator."""
-    return gaussian(expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=2 * width))
+    return gaussian(expand(random_key(), first_row=0, rows=rows, width=2 * width))
 
 
 def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: int | None = None) -> ExecutorView:

@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from provider.scheduler.jobs import Stage
-from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -142,7 +142,7 @@ class Stages:
         return "fine_tuning" if trains or request.rows > self._few_rows else "inference"
 
 
-def row_load(request: wire.Execute | wire.Effect, columns: tuple[int, int]) -> tuple[int, int]:
+def row_load(request: wire.Execute | wire.Effect, columns: Widths) -> tuple[int, int]:
     """The multiply-adds of one row's product, and the multiply-adds that the row costs: an effect's row includes its
     keystream.
 

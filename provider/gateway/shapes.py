@@ -4,13 +4,14 @@ from typing import NoReturn
 
 from provider.config.schema import MIB, ProviderConfig
 from provider.refusal import Refusal
+from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.arithmetic.segments import check_counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.network import wire
 
 
-def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> tuple[int, int]:
+def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
     """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix.
 
     Raises:

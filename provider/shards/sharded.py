@@ -45,7 +45,7 @@ from provider.products.operands import Operands
 from provider.shards import rendezvous, torchrun
 from provider.shards.heartbeats import Heartbeats
 from provider.shards.unit import Unit
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, RankLostError
@@ -218,8 +218,8 @@ class ShardedOperands(Operands):
             self._take_part(plan, rows.contiguous(), out, counts)
         return out
 
-    def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:
-        """(columns of a product's rows, columns of its result) in a direction of the packed weights."""
+    def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> Widths:
+        """The widths of a product in a direction of the packed weights."""
         experts = self._entries[group].experts if by_expert else 1
         return self._units[group].columns(direction, experts=experts)
 

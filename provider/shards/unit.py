@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction, Widths
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import Choice, Packed, kernel_of
@@ -57,8 +57,8 @@ class Unit(nn.Module):
         each = _chunk(self.weight.shape[0], world) * self._block
         return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
 
-    def columns(self, direction: Direction, *, experts: int = 1) -> tuple[int, int]:
-        """(columns of a product's rows, columns of its result), for all weights or for one of `experts` matrices."""
+    def columns(self, direction: Direction, *, experts: int = 1) -> Widths:
+        """The widths of a product with all weights, or with one of `experts` matrices."""
         return replace(self._whole, outputs=self._whole.outputs // experts).columns(direction)
 
     def multiply_experts(self, columns: slice, counts: Counts, rows: Tensor, direction: Direction, out: Tensor) -> None:

@@ -12,7 +12,9 @@ two derivations can collide. All masks come from here (rule 1). `tenant.core.sec
 once.
 """
 
+import secrets
 import sys
+from typing import NewType
 
 import numpy as np
 import torch
@@ -23,6 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import RangeError
+
+Seed = NewType("Seed", bytes)
+"""32 secret bytes. Tenant and helper derive the keys of their keystreams from it."""
+StreamKey = NewType("StreamKey", bytes)
+"""The 32-byte AES key of one keystream: of one layer group, one direction and one width."""
 
 SEED_BYTES = 32
 MAX_ROW = 1 << 63
@@ -40,7 +47,12 @@ def derive(secret: bytes, *labels: str) -> bytes:
     return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=info).derive(secret)
 
 
-def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
+def random_key() -> StreamKey:
+    """A fresh key from the operating system's generator."""
+    return StreamKey(secrets.token_bytes(SEED_BYTES))
+
+
+def expand(key: StreamKey, *, first_row: int, rows: int, width: int) -> Tensor:
     """Expand rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
 
     Args:
@@ -68,7 +80,7 @@ class Keystream:
         RangeError: the key is not 32 bytes, or the width is below 1.
     """
 
-    def __init__(self, key: bytes, *, width: int) -> None:
+    def __init__(self, key: StreamKey, *, width: int) -> None:
         if len(key) != SEED_BYTES or width < 1:
             raise RangeError(f"no keystream: key {len(key)} bytes, width {width}")
         self._algorithm, self._width = algorithms.AES256(key), width
@@ -147,12 +159,12 @@ def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
         space.byteswap(inplace=True)
 
 
-def mask_key(seed: bytes, *, group_name: str, direction: str) -> bytes:
+def mask_key(seed: Seed, *, group_name: str, direction: str) -> StreamKey:
     """The AES key of one (group, direction) keystream under a helper's seed."""
-    return derive(seed, "mask", group_name, direction)
+    return StreamKey(derive(seed, "mask", group_name, direction))
 
 
-def relay_key(seed: bytes, *, group_name: str, direction: str) -> bytes:
+def relay_key(seed: Seed, *, group_name: str, direction: str) -> StreamKey:
     """The AES key of the keystream that hides the effects of (group, direction) from the executor that they are relayed
     to. Row r hides the effect of row r of `mask_key`'s keystream."""
-    return derive(seed, "relay", group_name, direction)
+    return StreamKey(derive(seed, "relay", group_name, direction))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.arithmetic.keystream import expand
+from symbiosis_priv.arithmetic.keystream import StreamKey, expand
 from symbiosis_priv.native import pointer
 
 PRIME: Final = (1 << 61) - 1
@@ -55,7 +55,7 @@ class Column:
         return len(self.values)
 
 
-def uniform(key: bytes, count: int) -> Column:
+def uniform(key: StreamKey, count: int) -> Column:
     """A secret column from a 256-bit key: 61 bits of keystream per entry; the value p counts as 0.
 
     So 0 has probability 2^-60 and every other residue 2^-61: an equation for one entry holds with probability 2^-60 at

@@ -40,7 +40,7 @@ arithmetic with compiled code.
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -55,6 +55,19 @@ Direction = Literal["forward", "backward"]
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 DIRECTIONS: Final[tuple[Direction, Direction]] = (FORWARD, BACKWARD)
+
+
+class Widths(NamedTuple):
+    """The width of a product's rows, and of its result."""
+
+    rows: int
+    result: int
+
+    @classmethod
+    def of(cls, inputs: int, outputs: int, direction: Direction) -> Self:
+        """The widths for a weight `[outputs, inputs]`."""
+        return cls(inputs, outputs) if direction == FORWARD else cls(outputs, inputs)
+
 
 RANGE = 1 << 31
 """Every true product is smaller than this in absolute value, and so is every entry of a quantised row."""

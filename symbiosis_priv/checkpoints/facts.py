@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction, Widths
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import RangeError
@@ -69,20 +69,14 @@ class GroupFacts:
             raise RangeError(f"{self.entry.name} is not a stack of experts; leave out the counts")
         return self.by_expert
 
-    def narrowed(self, ring_bits: RingBits) -> Self:
-        """A copy for products of which `ring_bits` bits travel (`Bound.narrowed`)."""
-        bounds = {direction: bound.narrowed(ring_bits) for direction, bound in self.bounds.items()}
-        by_expert = None if self.by_expert is None else self.by_expert.narrowed(ring_bits)
-        return replace(self, bounds=bounds, by_expert=by_expert)
-
-    def with_headroom(self, bits: int) -> Self:
-        """A copy whose bounds scale rows down by `bits` more bits (`Bound.with_headroom`)."""
-        bounds = {direction: bound.with_headroom(bits) for direction, bound in self.bounds.items()}
-        by_expert = None if self.by_expert is None else self.by_expert.with_headroom(bits)
+    def narrowed(self, ring_bits: RingBits, *, headroom_bits: int = 0) -> Self:
+        """A copy for products of which `ring_bits` bits travel, with rows scaled down by `headroom_bits` more bits."""
+        bounds = {way: bound.narrowed(ring_bits).with_headroom(headroom_bits) for way, bound in self.bounds.items()}
+        by_expert = self.by_expert and self.by_expert.narrowed(ring_bits, headroom_bits=headroom_bits)
         return replace(self, bounds=bounds, by_expert=by_expert)
 
     @cached_property
-    def columns(self) -> dict[Direction, tuple[int, int]]:
+    def columns(self) -> dict[Direction, Widths]:
         """Width of an input row and of an answer row, per direction."""
         return {direction: self.entry.columns(direction) for direction in DIRECTIONS}
 
@@ -93,8 +87,8 @@ class GroupFacts:
 
     def inputs(self, direction: Direction) -> int:
         """Width of an input row."""
-        return self.columns[direction][0]
+        return self.columns[direction].rows
 
     def outputs(self, direction: Direction) -> int:
         """Width of an answer row."""
-        return self.columns[direction][1]
+        return self.columns[direction].result

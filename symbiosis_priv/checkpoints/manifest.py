@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import Direction, Widths
 from symbiosis_priv.checkpoints.layers import GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
@@ -52,10 +52,9 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
         """Output features of all members together."""
         return sum(self.outputs)
 
-    def columns(self, direction: Direction) -> tuple[int, int]:
+    def columns(self, direction: Direction) -> Widths:
         """The columns of a request's rows and of its answer's rows."""
-        inputs, outputs = self.inputs, self.stacked_outputs
-        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+        return Widths.of(self.inputs, self.stacked_outputs, direction)
 
     @functools.cached_property
     def turned(self) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import Direction, Widths
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Packed:
     weight_bits: int
     data: Tensor
 
-    def columns(self, direction: Direction) -> tuple[int, int]:
+    def columns(self, direction: Direction) -> Widths:
         """The columns of a product's rows and of its result."""
-        return (self.inputs, self.outputs) if direction == FORWARD else (self.outputs, self.inputs)
+        return Widths.of(self.inputs, self.outputs, direction)
 
     def to(self, device: torch.device) -> Self:
         """A copy on another device."""

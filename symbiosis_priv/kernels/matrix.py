@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.base import Kernel, Packed
@@ -81,10 +81,10 @@ class RingMatrix:
         """Bytes that the packed weights take."""
         return self._packed.data.nbytes
 
-    def columns(self, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:
+    def columns(self, direction: Direction, *, by_expert: bool = False) -> Widths:
         """The columns of a product's rows and of its result, for the whole matrix or for one expert's."""
-        inputs, outputs = self._packed.inputs, self._packed.outputs // (self.experts if by_expert else 1)
-        return (inputs, outputs) if self._as_packed(direction) == FORWARD else (outputs, inputs)
+        outputs = self._packed.outputs // (self.experts if by_expert else 1)
+        return Widths.of(self._packed.inputs, outputs, self._as_packed(direction))
 
     def product(
         self,

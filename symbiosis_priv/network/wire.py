@@ -36,6 +36,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 
+from symbiosis_priv.arithmetic import keystream
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
 from symbiosis_priv.limits import MAX_EXPERTS as MAX_EXPERTS
@@ -91,7 +92,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A finite number: neither infinite nor nan."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Seed = Annotated[keystream.Seed, msgspec.Meta(min_length=keystream.SEED_BYTES, max_length=keystream.SEED_BYTES)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Fingerprint = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
 """`certificates.reading.fingerprint` of a provider's certificate."""

@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, relay_key
+from symbiosis_priv.arithmetic.keystream import Keystream, Seed, mask_key, relay_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
@@ -205,7 +205,7 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self._keystreams: dict[tuple[bytes, int, Direction, bool, bool], Keystream] = {}
+        self._keystreams: dict[tuple[Seed, int, Direction, bool, bool], Keystream] = {}
 
     @abstractmethod
     def draw(
@@ -232,7 +232,7 @@ class EffectSource(ABC):
         return self._secret.burn(group_name=facts.entry.name, direction=direction, rows=rows)
 
     def _keystream(
-        self, seed: bytes, index: int, direction: Direction, counts: Counts | None = None, *, second: bool = False
+        self, seed: Seed, index: int, direction: Direction, counts: Counts | None = None, *, second: bool = False
     ) -> Keystream:
         """The keystream of a seed for one layer group and direction, or for rows for its experts.
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import NoReturn
 
 from symbiosis_priv.arithmetic.forks import generation
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, derive
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, derive
 from symbiosis_priv.errors import BurntRowError
 
 
@@ -23,10 +23,10 @@ class SessionSecret:
         self._lock = threading.Lock()
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
-    def seed_for(self, *holder: str) -> bytes:
+    def seed_for(self, *holder: str) -> Seed:
         """The 32-byte seed for one holder. A helper is identified by its name and its key's fingerprint (rule 11)."""
         self._check_alive()
-        return derive(self._secret, "helper", *holder)
+        return Seed(derive(self._secret, "helper", *holder))
 
     def burn(self, *, group_name: str, direction: str, rows: int) -> int:
         """Burn `rows` fresh row indices of a (group, direction), and return the first. They are never returned

@@ -54,7 +54,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, derive, expand
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, StreamKey, derive, expand
 from symbiosis_priv.arithmetic.modular import PRIME, Column, multiply, uniform, weigh
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, segments
@@ -113,7 +113,7 @@ class VerificationKeys:
             column = self._shared(index, direction)
             if (table := self._experts.get((index, direction))) is not None:
                 key = derive(self._secret, "check experts", str(index), direction)
-                factors = uniform(key, len(table)).values[:, None]
+                factors = uniform(StreamKey(key), len(table)).values[:, None]
                 column = Column(multiply(factors, column.values).reshape(-1))
                 joined = functools.reduce(lambda a, b: (a + b).remainder(PRIME), multiply(factors, table))
                 self._products[index, direction] = Column(joined)
@@ -171,7 +171,7 @@ class VerificationKeys:
         return f"VerificationKeys({len(self._products | self._experts)} products)"
 
     def _column(self, index: int, direction: Direction, height: int) -> Column:
-        return uniform(derive(self._secret, "check", str(index), direction), height)
+        return uniform(StreamKey(derive(self._secret, "check", str(index), direction)), height)
 
 
 class BlameKeys:
@@ -280,7 +280,7 @@ class BlameKeys:
 
     def _expand(self, index: int, direction: Direction, *, rows: int) -> Tensor:
         key = derive(self._secret, "verify", str(index), direction)
-        return expand(key, first_row=0, rows=rows, width=self._columns)
+        return expand(StreamKey(key), first_row=0, rows=rows, width=self._columns)
 
 
 def _other(direction: Direction) -> Direction:

@@ -16,8 +16,8 @@ import torch
 from cryptography import x509
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, expand, mask_key, random_key
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths
 from symbiosis_priv.certificates import clock
 from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.errors import (
@@ -307,12 +307,12 @@ class ProviderProbe:
         """Request the product of random rows. Returns the rows and the answer."""
         inputs, outputs = self._columns(group, direction)
         if self.finding.peer.role == "executor":
-            sent = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=inputs)
+            sent = expand(random_key(), first_row=0, rows=rows, width=inputs)
             request: wire.Execute | wire.Effect = wire.Execute(
                 nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows
             )
             return sent, self._answer(request, mask(sent, UNMASKED_BY_CHOICE), outputs)  # random rows hold no data
-        seed = secrets.token_bytes(SEED_BYTES)
+        seed = Seed(secrets.token_bytes(SEED_BYTES))
         request = wire.Effect(
             nonce=fresh_nonce(),
             group=group,
@@ -329,9 +329,9 @@ class ProviderProbe:
         key = mask_key(seed, group_name=self._preparation.manifest.groups[group].name, direction=direction)
         return expand(key, first_row=0, rows=rows, width=inputs), answer
 
-    def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
+    def _columns(self, group: int, direction: Direction) -> Widths:
         if self._preparation is None:  # only requests without rows are sent
-            return 1, 1
+            return Widths(1, 1)
         return self._preparation.manifest.groups[group].columns(direction)
 
     def _answer(self, request: wire.Execute | wire.Effect, payload: MaskedRows | None, outputs: int) -> Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
@@ -78,7 +79,7 @@ class PadSource(EffectSource):
             shares.append(share)
         return Pad(rows, tuple(shares))
 
-    def _block(self, relay: Relay, seed: bytes) -> Block:
+    def _block(self, relay: Relay, seed: Seed) -> Block:
         request, target = relay
         return Block(
             executor=target.executor,

@@ -57,4 +57,4 @@ def _in_session(scheme: SessionScheme, opening: Opening) -> Backend:
         store=store,
     )
     bits, headroom = opening.ring_bits, scheme.headroom_bits
-    return RingBackend([facts.narrowed(bits).with_headroom(headroom) for facts in preparation.facts], session)
+    return RingBackend([facts.narrowed(bits, headroom_bits=headroom) for facts in preparation.facts], session)

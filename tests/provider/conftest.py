@@ -20,6 +20,7 @@ from torch import Tensor
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
 from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
@@ -118,7 +119,7 @@ def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction:
         direction=direction,
         arithmetic="ring",
         rows=rows,
-        seed=seed,
+        seed=Seed(seed),
         first_row=first_row,
     )
 

@@ -7,7 +7,6 @@ plausible: its aborts depend on the secret.
 """
 
 import math
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
@@ -169,7 +168,7 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
     def other_layer(answer: Tensor) -> None:
         # the product of other rows, of the same shape, with another block's weights
         weight = lab.public.quantised(_same_shape(lab, 0)).weight.to(torch.int32)
-        rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=len(answer), width=weight.shape[1])
+        rows = expand(random_key(), first_row=0, rows=len(answer), width=weight.shape[1])
         if answer.shape[1] == weight.shape[0]:
             answer.copy_(rows @ weight.t())
         else:
@@ -261,7 +260,7 @@ def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
 def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
     """Measure the soundness of the attribution keys where it is weak enough to see: few columns, multiples of 2^28."""
     weight = lab.public.quantised(1).weight
-    rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=1, width=weight.shape[1])
+    rows = expand(random_key(), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()
     result = []
     for columns in (1, 2):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.network import wire
@@ -63,7 +63,7 @@ def _plug(subject: Subject, case: Case) -> Case:
     width, other = subject.oracle.widths(case.index, direction)
     rows = max(1, min(_PLUG_WORK // (width * other), subject.row_limit(case.index), _PLUG_ROWS))
     if subject.role == "helper":
-        return effect_case(subject.oracle, case.index, direction, seed=bytes(SEED_BYTES), first_row=0, rows=rows)
+        return effect_case(subject.oracle, case.index, direction, seed=Seed(bytes(SEED_BYTES)), first_row=0, rows=rows)
     return Case(case.index, direction, "ring", torch.ones((rows, width), dtype=torch.int32))
 
 

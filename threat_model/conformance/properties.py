@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.harness import strategies as testing
@@ -57,7 +57,7 @@ def _layers(subject: Subject, run: Run) -> None:
     for index in (served.start - 1, served.stop):
         if 0 <= index < len(layers):
             run.one()
-            case = effect_case(subject.oracle, index, FORWARD, seed=bytes(SEED_BYTES), first_row=0, rows=1)
+            case = effect_case(subject.oracle, index, FORWARD, seed=Seed(bytes(SEED_BYTES)), first_row=0, rows=1)
             reply, _ = subject.exchange(case, case.header(subject.role))
             if not (isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.NOT_SERVED):
                 raise subject.violation(f"answers {describe(reply)} for a layer that it says it does not serve", case)
@@ -186,7 +186,7 @@ def _row_counts(subject: Subject, run: Run) -> None:
     width, other = oracle.widths(index, FORWARD)
     most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // wire.RING32.size(1, max(width, other))))
     generator = np.random.default_rng(run.seed)
-    seed = generator.bytes(SEED_BYTES)
+    seed = Seed(generator.bytes(SEED_BYTES))
     rows = torch.from_numpy(generator.integers(-(2**31), 2**31, (most, width), dtype=np.int32))
     found: Violation | None = None
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
 from threat_model.conformance.strategies import requests
@@ -67,7 +67,7 @@ def _seeded(case: Case) -> wire.Effect:
         direction=case.direction,
         arithmetic="ring",
         rows=len(case.rows),
-        seed=bytes(SEED_BYTES),
+        seed=Seed(bytes(SEED_BYTES)),
         first_row=0,
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.harness import strategies as testing
@@ -84,7 +84,7 @@ def effects(
         index = draw(st.sampled_from(subject.sampled))
     way: Direction = draw(testing.directions()) if direction is None else direction
     first = draw(st.sampled_from((0, 1, 63, 2**32 - 1, 2**40)) | st.integers(0, 2**61))
-    seed = draw(st.binary(min_size=SEED_BYTES, max_size=SEED_BYTES))
+    seed = Seed(draw(st.binary(min_size=SEED_BYTES, max_size=SEED_BYTES)))
     counts = draw(expert_counts(subject, index, by_expert=by_expert))
     count = draw(_counts(subject, index)) if counts is None else sum(counts)
     return effect_case(subject.oracle, index, way, seed=seed, first_row=first, rows=count, counts=counts)

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
@@ -21,6 +21,9 @@ from threat_model.conformance.oracle import Array, CheckpointOracle, Difference,
 from threat_model.conformance.probe import Dialler, Probe
 
 _SHOWN = 8
+
+
+_NO_SEED = Seed(b"")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Case:
     direction: Direction
     arithmetic: wire.Arithmetic
     rows: Tensor
-    seed: bytes = b""
+    seed: Seed = _NO_SEED
     first_row: int = 0
     counts: Counts | None = None
     ring_bits: wire.RingBits = 32
@@ -84,7 +87,7 @@ def effect_case(
     index: int,
     direction: Direction,
     *,
-    seed: bytes,
+    seed: Seed,
     first_row: int,
     rows: int,
     counts: Counts | None = None,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Difference
@@ -63,7 +63,7 @@ def _case(
     subject: Subject, index: int, direction: Direction, arithmetic: wire.Arithmetic, generator: np.random.Generator
 ) -> Case:
     if subject.role == "helper":
-        seed = generator.bytes(SEED_BYTES)
+        seed = Seed(generator.bytes(SEED_BYTES))
         return effect_case(subject.oracle, index, direction, seed=seed, first_row=0, rows=_UNIFORM_ROWS)
     width, _ = subject.oracle.widths(index, direction)
     if arithmetic == "ring":

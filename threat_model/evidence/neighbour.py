@@ -1,6 +1,5 @@
 """A second tenant of the same executor, which observes the effects of the first tenant."""
 
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from provider.operations.health import ask_health
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.federation import Peer
@@ -64,7 +63,7 @@ class Neighbour:
         started, asked, due = time.monotonic(), 0, 0.0
         while True:
             last = self._stop.is_set()
-            mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=_ROWS, width=entry.inputs)
+            mine = expand(random_key(), first_row=0, rows=_ROWS, width=entry.inputs)
             request = wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS)
             answer = channel.request(request, mask(mine, UNMASKED_BY_CHOICE), outputs=entry.stacked_outputs)
             self._own.append((answer - mine @ weight.t()).double())

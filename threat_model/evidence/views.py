@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
@@ -66,7 +67,7 @@ class EffectExchange:
     direction: Direction
     rows: int
     first_row: int
-    seed: bytes
+    seed: Seed
     effect: Tensor
     counts: tuple[int, ...] | None = None
 

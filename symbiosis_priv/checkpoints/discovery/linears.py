@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis_priv.arithmetic.ring import Widths
+
 
 def is_linear(module: nn.Module) -> bool:
     """Returns True if a module can be offloaded: its class is a linear, and it computes a linear's product."""
@@ -45,9 +47,9 @@ def _is_product(module: nn.Linear | Conv1D) -> bool:
     return True
 
 
-def widths(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of an `nn.Linear` or `Conv1D`."""
+def widths(module: nn.Module) -> Widths:
+    """The widths of an `nn.Linear` or `Conv1D`, forward."""
     if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
+        return Widths(module.in_features, module.out_features)
     assert isinstance(module, Conv1D)
-    return int(module.nx), int(module.nf)
+    return Widths(int(module.nx), int(module.nf))

@@ -17,6 +17,7 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from torch.nn import functional
 
+from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
 from tenant.tasks.methods.registration import add, peft_type
@@ -49,7 +50,7 @@ class DiffPruningConfig(MethodConfig):
         if not 0 < self.density <= 1:
             raise ConfigError(f"density = {self.density} is not in (0, 1]")
 
-    def entries(self, widths: tuple[int, int]) -> int:
+    def entries(self, widths: Widths) -> int:
         """Entries of the sparse change of a linear."""
         return max(1, round(self.density * math.prod(widths)))
 
@@ -80,7 +81,7 @@ class DiffPruningLayer(MethodLayer):
     def make(self, adapter: str, config: DiffPruningConfig) -> None:
         inputs, outputs = self.widths
         self._l0_weight[adapter] = config.l0_weight
-        self._count[adapter] = count = config.entries((inputs, outputs))
+        self._count[adapter] = count = config.entries(self.widths)
         if config.learn_support:
             delta = torch.zeros(outputs, inputs, dtype=torch.float32, device="cpu")
             self.diff_pruning_delta[adapter] = nn.Parameter(delta)

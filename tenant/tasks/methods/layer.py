@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import UnsupportedMethodError
 
@@ -83,10 +84,9 @@ class MethodLayer(nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @property
-    def widths(self) -> tuple[int, int]:
+    def widths(self) -> Widths:
         """Input and output width of the linear."""
-        inputs, outputs = widths(self.get_base_layer())
-        return inputs, outputs
+        return widths(self.get_base_layer())
 
     @property
     def integer(self) -> torch.dtype:

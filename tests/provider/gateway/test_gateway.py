@@ -23,6 +23,7 @@ from provider.gateway.admission import ByteBudget
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
@@ -223,7 +224,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     execute, effect = requests
     code = wire.ErrorCode
     client = connect()
-    seed = secrets.token_bytes(32)
+    seed = Seed(secrets.token_bytes(32))
     too_many = provider.config.limits.max_rows + 1
     for request, payload, expected in [
         (execute(9, 1), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # no such group

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from provider.executor import envelope
 from provider.serve import Provider
-from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -92,7 +92,7 @@ def test_effects_by_expert_are_products_of_a_keystream_of_their_own(
 ) -> None:
     """Dense masks and masks of one expert have different widths, so they come from different keys."""
     client = connect(to=provider, role="helper")
-    seed, counts = secrets.token_bytes(32), (2, 0, 1, 3)
+    seed, counts = Seed(secrets.token_bytes(32)), (2, 0, 1, 3)
     for group, entry in list(stacks_of(store).items())[:2]:
         keys = [mask_key(seed, group_name=e.name, direction="forward") for e in (entry, entry.by_expert)]
         assert keys[0] != keys[1]

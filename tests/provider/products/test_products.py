@@ -22,7 +22,7 @@ from provider.executor.queues import LocalInbox, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.policy import PolicyName
 from provider.serve import Provider
-from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
@@ -109,7 +109,7 @@ def test_transposed_weights_and_biases(
 def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore, requests: Requests) -> None:
     _, effect = requests
     client = connect(role="helper")
-    seed = secrets.token_bytes(32)
+    seed = Seed(secrets.token_bytes(32))
     for group, entry in enumerate(store.manifest().groups):
         for direction in DIRECTIONS:
             width, _ = entry.columns(direction)
@@ -133,7 +133,7 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
 ) -> None:
     """The same bits, with each policy, and also when every request is cut into pieces of three rows."""
     execute, effect = requests
-    seed = secrets.token_bytes(32)
+    seed = Seed(secrets.token_bytes(32))
     entry = store.manifest().groups[0]
     masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
     expected = oracle(store, 0, "forward", masks)
@@ -197,7 +197,7 @@ def test_waiting_requests_share_a_product(
     executor = Executor(model, inbox=inbox, scheduling=scheduling)
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
-    seed = secrets.token_bytes(32)
+    seed = Seed(secrets.token_bytes(32))
     key = mask_key(seed, group_name=store.manifest().groups[0].name, direction="forward")
     asked: list[tuple[wire.Execute | wire.Effect, Tensor]] = [
         (execute(0, 1), ring_rows(1, width)),

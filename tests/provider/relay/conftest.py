@@ -14,7 +14,7 @@ from torch import Tensor
 
 from provider.config.schema import RelayConfig, RelayTarget, TlsConfig
 from provider.serve import Provider
-from symbiosis_priv.arithmetic.keystream import expand, mask_key, relay_key
+from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key, relay_key
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -67,7 +67,7 @@ class Tenant:
     permit: bytes
     pair: Pair
     store: WeightStore
-    seed: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    seed: Seed = field(default_factory=lambda: Seed(secrets.token_bytes(32)))
 
     def order(self, group: int, rows: int, *, first_row: int = 0, **options: Any) -> wire.Effect:
         """An effect that the helper sends to the executor."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import modular
-from symbiosis_priv.arithmetic.keystream import expand
+from symbiosis_priv.arithmetic.keystream import StreamKey, expand
 from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.harness import strategies as testing
 from tests import drawn
@@ -82,7 +82,7 @@ def test_weigh_is_exact(name: str, data: st.DataObject, outputs: int, inputs: in
 def test_weigh_takes_weights_in_any_layout(name: str) -> None:
     generator = np.random.default_rng(0)
     weight = torch.from_numpy(generator.integers(-2047, 2048, (301, 257), dtype=np.int16))
-    forward, backward = modular.uniform(bytes(32), 301), modular.uniform(bytes(31) + b"1", 257)
+    forward, backward = modular.uniform(StreamKey(bytes(32)), 301), modular.uniform(StreamKey(bytes(31) + b"1"), 257)
     with build(name):
         down, up = modular.weigh(weight.t().contiguous().t(), forward, backward)
     assert down.tolist() == exact(weight.t(), forward)
@@ -90,7 +90,7 @@ def test_weigh_takes_weights_in_any_layout(name: str) -> None:
 
 
 def test_a_uniform_column_is_keystream_cut_to_61_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = bytes(range(32))
+    key = StreamKey(bytes(range(32)))
     words = expand(key, first_row=0, rows=1, width=20).numpy().astype("<i4").view("<u8")[0]
     assert modular.uniform(key, 10).values.tolist() == [int(word) % 2**61 for word in words]
     ones = torch.full((1, 6), -1, dtype=torch.int32)
@@ -100,7 +100,7 @@ def test_a_uniform_column_is_keystream_cut_to_61_bits(monkeypatch: pytest.Monkey
 
 def test_uniform_residues_are_fair_in_every_bit() -> None:
     """Small or sparse residues could be learned by probing. The false-alarm rate is below 1e-12 for each bit."""
-    values = modular.uniform(bytes(range(32)), 1 << 16).values
+    values = modular.uniform(StreamKey(bytes(range(32))), 1 << 16).values
     assert int(values.min()) >= 0
     assert int(values.max()) < PRIME
     for bit in range(61):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import modular, passes
+from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
@@ -20,7 +21,7 @@ from symbiosis_priv.limits import RingBits
 from tests import drawn
 from tests.builds import BUILDS, TORCH, build
 
-KEY = bytes(range(32))
+KEY = StreamKey(bytes(range(32)))
 
 
 def bound_of(width: int) -> Bound:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import expand
+from symbiosis_priv.arithmetic.keystream import StreamKey, expand
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, RANGE, Bound, Direction, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
@@ -20,7 +20,7 @@ from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix
 from tests import drawn
 
-KEY = bytes(range(32))
+KEY = StreamKey(bytes(range(32)))
 
 
 def group_of(weight: Tensor) -> QuantisedGroup:

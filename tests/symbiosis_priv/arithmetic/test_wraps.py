@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import wraps
+from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.modular import Column, dot, uniform
 from symbiosis_priv.arithmetic.ring import Bound, quantise_rows
 from symbiosis_priv.errors import RangeError
 from tests import drawn
 
-KEYS = bytes(range(32)), bytes(range(1, 33))
+KEYS = StreamKey(bytes(range(32))), StreamKey(bytes(range(1, 33)))
 HALF = 1 << 23
 MOST = 3
 

@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.blocks import block_id
 
@@ -17,7 +18,7 @@ EFFECT = wire.Effect(
     arithmetic="ring",
     rows=12,
     counts=(1, 11),
-    seed=bytes(32),
+    seed=Seed(bytes(32)),
     first_row=3,
     relay=ORDER,
 )

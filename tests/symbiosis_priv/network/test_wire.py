@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
@@ -123,7 +124,7 @@ def test_the_largest_counts_fit_a_header_and_more_are_refused() -> None:
         group=wire.MAX_GROUPS - 1,
         rows=wire.MAX_ROWS,
         counts=(wire.MAX_ROWS,) * wire.MAX_EXPERTS,
-        seed=bytes(32),
+        seed=Seed(bytes(32)),
         first_row=(1 << 62) - 1,
     )
     header = wire.encode(largest)[wire.PREFIX.size :]
@@ -186,7 +187,7 @@ def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
     binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
     order = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
     rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
-    effect = wire.Effect(**binding, seed=bytes(32), first_row=0)
+    effect = wire.Effect(**binding, seed=Seed(bytes(32)), first_row=0)
     for direct, relayed in (
         (wire.Execute(**binding), wire.Execute(**binding, blocks=(rows,))),
         (effect, msgspec.structs.replace(effect, relay=order)),

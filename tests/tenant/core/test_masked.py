@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tenant
-from symbiosis_priv.arithmetic.keystream import Keystream
+from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.errors import BurntRowError, RoleConflictError, VerificationError
 from symbiosis_priv.federation import Peer
@@ -53,7 +53,7 @@ MAY_LEAVE_ROWS_UNMASKED = {
 
 
 def pad_of(rows: int, *, first_row: int = 0, holder: Peer | None = None, key: bytes = bytes(32)) -> Pad:
-    return Pad(rows, (Share(holder, Keystream(key, width=WIDTH), first_row, Promise()),))
+    return Pad(rows, (Share(holder, Keystream(StreamKey(key), width=WIDTH), first_row, Promise()),))
 
 
 def zeros(rows: int) -> Tensor:
@@ -214,7 +214,7 @@ def test_every_row_gets_a_mask_row_of_its_own(sizes: list[int], cuts: list[int])
     for size in [*cuts, sum(sizes)]:
         head, pads = cut(pads, size)
         masks.append(mask(zeros(sum(pad.rows for pad in head)), head).masked_words)
-    assert torch.equal(torch.cat(masks), Keystream(bytes(32), width=WIDTH).expand(0, sum(sizes)))
+    assert torch.equal(torch.cat(masks), Keystream(StreamKey(bytes(32)), width=WIDTH).expand(0, sum(sizes)))
 
 
 def test_a_pad_used_twice_is_an_error(monkeypatch: Patch) -> None:
@@ -251,7 +251,9 @@ def test_replaced_pads_are_not_used_again() -> None:
     words = sent.masked_words.clone()
     other = remask(sent, {0: new})
     assert torch.equal(sent.masked_words, words)  # the rows that were sent do not change
-    assert torch.equal(other.masked_words[:2], rows[:2] + Keystream(bytes([1]) * 32, width=WIDTH).expand(0, 2))
+    assert torch.equal(
+        other.masked_words[:2], rows[:2] + Keystream(StreamKey(bytes([1]) * 32), width=WIDTH).expand(0, 2)
+    )
     assert torch.equal(other.masked_words[2:], words[2:])
     with pytest.raises(BurntRowError):
         remask(other, {1: pad_of(2, first_row=9)})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream
+from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -232,7 +232,7 @@ class Flaky(EffectSource):
             effect.set_exception(self.error)
         else:
             effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
-        return Pad(rows, (Share(None, Keystream(bytes(32), width=64), first, effect),))
+        return Pad(rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), first, effect),))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -278,7 +278,9 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
             executor: Peer | None = None,
         ) -> Pad:
             self.promised: Promise[Tensor] = Promise()
-            return Pad(rows, (Share(None, Keystream(bytes(32), width=64), 100 if ahead else 0, self.promised),))
+            return Pad(
+                rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), 100 if ahead else 0, self.promised),)
+            )
 
     for outcome in ("result", "error", "cancel"):
         source = Slow(preparation, ValueError())

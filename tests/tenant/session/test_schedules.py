@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from provider.products.model import ServedModel
-from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -41,7 +41,7 @@ COMPANIES = "ABCD"
 FAILURES = ("lost", "late", "busy", "internal", "lie")
 HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, first_pause_s=0.01, last_pause_s=0.1)
 """Short waits, and short pauses after failures."""
-Seeds = dict[int, bytes]
+Seeds = dict[int, Seed]
 """The helpers' seeds of one session, by the number of the provider."""
 _PREFIX = 4  # columns that identify a row; by chance below 2^-100
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
@@ -21,6 +22,10 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from symbiosis_priv.system.processes import end_quickly
 from tests import warm
+
+# Otherwise each of some hundred processes compiles every module of this project again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Examples are random (a failure prints the blob that reproduces it). Timing is not a property, because machines are
 # shared.

@@ -55,7 +55,7 @@ class UnsupportedModelError(SymbiosisError):
 
 
 class UnsupportedMethodError(SymbiosisError):
-    """The method needs the base weight, which never exists on the tenant (DoRA, PiSSA, merging)."""
+    """The method needs base weights in every step, or merges adapters into them. The tenant has no base weights."""
 
 
 class TaskError(SymbiosisError, ValueError):

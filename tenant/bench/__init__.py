@@ -3,8 +3,8 @@
 Absolute times are valid for one machine only. Compare the ratios.
 
 cli                 the commands; cli_options has their common options, kernels_cli `bench kernels`
-steps_and_tokens    `bench step` and `bench token`: a contest of tenants with a whole and a split model (contest,
-                    tenant_process)
+steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: a contest of tenants with a whole and a
+                    split model (contest, tenant_process)
 masked_linear       `bench linear`: with a bare TLS echo of the same bytes (echo)
 slow_network        `bench network`: over an emulated link (link), and the design's prediction (`session.traffic`)
 moved_bytes         `bench bytes`: bytes of a token and a step of well-known models, from their shapes

@@ -12,13 +12,16 @@ once. Questions and answers are pickled; both ends are this program, and the pip
 """
 
 import contextlib
+import ctypes
 import multiprocessing
+import os
 import signal
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
@@ -27,6 +30,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 _START_S, _STOP_S = 900.0, 10.0
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2) and setns(2)
 
 
 class Child(Generic[Q, A]):
@@ -35,6 +39,7 @@ class Child(Generic[Q, A]):
     Args:
         name: name of the child for messages.
         serve: module-level function that returns the context manager.
+        network: network namespace of the child, a file of /proc; the parent's if None.
     """
 
     def __init__(
@@ -42,12 +47,13 @@ class Child(Generic[Q, A]):
         name: str,
         serve: Callable[..., AbstractContextManager[Callable[[Q], A]]],
         *arguments: object,
+        network: Path | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
         self._name = name
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
+        self._process = context.Process(target=_run, args=(serve, arguments, theirs, network), daemon=True)
         self._process.start()
         theirs.close()
         self._ready = False
@@ -122,9 +128,12 @@ def _run(
     serve: Callable[..., AbstractContextManager[Callable[[Any], Any]]],
     arguments: tuple[object, ...],
     pipe: Connection,
+    network: Path | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     try:
+        if network is not None:
+            _enter_network(network)
         with serve(*arguments) as handle:
             pipe.send(_Answer(None))
             with contextlib.suppress(EOFError):
@@ -139,3 +148,23 @@ def _run(
 def _fail(pipe: Connection, reason: str) -> None:
     with contextlib.suppress(OSError):  # the parent has ended
         pipe.send(_Answer(None, reason))
+
+
+def _enter_network(namespace: Path) -> None:
+    with namespace.open() as file:
+        _check_call(ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK), "setns")
+
+
+def leave_network() -> None:
+    """Move this process into a new network namespace, which lasts as long as the process.
+
+    Raises:
+        OSError: this user, or this system, cannot make one.
+    """
+    _check_call(ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK), "unshare")
+
+
+def _check_call(result: int, name: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

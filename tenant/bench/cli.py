@@ -12,7 +12,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import RingBits
-from symbiosis_priv.system.files import read_text
+from symbiosis_priv.system.files import output_file, read_text, write_atomically
 from tenant.bench import result_file, tables
 from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import (
@@ -122,6 +122,36 @@ def _contest(
 
 @app.command()
 @takes
+def scale(
+    *,
+    rows: Rows = "64,128,256,512",
+    width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
+    layers: Annotated[str, typer.Option(help="Layers, separated by commas.")] = "1,2,4",
+    masking: Masking = "pad",
+    effort: Effort = _EFFORT,
+    svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """The tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
+
+    The first of each list stays while another one grows.
+    """
+    from tenant.bench.scaling import AXES, measure_scale, picture
+
+    points = {"rows": numbers(rows, "--rows"), "widths": widths(width), "depths": numbers(layers, "--layers")}
+    pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
+    name = scheme(masking)
+    found = measure(
+        "scale",
+        json,
+        lambda folder, tell: measure_scale(folder, **points, masking=name, effort=effort, on_turn=tell),
+    )
+    for axis, file in pictures.items():
+        write_atomically(file, picture(found, axis).encode())
+
+
+@app.command()
+@takes
 def start(
     *,
     shape: Llama = _BILLION,
@@ -181,21 +211,28 @@ def network(
         int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
     ] = 2,
     masking: Maskings = "pad,pad/24/relay",
+    link: Annotated[
+        str, typer.Option(help="How to emulate the link: netem or proxy; auto for the best that this machine has.")
+    ] = "auto",
     effort: Effort = _FIVE_TIMES,
     json: Json = None,
 ) -> None:
     """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
 
-    A proxy on loopback emulates the tenant's link with a bandwidth, a delay and losses.
+    The tenant's link is emulated with a bandwidth, a delay and losses: in a
+    network namespace if this machine can make one, else by a proxy.
     """
-    from tenant.bench.link import Condition
+    from tenant.bench.link.condition import Condition
+    from tenant.bench.link.emulation import KINDS
     from tenant.bench.slow_network import measure_network
 
+    if link not in (*KINDS, "auto"):
+        raise ConfigError(f"--link {link!r}: choose one of auto, {', '.join(KINDS)}")
     if batch % overlap:
         raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
     conditions = [Condition.parse(text) for text in condition.split(",")]
     with measuring() as (folder, tell):
-        rows = measure_network(
+        rows, emulated = measure_network(
             folder,
             shape,
             batch=batch,
@@ -203,6 +240,7 @@ def network(
             parts=overlap,
             conditions=conditions,
             maskings=[scheme(name) for name in masking.split(",")],
+            kind=next((kind for kind in KINDS if kind == link), None),
             effort=effort,
             on_turn=tell,
         )
@@ -213,6 +251,7 @@ def network(
         if row["difference"] is not None:
             what = f"{row['condition']}, {row['work']}, {row['masking']}"
             console.print(f"{what}: {row['difference']}", soft_wrap=True)
+    console.print(f"link: {emulated}", soft_wrap=True)
     finish("network", json, rows)
 
 
@@ -248,6 +287,9 @@ def provider(
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
     json: Json = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
+    ] = None,
 ) -> None:
     """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers."""
     from tenant.bench import many_tenants
@@ -274,6 +316,8 @@ def provider(
         threads=threads,
     )
     found = measure("provider", json, lambda folder, tell: (row for row, _ in measured(folder)))
+    if picture is not None:
+        write_atomically(picture, many_tenants.picture(found).encode())
     refuse_wrong(found, "wrong")
 
 

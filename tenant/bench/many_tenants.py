@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.display import figures
 from symbiosis_priv.harness.local import METRICS
 from tenant.bench.children import Child
 from tenant.bench.llama import small_llama
@@ -25,6 +26,7 @@ from tenant.bench.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_
 from tenant.bench.result_file import Row, number, percentile
 
 _CHECKED_S = 2.0
+_POLICIES: Final = ("none", "lockstep", "opportunistic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,28 @@ def compare_bits(
                 "wrong": row["wrong"],
                 "tenants_with_other_answers_alone": sum(first[tenant] != digest for tenant, digest in alone.items()),
             }
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Tokens per second above, median milliseconds of a token below, as SVG; a bar per policy and number of tenants."""
+    titles = {"tokens_per_s": "tokens per second", "token_p50_ms": "milliseconds of a token, median"}
+    return figures.stacked([_bars(rows, title, figure) for figure, title in titles.items()])
+
+
+def _bars(rows: Sequence[Row], title: str, figure: str) -> str:
+    def place(row: Row) -> tuple[float, str, int]:
+        tenants = number(row["generating"]) + number(row["training"])
+        return tenants, str(row["generating_rows"]), _POLICIES.index(str(row["policy"]))
+
+    bars = [
+        figures.Bar(
+            f"{row['policy']}, {row['generating']} x {row['generating_rows']} rows + {row['training']}",
+            number(row[figure] or 0.0),
+            colour=figures.COLOURS[_POLICIES.index(str(row["policy"]))],
+        )
+        for row in sorted(rows, key=place)
+    ]
+    return figures.bars(title, bars, figures.Axis(title, 0.0, max(bar.value for bar in bars) or 1.0))
 
 
 class _Bench:

@@ -7,6 +7,7 @@ the link's state.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,8 @@ from tenant.bench import process_costs
 from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
 from tenant.bench.contest import TURN_S
-from tenant.bench.link import Condition, Link
+from tenant.bench.link.condition import Condition
+from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
 from tenant.bench.providers import parsed, provide, relayed, remote_config
 from tenant.bench.result_file import Row
@@ -62,30 +64,36 @@ def measure_network(
     parts: int,
     conditions: Sequence[Condition],
     maskings: Sequence[str],
+    kind: Kind | None,
     effort: Effort,
     on_turn: Callable[[str], None],
-) -> list[Row]:
-    """A row per condition, kind of work and masking, the link without limits first. `over_first` is the time over that
-    of a whole batch, or of a token, with the first masking.
+) -> tuple[list[Row], str]:
+    """A row per condition, kind of work and masking, the link without limits first; also the kind of emulation and its
+    reason. `over_first` is the time over that of a whole batch, or of a token, with the first masking.
 
     Args:
         batch, tokens: size of a fine-tuning step.
         parts: the parts of a batch, which run one after the other and overlapped. 1 leaves both out.
+        kind: kind of the link; the best that this machine has if None.
         effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
     work = _work(batch, tokens, parts, steps=WARM_UP + effort.repeat)
-    with provide(model, directory, threads=effort.threads, relay=relayed(maskings)) as local, Link() as link:
+    with ExitStack() as stack:
+        link = stack.enter_context(open_link(kind))
+        local = stack.enter_context(
+            provide(model, directory, threads=effort.threads, host=link.host, relay=relayed(maskings))
+        )
         groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
         found: dict[tuple[Condition, str], list[Row]] = {}
         free: dict[tuple[str, str], Measured] = {}
         first: dict[tuple[Condition, str], float] = {}
         for condition, masking in product((Condition(), *conditions), maskings):
-            on_turn(f"{masking}: {condition}")
+            on_turn(f"{masking}: {condition}, emulated by {link.kind}")
             link.impose(condition)
             remote = remote_config(local, masking, effort, federation=federation)
-            with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
+            with Child("tenant", serve_tenant, model, remote, effort.threads, network=link.network) as tenant:
                 for name, task in work.items():
                     measured = _measure(tenant, task, link)
                     unlimited = free.setdefault((name, masking), measured)
@@ -95,7 +103,8 @@ def measure_network(
                     rows_of_work = found.setdefault((condition, name), [])
                     rows_of_work.append({**labels, **row, "over_first": measured.seconds / first_s})
         shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
-        return [{**shared, "tokens": tokens, **row} for rows in found.values() for row in rows]
+        rows = [{**shared, "tokens": tokens, "link": link.kind, **row} for rows in found.values() for row in rows]
+        return rows, f"{link.kind} ({link.why_not_better})" if link.why_not_better else link.kind
 
 
 def _work(batch: int, tokens: int, parts: int, *, steps: int) -> dict[str, Task]:
@@ -117,9 +126,9 @@ def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> Predicted
 
 
 def _measure(tenant: Child[Task, list[Cost]], task: Task, link: Link) -> Measured:
-    before = process_costs.cpu_seconds([link.pid])
+    before = process_costs.cpu_seconds(link.emulators)
     costs = tenant.ask(task, timeout_s=TURN_S)
-    emulation_s = (process_costs.cpu_seconds([link.pid]) - before) / len(costs)
+    emulation_s = (process_costs.cpu_seconds(link.emulators) - before) / len(costs)
     return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
 
 

@@ -26,6 +26,7 @@ _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 class _Collusion(DirectedAttack[CollusionView, Rows], RowsAttack[CollusionView]):
     """Tries every pad row that seeds and requests imply on every masked row."""
 
+
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.executor.of(direction=self.direction)}):

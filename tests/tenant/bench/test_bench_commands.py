@@ -47,7 +47,7 @@ def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contests, "contest", already)
 
 
-def check_step(rows: list[Row], shown: str) -> None:
+def check_step(rows: list[Row], folder: Path, shown: str) -> None:
     whole, split = rows
     assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
     assert all(number(row[figure]) > 0 for row in rows for figure in ("wall_s", "tenant_peak_mib"))
@@ -55,19 +55,27 @@ def check_step(rows: list[Row], shown: str) -> None:
     assert number(split["helper_peak_mib"]) > 0
 
 
-def check_token(rows: list[Row], shown: str) -> None:
+def check_token(rows: list[Row], folder: Path, shown: str) -> None:
     assert [row["variant"] for row in rows] == ["whole, fp32", "split, pad"]
     assert all(number(row["token_ms"]) > 0 for row in rows)
     assert rows[0]["token_over_whole"] == 1.0
 
 
-def check_start(rows: list[Row], shown: str) -> None:
+def check_scale(rows: list[Row], folder: Path, shown: str) -> None:
+    points = [("rows", 4), ("rows", 16), ("width", 64), ("layers", 1)]
+    assert [(row["axis"], row["at"]) for row in rows[::2]] == points
+    assert rows[0]["slope"] is not None
+    assert rows[-1]["slope"] is None
+    assert {path.stem for path in folder.glob("*.svg")} == {"scale-layers", "scale-rows", "scale-width"}
+
+
+def check_start(rows: list[Row], folder: Path, shown: str) -> None:
     figures = {row["what"]: row["over_reading"] for row in rows}
     assert figures["read the checkpoint"] == 1
     assert {"provider, first start", "provider, warm cache", "tenant, verification keys"} < set(figures)
 
 
-def check_linear(rows: list[Row], shown: str) -> None:
+def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
     assert [row["rows"] for row in rows] == [1, 4]
     for row in rows:
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -77,8 +85,9 @@ def check_linear(rows: list[Row], shown: str) -> None:
         assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
 
 
-def check_network(rows: list[Row], shown: str) -> None:
+def check_network(rows: list[Row], folder: Path, shown: str) -> None:
     """A session's traffic equals the design's prediction to the byte, and a link delays as its condition says."""
+    assert "link: proxy" in shown
     works = ["step", "step, 2 parts", "step, 2 parts overlapped", "token"]
     assert [(row["condition"], row["work"], row["masking"]) for row in rows] == [
         (condition, work, masking)
@@ -99,7 +108,7 @@ def check_network(rows: list[Row], shown: str) -> None:
         assert str(row["difference"]) in shown
 
 
-def check_bytes(rows: list[Row], shown: str) -> None:
+def check_bytes(rows: list[Row], folder: Path, shown: str) -> None:
     """DESIGN: 23,296 words up and 42,496 words of answers and of effects for a token and a layer of Llama-2-7B."""
     today, narrow = rows[:2]
     assert number(today["up_mb"]) == pytest.approx(32 * 4 * 23_296 / 1e6, rel=0.01)
@@ -108,34 +117,35 @@ def check_bytes(rows: list[Row], shown: str) -> None:
     assert len(rows) == 2 * 4 * 3
 
 
-def check_provider(rows: list[Row], shown: str) -> None:
+def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
     """Four tenants in separate processes: every answer equals the answer that the tenant got alone."""
     assert [(row["generating_rows"], row["policy"]) for row in rows] == [("1", "none"), ("1", "opportunistic")]
     assert all(row["wrong"] == 0 and number(row["answers"]) > 0 for row in rows)
     assert all(0 < number(row["product_share"]) <= 1 for row in rows)
     assert all(number(row["tokens_per_s"]) > 0 and number(row["trained_rows_per_s"]) > 0 for row in rows)
     assert all(row["batch_requests"] == 1 for row in rows if row["policy"] == "none")
+    assert (folder / "provider.svg").read_text().count("<rect") == 2 * 2
 
 
-def check_bits(rows: list[Row], shown: str) -> None:
+def check_bits(rows: list[Row], folder: Path, shown: str) -> None:
     assert [(row["policy"], row["tenants"]) for row in rows] == [("lockstep", 3), ("opportunistic", 3)]
     assert all(row["wrong"] == row["tenants_with_other_answers_alone"] == 0 for row in rows)
     assert all(number(row["answers"]) > 0 for row in rows)
 
 
-def check_kernels(rows: list[Row], shown: str) -> None:
+def check_kernels(rows: list[Row], folder: Path, shown: str) -> None:
     assert {row["rows"] for row in rows} == {1, 32}
     assert [row["chosen"] for row in rows].count("yes") >= 2
 
 
-def check_tasks(rows: list[Row], shown: str) -> None:
+def check_tasks(rows: list[Row], folder: Path, shown: str) -> None:
     gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
     assert len(gains) == 2 + 2 + 4 + 2
     assert gains["batch, split model", "mixed batch"] == 4  # one request per layer group, whatever the methods
     assert shown.count("at least") == 4
 
 
-def check_endpoint(rows: list[Row], shown: str) -> None:
+def check_endpoint(rows: list[Row], folder: Path, shown: str) -> None:
     one, together = rows
     assert (one["variant"], together["variant"]) == ("one after another", "all together")
     # 4 layer groups; the prompts are read in one step or, if a request came a step late, in two
@@ -146,14 +156,16 @@ def check_endpoint(rows: list[Row], shown: str) -> None:
 
 
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
-CHECKS: dict[str, Callable[[list[Row], str], None]] = {
+CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
     f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
+    "scale --rows 4,16 --width 64 --layers 1 --masking pad --repeat 1 --threads 1 --svg FOLDER": check_scale,
     f"start {MODEL}": check_start,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
-    f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay --condition 20mbit/20ms": check_network,
+    f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay --condition 20mbit/20ms --link proxy": check_network,
     "bytes": check_bytes,
-    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.3 --threads 1": check_provider,
+    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.3 --threads 1 "
+    "--picture FOLDER/provider.svg": check_provider,
     "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.3": check_bits,
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
         check_tasks
@@ -167,10 +179,10 @@ CHECKS: dict[str, Callable[[list[Row], str], None]] = {
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command.split()[0])
 def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    shown = bench(*command.split(), "--json", str(file))
+    shown = bench(*command.replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
     found = read(file)
     assert found.benchmark == command.split()[0]
-    CHECKS[command](found.rows, shown)
+    CHECKS[command](found.rows, tmp_path, shown)
     page = tmp_path / "page.md"
     page.write_text(f"<!-- bench:{found.benchmark}:begin -->\n<!-- bench:{found.benchmark}:end -->\n")
     bench("report", str(file), "--markdown", str(page))
@@ -205,7 +217,9 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Contest) -> None:
         ["linear", "--rows", "none"],
         ["linear", "--width", "30"],
         ["kernels", "--shape", "32"],
+        ["scale", "--layers", "0"],
         ["step", "--width", "100"],
+        ["network", "--link", "carrier-pigeon"],
         ["network", "--condition", "slow"],
         ["network", "--overlap", "3"],
         ["provider", "--tenants", "0+0"],

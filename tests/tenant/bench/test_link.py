@@ -6,15 +6,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.children import Child
-from tenant.bench.link import Condition, Direction, Link
+from tenant.bench.children import Child, leave_network
+from tenant.bench.link.condition import Condition
+from tenant.bench.link.emulation import KINDS, Kind, Link, open_link
+from tenant.bench.link.proxy import Direction
 
 TIMEOUT_S = 60.0
 PETALS = (
@@ -72,7 +75,7 @@ def test_the_share_of_lost_packets_is_as_configured() -> None:
 @pytest.fixture
 def echo() -> Iterator[int]:
     """The port of a server that sends received bytes back."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
 
         def answer(connection: socket.socket) -> None:
             with connection:
@@ -94,9 +97,20 @@ def echo() -> Iterator[int]:
 
 
 @contextmanager
-def serve_client(port: int) -> Iterator[Callable[[int], list[float]]]:
+def opened(kind: Kind) -> Iterator[Link]:
+    """Open a link, or skip the test if this machine cannot emulate it."""
+    with ExitStack() as held:
+        try:
+            link = held.enter_context(open_link(kind))
+        except ConfigError as error:
+            pytest.skip(str(error))
+        yield link
+
+
+@contextmanager
+def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]:
     """For `Child`: seconds of exchanges with the echo server, of one byte, of one byte, and of `size` bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+    with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
 
         def exchange(data: bytes) -> float:
             began = time.perf_counter()
@@ -112,14 +126,43 @@ def serve_client(port: int) -> Iterator[Callable[[int], list[float]]]:
         yield lambda size: [exchange(b"x"), exchange(b"x"), exchange(os.urandom(size))]
 
 
-def test_bytes_arrive_unchanged_and_delayed(echo: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_arrive_unchanged_and_delayed(kind: Kind, echo: int) -> None:
     """Never earlier than the condition allows; the additional delay depends on the machine."""
     size = 1 << 20
-    with Link() as link:
+    with opened(kind) as link:
         (port,) = link.ports([echo])
         for condition in (Condition(mbit_per_s=40, round_trip_ms=30), Condition(mbit_per_s=40, loss=0.01)):
             link.impose(condition)
-            with Child("client", serve_client, port) as client:
+            with Child("client", serve_client, link.host, port, network=link.network) as client:
                 _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
             assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5
             assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at the same time
+
+
+def test_the_best_link_is_chosen_with_a_reason() -> None:
+    with open_link() as link:
+        better = KINDS[: KINDS.index(link.kind)]
+        assert all(f"{kind}: " in link.why_not_better for kind in better)
+        assert bool(link.why_not_better) == bool(better)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_child_can_run_in_another_network() -> None:
+    with Child("holder", serve_own_network) as holder:
+        own = holder.ask(None, timeout_s=TIMEOUT_S)
+        network = Path(f"/proc/{holder.pid}/ns/net")
+        with Child("guest", serve_network, network=network) as guest:
+            assert guest.ask(None, timeout_s=TIMEOUT_S) == own != str(Path("/proc/self/ns/net").readlink())
+
+
+@contextmanager
+def serve_own_network() -> Iterator[Callable[[None], str]]:
+    leave_network()
+    with serve_network() as answer:
+        yield answer
+
+
+@contextmanager
+def serve_network() -> Iterator[Callable[[None], str]]:
+    yield lambda _: str(Path("/proc/self/ns/net").readlink())

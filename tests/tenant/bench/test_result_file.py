@@ -1,5 +1,6 @@
 """Figures in a file, and tables of them in a document."""
 
+import math
 import os
 import sys
 import warnings
@@ -7,10 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
 from tenant.bench import result_file
 from tenant.bench.cli_options import measuring
+from tenant.bench.scaling import picture, slope
 from tenant.bench.tables import Table, render, update
 from tenant.session import spans
 
@@ -59,20 +63,48 @@ def test_values_that_all_rows_share_are_above_the_table() -> None:
 def test_a_document_changes_only_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     text = (
-        "# Benchmarks\n\n<!-- bench:step:begin -->\nold\n<!-- bench:step:end -->\n\n<!-- bench:other:begin -->\nkept\n"
+        "# Benchmarks\n\n<!-- bench:step:begin -->\nold\n<!-- bench:step:end -->\n\n<!-- bench:scale:begin -->\nkept\n"
     )
-    page.write_text(text + "<!-- bench:other:end -->\nthe end\n")
+    page.write_text(text + "<!-- bench:scale:end -->\nthe end\n")
     found = result_file.report("step", ROWS)
     update(page, [found, found])
     changed = page.read_text()
     assert changed.startswith("# Benchmarks\n\n<!-- bench:step:begin -->\n`symbiosis-priv")
-    assert changed.endswith("<!-- bench:other:begin -->\nkept\n<!-- bench:other:end -->\nthe end\n")
+    assert changed.endswith("<!-- bench:scale:begin -->\nkept\n<!-- bench:scale:end -->\nthe end\n")
     assert "old" not in changed
     assert changed.count("| split, pad |") == 2
     update(page, [found])
     assert page.read_text().count("| split, pad |") == 1
     with pytest.raises(ConfigError, match="bench:token:begin"):
         update(page, [result_file.report("token", ROWS)])
+
+
+@given(
+    exponent=st.floats(-3, 3),
+    factor=st.floats(0.1, 100),
+    places=st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True),
+)
+def test_the_slope_of_a_power_is_its_exponent(exponent: float, factor: float, places: list[int]) -> None:
+    line = [(float(x), 1e6 * factor * x**exponent / min(1.0, *(p**exponent for p in places))) for x in places]
+    found = slope(line)
+    assert found is not None
+    assert math.isclose(found, exponent, abs_tol=1e-6)
+
+
+def test_a_single_point_has_no_slope() -> None:
+    assert slope([(3.0, 1.0)]) is None
+    assert slope([(3.0, 1.0), (3.0, 2.0)]) is None
+
+
+def test_a_picture_has_a_line_per_variant() -> None:
+    rows: list[result_file.Row] = [
+        {"axis": "rows", "at": at, "variant": variant, "tenant_cpu_s": 0.1 * at}
+        for variant in ("whole, fp32", "split, pad")
+        for at in (64, 128)
+    ]
+    drawn = picture(rows, "rows")
+    assert drawn.count("<polyline") == 2
+    assert "split, pad: slope 1.00" in drawn
 
 
 def test_parts_are_recorded_only_inside_a_recording() -> None:

@@ -16,7 +16,7 @@ def threat_model(
     *,
     json: Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write every figure here.")] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", callback=output_file, help="Write the tables as a page here.")
+        Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; under 90 seconds.")] = False,
 ) -> None:
@@ -28,7 +28,8 @@ def threat_model(
 
     from threat_model.lab import Lab
     from threat_model.report.as_json import to_json
-    from threat_model.report.tables import show, to_html
+    from threat_model.report.page import to_html
+    from threat_model.report.terminal import show
     from threat_model.suite import run_suite
 
     transformers_logging.disable_progress_bar()

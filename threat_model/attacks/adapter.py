@@ -57,6 +57,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
     generations."""
 
     name = "adapter by least squares"
+    family = "adapter"
     party = "executor"
     decisive = True
     sees = "forward rows of generations"

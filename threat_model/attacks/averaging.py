@@ -20,6 +20,7 @@ class Averaging(FirstLayerAttack):
     noise."""
 
     name = "averaging siblings"
+    family = "noise removal"
     sees = "rows of every group that reads the embedding, no noise"
     source = "rule 4"
 

@@ -51,6 +51,8 @@ class Outcome:
     chance: float
     p_value: float
     figures: Mapping[str, float] = field(default_factory=dict)
+    curve: tuple[tuple[float, float], ...] = ()
+    """Points of a picture, if the attack has one (the ROC of a distinguisher)."""
 
     @property
     def success(self) -> float:
@@ -86,6 +88,7 @@ class Attack(ABC, Generic[V, G]):
     """
 
     name: str
+    family: str
     party: ClassVar[Party]
     sees: ClassVar[str]
     source: ClassVar[str]

@@ -20,6 +20,7 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     """Subtracts the noise that leaves the likeliest remainder. Without known noise, it uses the received row."""
 
     name = "candidate subtraction"
+    family = "noise removal"
     party = "executor"
     decisive = True
     sees = "rows, and noises whose effect it was asked for"

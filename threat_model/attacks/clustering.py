@@ -26,6 +26,7 @@ class BlindClustering(FirstLayerAttack):
     """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
 
     name = "blind clustering"
+    family = "noise removal"
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 

@@ -26,6 +26,7 @@ _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 class _Collusion(DirectedAttack[CollusionView, Rows], RowsAttack[CollusionView]):
     """Tries every pad row that seeds and requests imply on every masked row."""
 
+    family = "collusion"
 
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
@@ -65,6 +66,7 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
     """
 
     name = "distinguisher of a coalition"
+    family = "statistics"
     party = "all but a helper"
     sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
     source = "threat model, pad"
@@ -89,7 +91,7 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 
     def score(self, guess: Verdicts, truth: Truth) -> Outcome:
-        return self._inner.score(guess, truth)
+        return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
 
 
 def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> tuple[Tensor, Tensor]:

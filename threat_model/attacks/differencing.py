@@ -37,6 +37,7 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     """Claims differences for the pairs whose difference is too small for two masks."""
 
     name = "differencing"
+    family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
     source = "rule 3; two-time pad"

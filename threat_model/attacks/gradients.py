@@ -17,6 +17,7 @@ from threat_model.evidence.views import ExecutorView
 
 
 class _GradientAttack(LabelsAttack[ExecutorView]):
+    family = "text"
     metric = "labels"
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:

@@ -18,6 +18,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
     """Treats the pad rows that a helper expands as rows, and matches them with the vocabulary in order."""
 
     name = "helper's pads as rows"
+    family = "collusion"
     party = "helper"
     sees = "seeds, row ranges, effects"
     source = "threat model, pad"
@@ -43,6 +44,7 @@ class MixedBatches(Attack[NeighbourView, Tensor]):
     answers."""
 
     name = "neighbour in the same batch"
+    family = "protocol"
     party = "neighbour"
     sees = "its own rows and answers"
     source = "threat model, between tenants"

@@ -18,6 +18,7 @@ class EvenMasks(FirstLayerAttack):
     """Guesses the token whose integers agree with the row in the lowest bit of most entries."""
 
     name = "even masks"
+    family = "text"
     sees = "the lowest bit of each entry, first layer group"
     source = "rule 11"
 

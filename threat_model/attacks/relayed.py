@@ -17,6 +17,7 @@ class RelayedAnswers(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView
     """The smallest rows whose products are nearest to the answers without blocks."""
 
     name = "product less blocks"
+    family = "noise removal"
     party = "executor"
     sees = "masked rows, relayed blocks, and its products less the blocks"
     source = "threat model, relay"

@@ -20,6 +20,7 @@ class RepeatedRows(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView])
     """Treats rows that arrive repeatedly as noise. Ignores the requests for effects."""
 
     name = "zero and padding rows"
+    family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
     source = "threat model, paper-pool"

@@ -29,6 +29,7 @@ class TokensFromRoutes(LabelsAttack[ExecutorView]):
     """Guesses each decoded token from the counts of its requests."""
 
     name = "tokens from routes"
+    family = "side channel"
     sees = "row counts of experts, layer by layer"
     source = "docs/experts.md; MoEcho, arXiv 2508.15036"
 

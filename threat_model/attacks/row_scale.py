@@ -17,6 +17,7 @@ class RowScale(FirstLayerAttack):
     """Compares any header field that has one number per row with the scales of tokens."""
 
     name = "row scale in clear"
+    family = "protocol"
     sees = "header fields of the first layer group"
     source = "rule 5"
 

@@ -28,6 +28,7 @@ class SamplerGrid(FirstLayerAttack):
     """Scores every token by the distance of the implied uniform numbers to multiples of 2^-24."""
 
     name = "sampler grid"
+    family = "generator"
     sees = "rows of the first layer group, no noise"
     source = "rule 1; Mironov, CCS 2012"
 

@@ -23,6 +23,7 @@ class SeedRecovery(RowsAttack[ExecutorView]):
     matching seed there is no guess."""
 
     name = "seed of the generator"
+    family = "generator"
     party = "executor"
     sees = "rows, in order"
     source = "rule 1"

@@ -36,6 +36,7 @@ def facts_of(truth: Truth) -> dict[str, object]:
 
 
 class _SideChannel:
+    family = "side channel"
     metric = "facts right"
     chance = "0"
     by_design: ClassVar[bool] = True

@@ -19,6 +19,7 @@ class SubspaceProjection(FirstLayerAttack):
     """PCA; the rank is where the spectrum falls most steeply."""
 
     name = "subspace projection (PCA)"
+    family = "noise removal"
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 

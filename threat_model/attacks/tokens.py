@@ -34,6 +34,7 @@ class FirstLayerTokens(FirstLayerAttack):
     """Candidate subtraction, then `argmax_v cos(x, norm(embedding_v))`."""
 
     name = "tokens, first layer"
+    family = "text"
     decisive = True
     sees = "rows of the first layer group"
     source = "threat model, none"
@@ -53,6 +54,7 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
     """
 
     name = "tokens, deep layer"
+    family = "text"
     decisive = True
     sees = "rows of the second block alone"
     source = "activation matching"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threat_model.attacks.base import Attack, DirectedAttack, Outcome
 from threat_model.evidence.public import Public
-from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail
+from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
@@ -25,6 +25,7 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
     """Chi-square on each byte and serial correlation along and across rows, per layer and direction."""
 
     name = "uniformity of bytes"
+    family = "statistics"
     party = "executor"
     sees = "rows, and relayed blocks"
     source = "Knuth, TAOCP 2, 3.3"
@@ -85,6 +86,7 @@ class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
     """
 
     name = "two-row distinguisher"
+    family = "statistics"
     party = "executor"
     decisive = True
     sees = "rows of a game with two rows that it chose, half of them labelled"
@@ -106,13 +108,19 @@ class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
     def score(self, guess: Verdicts, truth: Truth) -> Outcome:
         coins = truth.coins[self.direction]
         right, n = int(((guess.scores > 0) == coins).sum()), len(coins)
+        false, true = roc(guess.scores, coins)
+        area = sum((b - a) * (t + u) / 2 for a, b, t, u in zip(false, false[1:], true, true[1:], strict=False))
         interval = clopper_pearson(right, n)
         figures = {
             "advantage": 2 * right / n - 1,
             "advantage, low": 2 * interval.low - 1,
             "advantage, high": 2 * interval.high - 1,
+            "theory": 0.0,
+            "area under ROC": area,
         }
-        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures)
+        every = max(1, n // 200)
+        curve = (*zip(false[::every], true[::every], strict=True), (1.0, 1.0))
+        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures, curve)
 
 
 def _features(rows: Tensor) -> Tensor:

@@ -41,12 +41,6 @@ class AttackedScheme:
         return {"masking": self.masking.name, **self.settings}
 
     @property
-    def noise_scale(self) -> float | None:
-        """Standard deviation of a pool's noise relative to activations; None for a scheme without such a pool."""
-        scale: float | None = self.settings.get("masking_options", {}).get("noise_scale")
-        return scale
-
-    @property
     def hides_from(self) -> frozenset[Party]:
         """Parties that must learn nothing about rows. Outsiders are always among them."""
         return OUTSIDERS | self.masking.hides_from
@@ -80,12 +74,15 @@ PAD, PADS, PADS_3 = (
 PAD_RELAY = replace(PAD, name="pad, relay", relay=True)
 PAD_24 = variant(_REMOTE["pad"], name="pad, 24 bits", ring_bits=24)
 
+POOL_SIZES = (2, 4, 16)
+NOISE_SCALES = (1.0, 16.0, 256.0)
+
 
 def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) -> tuple[AttackedScheme, ...]:
     listed = (NONE, *pools, *pads, LOCAL)
     return (*listed, *(variant(s) for name, s in _REMOTE.items() if name not in {one.family for one in listed}))
 
 
-_POOLS = tuple(paper_pool(size, scale) for scale in (1.0, 16.0, 256.0) for size in (2, 4, 16))
+_POOLS = tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES)
 SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_RELAY, PAD_24))
 QUICK_SCHEMES = _all((paper_pool(16, 16.0),), (PAD, PADS, PAD_RELAY, PAD_24))

@@ -80,6 +80,20 @@ def gaussian_channel_bits(noise_scale: float) -> float:
     return 0.5 * math.log2(1 + noise_scale**-2)
 
 
+def roc(scores: Tensor, positive: Tensor) -> tuple[list[float], list[float]]:
+    """(false positive rates, true positive rates) as the threshold falls.
+
+    Args:
+        scores: float `[n]`, higher means more likely positive.
+        positive: bool `[n]`.
+    """
+    order = scores.argsort(descending=True)
+    hits = positive[order].double()
+    rise = torch.cumsum(hits, 0) / hits.sum().clamp(min=1)
+    run = torch.cumsum(1 - hits, 0) / (1 - hits).sum().clamp(min=1)
+    return [0.0, *run.tolist()], [0.0, *rise.tolist()]
+
+
 def beta_cdf(x: float, a: float, b: float) -> float:
     """Regularised incomplete beta function I_x(a, b)."""
     if x <= 0 or x >= 1:

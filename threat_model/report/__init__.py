@@ -1,1 +1,1 @@
-"""A suite's figures in three formats: `tables.show` and `tables.to_html`, `as_json.to_json`."""
+"""A suite's figures in three formats: `terminal.show`, `as_json.to_json`, `page.to_html`."""

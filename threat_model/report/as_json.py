@@ -6,6 +6,7 @@ from typing import Any
 
 from threat_model.attacks import Outcome
 from threat_model.evidence.statistics import CONFIDENCE, gaussian_channel_bits
+from threat_model.report.rows import noise_scales
 from threat_model.report.security_table import NOT_HIDDEN
 from threat_model.suite import Cell, Suite
 
@@ -13,7 +14,6 @@ from threat_model.suite import Cell, Suite
 def to_json(suite: Suite) -> str:
     """The report as JSON, with every figure."""
     outside, promised = suite.outside
-    scales = sorted({s.noise_scale for s in suite.schemes if s.noise_scale is not None})
     data = {
         "version": 1,
         "quick": suite.quick,
@@ -36,7 +36,7 @@ def to_json(suite: Suite) -> str:
             {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
             for c in suite.routes
         ],
-        "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in scales},
+        "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
         "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
     }
     return json.dumps(data, indent=1)

@@ -1,0 +1,135 @@
+"""Small pictures as inline SVG: no plotting library, no external resource, readable in print and on screens."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#b45309", "#475569")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 460, 260, 56, 44, 30, 14
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A labelled axis with its range; `log` for powers of ten."""
+
+    label: str
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Position of a value along the axis, from 0 to 1."""
+        if self.log:
+            value, low, high = (math.log10(max(v, 1e-300)) for v in (value, self.low, self.high))
+        else:
+            low, high = self.low, self.high
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+    def ticks(self) -> list[float]:
+        """Values to label on the axis."""
+        if not self.log:
+            return [self.low + (self.high - self.low) * i / 4 for i in range(5)]
+        first, last = round(math.log10(self.low)), round(math.log10(self.high))
+        return [10.0**p for p in range(first, last + 1, max(1, (last - first) // 5))]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar, with its confidence interval and the chance level if they are known."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    chance: float | None = None
+    colour: str = COLOURS[0]
+
+
+def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis) -> str:
+    """A picture with one line per series and marked points."""
+    body = []
+    for i, (name, points) in enumerate(series.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        path = " ".join(f"{_x(x, a):.1f},{_y(y, b):.1f}" for a, b in points)
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len(points) <= 12:
+            body += [f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        body.append(
+            f'<text x="{_WIDTH - _RIGHT}" y="{_TOP + 14 + 14 * i}" text-anchor="end" fill="{colour}">'
+            f"{escape(name)}</text>"
+        )
+    marks = [
+        f'<text x="{_x(x, t):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_number(t)}</text>'
+        for t in x.ticks()
+    ]
+    return _frame(title, x.label, y, [*marks, *body])
+
+
+def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
+    """A picture with one bar per value, a whisker per interval, and a dash at the chance level."""
+    body = []
+    step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(values))
+    for i, bar in enumerate(values):
+        left, width = _LEFT + step * (i + 0.2), step * 0.6
+        top, middle = _y(y, bar.value), left + width / 2
+        body.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{_HEIGHT - _BOTTOM - top:.1f}" '
+            f'fill="{bar.colour}"/>'
+        )
+        if bar.low is not None and bar.high is not None:
+            body.append(_line((middle, _y(y, bar.low)), (middle, _y(y, bar.high)), 'stroke="#111"'))
+        if bar.chance is not None:
+            ends = ((left - 3, _y(y, bar.chance)), (left + width + 3, _y(y, bar.chance)))
+            body.append(_line(*ends, 'stroke="#111" stroke-width="2" stroke-dasharray="4 2"'))
+        body.append(
+            f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 12}" text-anchor="end" font-size="9" '
+            f'transform="rotate(-28 {middle:.1f} {_HEIGHT - _BOTTOM + 12})">{escape(bar.label)}</text>'
+        )
+    return _frame(title, "", y, body)
+
+
+def stacked(pictures: Sequence[str]) -> str:
+    """One picture with several pictures below each other."""
+    height = _HEIGHT * len(pictures)
+    placed = (f'<svg y="{_HEIGHT * i}" height="{_HEIGHT}">{picture}</svg>' for i, picture in enumerate(pictures))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">'
+        f"{''.join(placed)}</svg>"
+    )
+
+
+def _frame(title: str, x_label: str, y: Axis, body: Sequence[str]) -> str:
+    grid = []
+    for tick in y.ticks():
+        at = _y(y, tick)
+        grid += [
+            _line((_LEFT, at), (_WIDTH - _RIGHT, at), 'stroke="#ddd"'),
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>',
+        ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+        f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>'
+        f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(title)}</text>'
+        f"{''.join(grid)}{''.join(body)}"
+        f'<text x="{(_WIDTH + _LEFT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<text transform="rotate(-90 12 {_HEIGHT / 2})" x="12" y="{_HEIGHT / 2}" text-anchor="middle">'
+        f"{escape(y.label)}</text>"
+        "</svg>"
+    )
+
+
+def _line(start: tuple[float, float], end: tuple[float, float], style: str) -> str:
+    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" {style}/>'
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + axis.place(value) * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return _HEIGHT - _BOTTOM - axis.place(value) * (_HEIGHT - _BOTTOM - _TOP)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

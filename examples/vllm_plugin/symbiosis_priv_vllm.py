@@ -3,7 +3,7 @@
 This is an example for users of vLLM. This project's own endpoint is `symbiosis-priv tenant serve`: vLLM knows LoRA only
 and shows no privacy ledger. To try the example, in an environment with vLLM and symbiosis-priv:
 
-    pip install examples/vllm_plugin_plugin
+    pip install examples/vllm_plugin
     export SYMBIOSIS_PRIV_FEDERATION=federation.toml SYMBIOSIS_PRIV_MODEL=path/to/checkpoint
     vllm serve path/to/checkpoint --quantization symbiosis_priv --enforce-eager --enable-lora
 

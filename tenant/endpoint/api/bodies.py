@@ -47,7 +47,6 @@ class Generating(Strict):
     """The fields that all requests for an answer share."""
 
     model: Annotated[str, Field(max_length=1024)]
-    metadata: None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     stream: bool | None = None
@@ -170,6 +169,7 @@ class ChatRequest(Decoding):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -260,6 +260,7 @@ class ResponsesRequest(Generating):
     include: Annotated[list[str], Field(max_length=0)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
     service_tier: Literal["auto", "default"] | None = None

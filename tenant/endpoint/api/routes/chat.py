@@ -12,7 +12,7 @@ from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.routes.tools import ToolText, forced, tagged
+from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
 from tenant.endpoint.api.running import Collected, Running, choices, new_id, usage
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.api.streams import DOCUMENTED, respond
@@ -22,6 +22,7 @@ from tenant.training.corpus import render_chat
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 2048  # if the request does not say
 _ANY_OBJECT = {"type": "object"}
+_SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # some models write white space until `max_tokens` if they may
 
 
 @router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
@@ -217,28 +218,29 @@ def _message(message: Message, place: int) -> dict[str, Any]:
 
 
 async def _grammar(asked: ChatRequest, service: Service, template: str) -> Any:
-    """Return the grammar of the answer: of `response_format`, or of the call that `tool_choice` forces."""
+    """Return the grammar of the answer: of `response_format`, or of calls that are forced, strict or not parallel."""
     forces = asked.tool_choice not in (None, "auto", "none")
-    if asked.parallel_tool_calls is False and not forces:
-        raise ApiError(400, "false needs a tool_choice that forces a call", param="parallel_tool_calls")
-    for place, tool in enumerate(asked.tools or ()):
-        if tool.function.strict and not forces and asked.tool_choice != "none":
-            raise ApiError(400, "true needs a tool_choice that forces a call", param=f"tools.{place}.function.strict")
+    tools = [] if asked.tool_choice == "none" else [tool.function for tool in asked.tools or ()]
+    if asked.parallel_tool_calls is False and not asked.tools:
+        raise ApiError(400, "false needs tools", param="parallel_tool_calls")
     said = asked.response_format
     if said is not None and said.type != "text":
-        if forces or (asked.tools and asked.tool_choice != "none"):
+        if forces or tools:
             raise ApiError(400, "response_format and tools exclude each other here", param="response_format")
         schema = said.json_schema.json_schema if said.json_schema else None
         schema = _ANY_OBJECT if said.type == "json_object" else schema
         if schema is None:
             raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
-        rules, param = f"start: %json {json.dumps(schema)}", "response_format"
+        rules, param = f"start: %json {json.dumps({'x-guidance': _SPACE, **schema})}", "response_format"
     elif forces:
         name = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
-        functions = [tool.function for tool in asked.tools or () if name in (None, tool.function.name)]
+        functions = [tool for tool in tools if name in (None, tool.name)]
         if not functions:
             raise ApiError(400, "tools has no such tool", param="tool_choice")
-        rules, param = forced(functions, template), "tool_choice"
+        rules, param = calling(functions, template, forced=True), "tool_choice"
+    elif tools and (asked.parallel_tool_calls is False or any(tool.strict for tool in tools)):
+        parallel = asked.parallel_tool_calls is not False
+        rules, param = calling(tools, template, forced=False, parallel=parallel), "tools"
     else:
         return None
     try:

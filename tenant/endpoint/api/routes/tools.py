@@ -1,4 +1,4 @@
-"""Calls of tools: finds them in the text of an answer, and makes the model write one."""
+"""Calls of tools: finds them in the text of an answer, and makes the model write them as their tools ask."""
 
 import json
 import re
@@ -31,15 +31,27 @@ def tagged(template: str) -> bool:
     raise ConfigError("this model's chat template has no tools, or calls them in a format that is not known here")
 
 
-def forced(tools: Sequence[Function], template: str) -> str:
-    """Return the grammar of an answer that is one call of one of these functions, as the chat template writes calls.
+def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel: bool = True) -> str:
+    """Return the grammar of an answer with calls of these functions, as the chat template writes calls.
+
+    Args:
+        forced: the answer is one call. Otherwise it is text with calls, or without tags a text or a call.
+        parallel: there may be several calls.
 
     Raises:
         ConfigError: as for `tagged`.
     """
-    before, after = ("<tool_call>\n", "\n</tool_call>") if tagged(template) else ("", "")
-    key = "arguments" if before or '"parameters"' not in template else "parameters"
-    rules = ["start: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    in_tags = tagged(template)
+    before, after = ("\n", "\n</tool_call>") if in_tags else ("", "")
+    key = "arguments" if in_tags or '"parameters"' not in template else "parameters"
+    calls = f"({' | '.join(f'call_{i}' for i in range(len(tools)))})"
+    if not in_tags:
+        rules = [f"start: {calls}"] if forced else [f"start: {calls} | TEXT", "TEXT: /\\s*([^\\s{\\[](.|\\n)*)?/"]
+    elif forced:
+        rules = [f'start: "{_TAG}" {calls}']
+    else:
+        rules = [f"start: (begin {calls})* TEXT" if parallel else f"start: begin {calls} | TEXT"]
+        rules += [f'begin[lazy]: TEXT "{_TAG}"', "TEXT: /(.|\\n)*/"]
     for i, tool in enumerate(tools):
         begin, end = json.dumps(f'{before}{{"name": "{tool.name}", "{key}": '), json.dumps(f"}}{after}")
         schema = json.dumps({"x-guidance": _AS_WRITTEN, "type": "object", **(tool.parameters or {})})

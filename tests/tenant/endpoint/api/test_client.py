@@ -106,14 +106,10 @@ def test_echo_and_log_probabilities_of_the_prompt(client: Any, tokenizer: Any) -
 def test_json_answers_follow_their_schema(client: Any) -> None:
     asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 60, "temperature": 1}
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA, "strict": True}}
-    ended = 0
     for seed in range(4):
         (choice,) = client.chat.completions.create(**asked, seed=seed, response_format=form).choices
-        assert choice.message.content.lstrip()[:1] in ("", "{")
-        if choice.finish_reason == "stop":  # or white space has taken all tokens
-            assert 0 <= json.loads(choice.message.content)["n"] <= 99
-            ended += 1
-    assert ended
+        assert choice.finish_reason == "stop"  # white space does not take all tokens
+        assert 0 <= json.loads(choice.message.content)["n"] <= 99
     free = client.chat.completions.create(**asked, response_format={"type": "json_object"})
     assert free.choices[0].message.content.lstrip()[:1] in ("", "{")
 
@@ -133,8 +129,8 @@ def test_a_tool_can_be_forced(client: Any) -> None:
     (streamed,) = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
     assert last.choices[0].finish_reason == "tool_calls"
     assert streamed.function.arguments == call.function.arguments
-    with pytest.raises(openai.BadRequestError, match="forces a call"):
-        client.chat.completions.create(**asked)
+    free = client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert free.choices[0].message.content
     called = client.chat.completions.create(**asked, tool_choice="required").choices[0].message.tool_calls
     assert [one.function.name in ("weather", "now") for one in called] == [True]
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
@@ -170,6 +166,7 @@ def test_responses_call_tools_and_follow_schemas(client: Any) -> None:
     with client.responses.stream(**asked) as stream:
         assert [event.arguments for event in stream if event.type.endswith("arguments.done")] == ["{}"]
         assert stream.get_final_response().output[0].name == "weather"
+    assert client.responses.create(**asked, metadata={"a": "b"}).metadata == {"a": "b"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     said = client.responses.create(model="lora", input=[HELLO[0], call, result], max_output_tokens=1, tools=[tool])
     assert said.status == "incomplete"

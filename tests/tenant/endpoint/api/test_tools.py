@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.routes.tools import ToolText, tagged
+from tenant.endpoint.api.bodies import Function
+from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 
@@ -44,6 +46,43 @@ def test_calls_are_found_wherever_pieces_end(cuts: list[int]) -> None:
     ):
         for in_tags in (True, False):
             assert read(text, in_tags=in_tags, cuts=cuts) == (text, [])
+
+
+SCHEMA = {"properties": {"city": {"enum": ["Bern"]}}, "required": ["city"], "additionalProperties": False}
+TOOLS = [Function(name="weather", parameters=SCHEMA), Function(name="now", parameters={"additionalProperties": False})]
+IN_TAGS, ALONE = "{% if tools %}<tool_call>{% endif %}", '{% if tools %}{"name": ..., "arguments": ...}{% endif %}'
+NOW = '{"name": "now", "arguments": {}}'
+
+
+def allows(text: str, template: str, **said: Any) -> tuple[bool, bool]:
+    """Whether the grammar allows an answer to begin with a text, and to end with it."""
+    rules = LLMatcher.grammar_from_lark(calling(TOOLS, template, **said))
+    matcher = LLMatcher(LLTokenizer("byte"), rules, log_level=0)
+    begins = matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
+    return begins, begins and matcher.is_accepting()
+
+
+def test_calls_that_are_not_forced_follow_their_schemas() -> None:
+    def tag(call: str) -> str:
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+    two = f"See{tag(CALL)}\n{tag(NOW)}."
+    for text in ("", "a < b <tool", "{", f"See {CALL}", f"See{tag(CALL)}", two):
+        assert allows(text, IN_TAGS, forced=False) == (True, True)
+    wrong = [CALL.replace("Bern", "Rome"), CALL.replace("weather", "other"), "x", '{"name": "now", "arguments": {"a"']
+    for call in wrong:
+        assert not any(allows(f"See{tag(call)}", IN_TAGS, forced=False))
+        assert not any(allows(tag(call), IN_TAGS, forced=True))
+        assert not any(allows(call, ALONE, forced=True))
+        assert allows(call, ALONE, forced=False) == (call == "x", call == "x")
+    assert allows(f"See{tag(CALL)}", IN_TAGS, forced=False, parallel=False) == (True, True)
+    assert not any(allows(two, IN_TAGS, forced=False, parallel=False))
+    for text, forced in ((tag(NOW), True), ("", False), (tag(CALL), True), ("See", False)):
+        assert allows(text, IN_TAGS, forced=True)[1] == forced
+    for text, forced in ((NOW, True), (CALL, True), ("See {", False), ("", False)):
+        assert allows(text, ALONE, forced=False) == (True, True)
+        assert allows(text, ALONE, forced=True)[1] == forced
+    assert not any(allows(" [", ALONE, forced=False))
 
 
 def test_formats_that_are_not_known_are_refused() -> None:

@@ -19,22 +19,26 @@ T = TypeVar("T")
 
 
 class Promise(Future[T]):
-    """A future that takes no lock once it has a result, because products read results several times."""
+    """A future that takes no lock once it has a result, because products read results several times.
 
-    _kept: T | None = None
+    Attributes:
+        kept: the result; None if there is none yet, or if the result is None.
+    """
+
+    kept: T | None = None
 
     def set_result(self, result: T) -> None:
         super().set_result(result)
-        self._kept = result
+        self.kept = result
 
     def done(self) -> bool:
-        return self._kept is not None or super().done()
+        return self.kept is not None or super().done()
 
     def result(self, timeout: float | None = None) -> T:
-        return super().result(timeout) if self._kept is None else self._kept
+        return super().result(timeout) if self.kept is None else self.kept
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(timeout) if self._kept is None else None
+        return super().exception(timeout) if self.kept is None else None
 
 
 _Job = tuple[Promise[Any], Callable[[], Any]]

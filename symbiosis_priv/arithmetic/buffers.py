@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,11 +54,16 @@ class Buffers:
         weakref.finalize(array, self._give_back, block).atexit = False
         return array
 
-    def matrix(self, rows: int, columns: int, *, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return a contiguous CPU matrix `[rows, columns]` in memory of the pool."""
-        if rows * columns * dtype.itemsize < _SMALL:
-            return torch.empty((rows, columns), dtype=dtype, device="cpu")
-        return torch.from_numpy(self.take(rows * columns * dtype.itemsize)).view(dtype).view(rows, columns)
+    def array(self, rows: int, columns: int, *, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
+        """Return a contiguous matrix `[rows, columns]` in memory of the pool. The dtype has 4 bytes."""
+        size = rows * columns * 4
+        if size < _SMALL:  # numpy allocates in a fifth of torch's time
+            return np.empty((rows, columns), dtype=dtype)
+        return self.take(size).view(dtype).reshape(rows, columns)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        """Return a contiguous int32 matrix `[rows, columns]` in memory of the pool."""
+        return torch.from_numpy(self.array(rows, columns))
 
     def _take_unused(self, length: int) -> mmap.mmap | None:
         with self._lock:

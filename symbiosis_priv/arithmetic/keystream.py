@@ -38,6 +38,7 @@ _BLOCK = 16
 _SLACK = _BLOCK // 4  # words
 _PIECE = 1 << 18  # bytes at a time: large enough to amortise a call, and small enough for the cache
 _AHEAD = 1 << 17  # bytes of rows that are worth expanding ahead of time
+_TOGETHER = 16  # rows that are expanded ahead with one call, if fewer are needed
 _ZEROS = memoryview(bytes(_PIECE))  # the plaintext
 
 
@@ -86,21 +87,19 @@ class Keystream:
         self._algorithm, self._width = algorithms.AES256(key), width
         self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row occupies: whole blocks
         self._idle: list[CipherContext] = []  # append and pop are atomic
-        self._ahead: list[tuple[int, NDArray[np.int32]]] = []  # (first row, rows); at most one entry
+        self._ahead = (0, np.empty((0, width), dtype=np.int32))  # (first row, rows); replaced as a whole
 
     def expand(self, first_row: int, rows: int) -> Tensor:
         """Return `rows` rows from `first_row` on; see the function `expand`."""
-        cipher = self._cipher(first_row, rows)
-        space = torch.empty(rows * self._padded + _SLACK, dtype=torch.int32, device="cpu")
-        _encrypt(cipher, space.numpy())
-        self._idle.append(cipher)
-        stream = space[:-_SLACK].view(rows, self._padded)
-        return stream if self._padded == self._width else stream[:, : self._width].contiguous()
+        return torch.from_numpy(self._expanded(first_row, rows))
 
     def make_ahead(self, first_row: int, rows: int) -> None:
-        """Expand a few rows ahead of time; the next `add_to` for the same rows uses them."""
-        if 4 * rows * self._padded <= _AHEAD and first_row + rows <= MAX_ROW:
-            self._ahead[:] = [(first_row, self.expand(first_row, rows).numpy())]
+        """Expand a few rows ahead of time, for `add_to`. A single row is expanded with rows that follow it, because
+        a call of the cipher takes longer than a row."""
+        most = _AHEAD // (4 * self._padded)
+        if self._made_ahead(first_row, rows) is None and rows <= most and first_row + rows <= MAX_ROW:
+            rows = max(rows, min(_TOGETHER, most, MAX_ROW - first_row))
+            self._ahead = first_row, self._expanded(first_row, rows)
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
         """Add rows to a matrix modulo 2^32, block by block, without allocating a mask as large as the matrix.
@@ -125,14 +124,19 @@ class Keystream:
             np.add(piece, space[:words].reshape(len(piece), self._padded)[:, : self._width], out=piece)
         self._idle.append(cipher)
 
+    def _expanded(self, first_row: int, rows: int) -> NDArray[np.int32]:
+        cipher = self._cipher(first_row, rows)
+        space = np.empty(rows * self._padded + _SLACK, dtype=np.int32)
+        _encrypt(cipher, space)
+        self._idle.append(cipher)
+        stream = space[:-_SLACK].reshape(rows, self._padded)
+        return stream if self._padded == self._width else np.ascontiguousarray(stream[:, : self._width])
+
     def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
-        """Return the rows that `make_ahead` has expanded, or None if it has expanded other rows. Drops them in either
-        case."""
-        try:
-            first, ahead = self._ahead.pop()
-        except IndexError:
-            return None
-        return ahead if first == first_row and len(ahead) == rows else None
+        """Return rows that `make_ahead` has expanded, or None if it has not."""
+        first, ahead = self._ahead
+        skipped = first_row - first
+        return ahead[skipped : skipped + rows] if 0 <= skipped <= len(ahead) - rows else None
 
     def _cipher(self, first_row: int, rows: int) -> CipherContext:
         """Return a cipher context at the beginning of a row. The caller owns it until it is put back."""

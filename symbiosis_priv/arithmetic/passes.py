@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.native import pointer
-from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, has_rows_in_one_piece, layout, readable
+from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, layout, readable
 
 
 def encode(
@@ -130,7 +130,7 @@ def decode(
                 out[start:stop] = part
         return wrong
 
-    written = [_writable(out) for out in outputs]
+    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _beside(out) for out in outputs]
     flags = (ctypes.c_uint8 * rows)()  # its address takes less time than an array's or a tensor's
     all_rows(
         library.ring_decode,
@@ -180,10 +180,7 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
     return width == 0
 
 
-def _writable(out: Tensor) -> Tensor:
-    """Return the tensor that the compiled code writes: `out`, or a float32 tensor to copy from (torch rounds the same
-    way)."""
-    if out.dtype in FORMATS and has_rows_in_one_piece(out):
-        return out
+def _beside(out: Tensor) -> Tensor:
+    """A tensor that the compiled code can write, in place of `out`; torch rounds in the same way when it copies it."""
     dtype = out.dtype if out.dtype in FORMATS else torch.float32
     return torch.empty(out.shape, dtype=dtype, device="cpu")

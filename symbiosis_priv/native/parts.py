@@ -34,7 +34,7 @@ def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Float matrices that the compiled code can read. A matrix is copied if necessary; float16 is converted to
     float32."""
-    return [_readable(matrix) for matrix in matrices]
+    return [matrix if matrix.dtype in FORMATS and matrix.stride(1) == 1 else _copied(matrix) for matrix in matrices]
 
 
 @functools.cache
@@ -42,14 +42,7 @@ def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
     return ctypes.c_int64 * count
 
 
-def has_rows_in_one_piece(matrix: Tensor) -> bool:
-    """Returns True if the compiled code can work on the matrix without a copy."""
-    return matrix.stride(1) == 1 or matrix.shape[1] <= 1
-
-
-def _readable(matrix: Tensor) -> Tensor:
-    if matrix.dtype in FORMATS and has_rows_in_one_piece(matrix):
-        return matrix
+def _copied(matrix: Tensor) -> Tensor:
     matrix = matrix.detach()
     matrix = matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)
     return matrix.contiguous()

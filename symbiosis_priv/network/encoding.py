@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ class Encoding:
 
     dtype: torch.dtype
     item_bits: int
+
+    @cached_property
+    def items(self) -> type[np.generic]:
+        """`dtype` for numpy."""
+        return np.int32 if self.dtype == torch.int32 else np.float32
 
     def size(self, rows: int, width: int) -> int:
         """Bytes of a matrix `[rows, width]` in a payload."""
@@ -55,7 +61,7 @@ class Encoding:
             array = np.empty(len(packed) // 3, dtype=np.int32)
             _unpack24(packed, array)
         else:
-            array = _ordered(np.frombuffer(payload, dtype=np.int32 if self.dtype == torch.int32 else np.float32))
+            array = _ordered(np.frombuffer(payload, dtype=self.items))
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
     def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:

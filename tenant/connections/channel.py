@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.buffers import Buffers
@@ -357,11 +358,11 @@ class Channel:
         line.send(message, words, deadline=deadline)
         meanwhile()
         encoding = message.encoding
-        answer = self._buffers.matrix(message.rows, outputs, dtype=encoding.dtype)
-        entries = answer.numpy()
+        entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
         reply, filled = self._receive(line, encoding.space(entries), deadline, message)
         if filled:
             encoding.settle(entries)
+        answer = torch.from_numpy(entries)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if filled else None)
         self.traffic.round_trips += 1

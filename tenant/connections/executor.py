@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
@@ -75,13 +74,15 @@ class ExecutorClient:
     Args:
         route: the session's knowledge of the executor.
         new_channel: makes a channel to the executor.
+        relay: True if effects may be relayed to the executor.
     """
 
-    def __init__(self, route: Route, new_channel: Callable[[], Channel]) -> None:
+    def __init__(self, route: Route, new_channel: Callable[[], Channel], *, relay: bool) -> None:
         self.route = route
+        self._relay = relay
         self.lanes = Lanes(new_channel, most=MOST_LANES)
         self.workers = [Worker(f"lane-{route.peer.name}") for _ in range(LANES)]
-        self.uses_blocks = True
+        self.uses_blocks = relay
         self.confirms: deque[bytes] = deque()  # nonces of answers that were right, and not confirmed yet
 
     @property
@@ -113,7 +114,6 @@ class ExecutorClient:
     def ask(
         self,
         part: Part,
-        facts: GroupFacts,
         *,
         patience_s: float,
         deadline: float,
@@ -124,7 +124,6 @@ class ExecutorClient:
 
         Args:
             part: the rows; they must not change during the call.
-            facts: facts of the layer group, or of one expert's matrix if the part has counts.
             patience_s: seconds that the answer may take once a connection is free.
             deadline: latest end of the call, on the clock of `time.monotonic`.
             since: time of the first attempt, on the same clock.
@@ -144,9 +143,9 @@ class ExecutorClient:
             until = min(deadline, time.monotonic() + patience_s)
             welcome = self.route.welcome = channel.probe() or channel.connect(deadline=until, since=since)
             if not self.route.serves(part.index):
-                raise ConnectionLostError(f"{self.route} no longer serves {facts.entry.name}")
+                raise ConnectionLostError(f"{self.route} no longer serves layer group {part.index}")
             started = time.monotonic()
-            limit = row_limit(facts.widest, welcome)
+            limit = row_limit(part.widest, welcome)
             pieces = part.sent.split(limit) if part.count > limit else [part.sent]
             requests = self._requests(part, limit)
             for request, rows in zip(requests, pieces, strict=True):
@@ -166,7 +165,7 @@ class ExecutorClient:
         requests = part.requests.get((self, limit))
         if requests is None:
             blocks = _blocks(part, self.route.peer) if self.uses_blocks and part.count <= limit else ()
-            for pad in () if blocks else part.pads:
+            for pad in part.pads if self._relay and not blocks else ():
                 pad.fetch_effects()
             requests = part.requests[self, limit] = [
                 wire.Execute(

@@ -151,7 +151,12 @@ class Pad:
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
         effects = [(share.effect.result(), share.offset) for share in self.shares]
-        return [some_rows(effect, offset, self.rows) for effect, offset in effects if effect is not None]
+        return [effect[first : first + self.rows] for effect, first in effects if effect is not None]
+
+    @property
+    def has_effects(self) -> bool:
+        """True if every effect has arrived here; False also if that is not known without a lock."""
+        return all(share.effect.kept is not None for share in self.shares)
 
     def fetch_effects(self) -> None:
         """Request the effects that lie at an executor, so that they can be subtracted from an answer without blocks."""

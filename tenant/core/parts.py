@@ -8,8 +8,9 @@ The steps of a part, in this order:
     put       only in a narrow ring: checks the corrected product of a row that failed, and writes its results
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Part:
         counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
 
     Attributes:
-        count, width: number of rows r, and of columns d.
+        count, width, widest: number of rows r, of columns d, and of columns of rows or answer.
         size: bytes of rows and answer.
         sent: the masked rows, after `mask`.
         relayed: True if the executor has subtracted blocks from the latest answer.
@@ -66,6 +67,7 @@ class Part:
 
     def __post_init__(self) -> None:
         self.count, self.width = self.encoded.shape
+        self.widest = max(self.width, self.outputs)
         self.size = wire.RING32.size(self.count, self.width + self.outputs)
 
     @property
@@ -122,13 +124,11 @@ class Part:
                 pad.open_relayed(some_rows(answer, first, pad.rows))
         return [row for block in self.opened(answer) for row in self._check(*block)]
 
-    def opened(self, answer: Tensor) -> Iterator[tuple[int, Tensor, Sequence[Tensor]]]:
+    def opened(self, answer: Tensor) -> list[tuple[int, Tensor, Sequence[Tensor]]]:
         """The rows of each pad: the first row, the answer, and the effects to subtract from it."""
         if self.relayed or not self.pads:
-            yield 0, answer, ()
-            return
-        for first, pad in self.pads_in_place():
-            yield first, *pad.open(some_rows(answer, first, pad.rows))
+            return [(0, answer, ())]
+        return [(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in self.pads_in_place()]
 
     def put(self, row: int, one: Rows, product: Tensor) -> bool:
         """Check the product of one row, int32 `[o]`, and write its results if it is right. Returns True if it is."""
@@ -137,28 +137,22 @@ class Part:
         self.rows.put([self.start + row], one)
         return True
 
-    def pads_in_place(self) -> Iterator[tuple[int, Pad]]:
+    def pads_in_place(self) -> Iterable[tuple[int, Pad]]:
         """The pads, each with the first row that it covers."""
-        first = 0
-        for pad in self.pads:
-            yield first, pad
-            first += pad.rows
+        return zip(accumulate([pad.rows for pad in self.pads], initial=0), self.pads, strict=False)
 
     def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> list[int]:
-        count = answer.shape[0]
-        real = min(max(self.rows.count - self.start - first, 0), count)
-        bits, wrong = self.rows.ring_bits, list[int]()
-        if real:
-            wrong += self.rows.decode(
-                self.start + first,
-                some_rows(answer, 0, real),
-                effects=[some_rows(effect, 0, real) for effect in effects],
-                column=self.column,
-                expected=some_rows(self.expected, first, real),
-                ring_bits=bits,
-            )
+        count, bits, wrong = answer.shape[0], self.rows.ring_bits, list[int]()
+        expected = some_rows(self.expected, first, count)
+        real = self.rows.count - self.start - first
         if real < count:  # rows of zeros are checked like other rows, so that no provider can tell them apart
+            real = max(real, 0)
             zeros = unmask(answer[real:], [effect[real:] for effect in effects], ring_bits=bits)
-            expected = self.expected[first + real : first + count]
-            wrong += [real + row for row in refused(zeros, self.column, expected)]
-        return [first + row for row in wrong]
+            wrong = [first + real + row for row in refused(zeros, self.column, expected[real:])]
+            answer, effects, expected = answer[:real], [effect[:real] for effect in effects], expected[:real]
+        if real:
+            failed = self.rows.decode(
+                self.start + first, answer, effects=effects, column=self.column, expected=expected, ring_bits=bits
+            )
+            wrong = [first + row for row in failed] + wrong
+        return wrong

@@ -10,9 +10,10 @@ The quantisation scale stays in these objects and never leaves the tenant (rule 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Self, TypeVar
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,12 +25,9 @@ from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, segme
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from tenant.core.pads import some_rows
 
 Products = Column | Sequence[Column]
 """V of the matrix that all rows are multiplied by, or V of every expert's matrix."""
-
-T = TypeVar("T", Tensor, Tensor | None)
 
 
 class Rows(ABC):
@@ -107,10 +105,6 @@ class Rows(ABC):
         experts = torch.searchsorted(ends, torch.tensor(numbers, dtype=torch.int64, device="cpu"), right=True)
         return tuple(torch.bincount(experts, minlength=len(self.counts)).tolist())
 
-    def _segments(self, start: int, count: int) -> Iterable[tuple[int, slice]]:
-        """The experts of some rows, each with its range of these rows. Without counts: one range."""
-        return [(0, slice(0, count))] if self.counts is None else segments(clip(self.counts, start, count))
-
 
 class FloatRows(Rows):
     """Float rows of one layer group.
@@ -135,27 +129,30 @@ class FloatRows(Rows):
         counts: Counts | None = None,
     ) -> None:
         self.count, self.counts = inputs[0].shape[0], counts
-        self._facts, self._direction = facts.for_rows(counts), direction
         self._inputs, self._outputs = inputs, outputs
-        self._set_bound(self._facts.bounds[direction])
         if counts is not None:
-            check_counts(counts, experts=facts.entry.experts, rows=self.count)
+            facts, experts = facts.for_rows(counts), facts.entry.experts
+            check_counts(counts, experts=experts, rows=self.count)
+        # the weight scales belong to the gradient's columns, so backward they are multiplied before the rows are scaled
+        forward = direction == FORWARD
+        self._fold = None if forward else facts.channel_scale
+        self._channel_scale = facts.channel_scale if forward else None
+        self._bias = facts.bias if forward else None
+        self._set_bound(facts.bounds[direction])
 
     def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
-        forward = self._direction == FORWARD
-        scales = [
-            passes.encode(
-                [_rows(part, rows) for part in self._inputs],
-                bound=self._bound,
-                out=_rows(out, rows),
-                # the weight scales belong to the gradient's columns, so they are multiplied before the rows are scaled
-                fold=None if forward else self._of(expert, self._facts.channel_scale),
-                column=_of_expert(expert, column),
-                expected=None if expected is None else _rows(expected, rows),
-            )
-            for expert, rows in self._segments(0, self.count)
-        ]
-        self._scale = scales[0] if len(scales) == 1 else torch.cat(scales)
+        encode = partial(passes.encode, bound=self._bound)
+        if self.counts is None:
+            assert column is None or isinstance(column, Column)
+            self._scale = encode(self._inputs, out=out, fold=self._fold, column=column, expected=expected)
+            return
+        scales = []
+        for expert, rows in segments(self.counts):
+            own = column if column is None or isinstance(column, Column) else column[expert]
+            mine = None if expected is None else expected[rows]
+            inputs, fold = [part[rows] for part in self._inputs], _of_expert(self._fold, expert)
+            scales.append(encode(inputs, out=out[rows], fold=fold, column=own, expected=mine))
+        self._scale = torch.cat(scales)
 
     def decode(
         self,
@@ -167,25 +164,28 @@ class FloatRows(Rows):
         expected: Tensor | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> list[int]:
-        forward = self._direction == FORWARD
-        count = answer.shape[0]
-        outputs = [some_rows(out, start, count) for out in self._outputs]
-        scale = some_rows(self._scale, start, count)
-        return [
-            rows.start + row
-            for expert, rows in self._segments(start, count)
-            for row in passes.decode(
-                _rows(answer, rows),
-                [_rows(out, rows) for out in outputs],
-                scale=_rows(scale, rows),
-                effects=[_rows(effect, rows) for effect in effects],
-                channel_scale=self._of(expert, self._facts.channel_scale) if forward else None,
-                bias=self._of(expert, self._facts.bias) if forward else None,
-                column=column,
-                expected=None if expected is None else _rows(expected, rows),
-                ring_bits=ring_bits,
+        decode = partial(passes.decode, column=column, ring_bits=ring_bits)
+        count, outputs, scale = answer.shape[0], self._outputs, self._scale
+        if count != self.count:
+            outputs, scale = [out[start : start + count] for out in outputs], scale[start : start + count]
+        factors, bias = self._channel_scale, self._bias
+        if self.counts is None:
+            return decode(
+                answer, outputs, scale=scale, effects=effects, channel_scale=factors, bias=bias, expected=expected
             )
-        ]
+        wrong = list[int]()
+        for expert, rows in segments(clip(self.counts, start, count)):
+            failed = decode(
+                answer[rows],
+                [out[rows] for out in outputs],
+                scale=scale[rows],
+                effects=[effect[rows] for effect in effects],
+                channel_scale=_of_expert(factors, expert),
+                bias=_of_expert(bias, expert),
+                expected=None if expected is None else expected[rows],
+            )
+            wrong += [rows.start + row for row in failed]
+        return wrong
 
     def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         some = copy(self)
@@ -202,10 +202,6 @@ class FloatRows(Rows):
 
     def _set_bound(self, bound: Bound) -> None:
         self._bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
-
-    def _of(self, expert: int, values: T) -> T:
-        """One expert's part of the channel scales or of the bias."""
-        return values if self.counts is None or values is None else values[expert]
 
 
 class RingRows(Rows):
@@ -229,9 +225,14 @@ class RingRows(Rows):
 
     def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
         out.copy_(self._rows)
-        for expert, rows in self._segments(0, self.count):
-            if (own := _of_expert(expert, column)) is not None and expected is not None:
-                expected[rows] = dot(out[rows], own)
+        if column is None or expected is None:
+            return
+        if isinstance(column, Column):
+            expected[:] = dot(out, column)
+            return
+        assert self.counts is not None
+        for expert, rows in segments(self.counts):
+            expected[rows] = dot(out[rows], column[expert])
 
     def decode(
         self,
@@ -259,9 +260,6 @@ class RingRows(Rows):
         self.product[numbers] = some.product
 
 
-def _rows(matrix: Tensor, rows: slice) -> Tensor:
-    return matrix if rows.stop - rows.start == matrix.shape[0] else matrix[rows]
-
-
-def _of_expert(expert: int, column: Products | None) -> Column | None:
-    return column if column is None or isinstance(column, Column) else column[expert]
+def _of_expert(values: Tensor | None, expert: int) -> Tensor | None:
+    """One expert's part of the channel scales or of the bias."""
+    return None if values is None else values[expert]

@@ -44,6 +44,8 @@ class Routes:
         helpers: the helpers of the federation.
         version: changes whenever executors join or leave.
         quarantined: the providers that receive no more requests.
+        calm: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
+            `check` have nothing to do.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Routes:
         self.helpers = tuple(map(self._route, federation.helpers if with_helpers else ()))
         self.quarantined = Quarantine()
         self.version = 0
+        self.calm = False
         self._federation, self._clock = federation, clock
         self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
         self._present: dict[tuple[int, bool], Route] = {}
@@ -100,6 +103,7 @@ class Routes:
             self.executors = tuple(known.get(peer) or self._joining(peer) for peer in taken)
             self._present = {place: route for place, route in self._present.items() if route in self.executors}
             self.version += 1
+            self.calm = False
 
     def _joining(self, peer: Peer) -> Route:
         """Return a route to an executor that has joined. Announcing other layers does not reset its health."""
@@ -113,12 +117,14 @@ class Routes:
 
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
-        serving = [route for route in self.executors if self._serves(route, group)]
+        serving = [route for route in self.executors if route.serves(group)]
+        if self.quarantined:
+            serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
     def may_be_asked(self, route: Route, group: int) -> bool:
         """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
-        return route in self.executors and self._serves(route, group)
+        return route in self.executors and route.serves(group) and route.peer not in self.quarantined
 
     def choose(
         self,
@@ -196,9 +202,6 @@ class Routes:
     def uncovered(self, groups: int) -> list[int]:
         """The layer groups below `groups` that no executor serves. Quarantined executors do not count."""
         return [group for group in range(groups) if not self.able(group)]
-
-    def _serves(self, route: Route, group: int) -> bool:
-        return route.serves(group) and route.peer not in self.quarantined
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
         known = tuple(holders)
@@ -299,6 +302,7 @@ class Routes:
     def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
         """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
+            self.calm = False
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
             opened = route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
@@ -308,6 +312,7 @@ class Routes:
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
         """Record that effects of these helpers are late."""
         with self._lock:
+            self.calm = False
             for route in self.helpers:
                 if route.peer in holders and route.health.state is not State.DOWN:
                     route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
@@ -356,10 +361,12 @@ class Routes:
         Args:
             urgent: providers to include before their pause is over, because no other one can be asked.
         """
-        now = self._clock()
+        now, routes = self._clock(), (*self.executors, *self.helpers)
+        with self._lock:
+            self.calm = not self.quarantined and all(route.is_up for route in routes)
         return [
             route
-            for route in (*self.executors, *self.helpers)
+            for route in routes
             if (route.welcome is None or route.health.state is State.DOWN)
             and (route.health.retry_at <= now or route in urgent)
             and route.peer not in self.quarantined
@@ -403,6 +410,8 @@ class Routes:
             route.rejected += route.peer in suspects
         for peer in suspects:
             self.quarantined.add(peer)
+        with self._lock:
+            self.calm = False
 
     def begin_again(self) -> None:
         """Reset locks and requests in flight in a forked child: a thread of the parent may have held the lock."""

@@ -67,6 +67,10 @@ class Failover:
             DeadlineExceededError: no executor came back in time.
             SymbiosisError: the error of the last executor that was asked.
         """
+        if self.routes.calm and retry.asked_at == retry.began:  # the common case: nothing has failed
+            retry.asked_at = time.monotonic()
+            if (usual := self._open_for(part, preferred)) is not None:
+                return usual
         while True:
             self._replace_spoilt_pads(part, retry)
             route = self._next(part, preferred, retry)
@@ -112,6 +116,8 @@ class Failover:
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
         """
+        if not retry.late and all(pad.has_effects for pad in part.pads):
+            return True
         self._wait_for_effects(part, retry)
         for share in part.shares:
             if share.holder in retry.late:
@@ -138,14 +144,7 @@ class Failover:
         while True:
             self.runtime.prober.revive()
             self.faults.check(part, retry)
-            lying_at = part.pads[0].blocks()[:1] if part.pads else []
-            route = self.routes.choose(
-                part.index,
-                part.size,
-                holders=part.sent.holders,
-                prefer=preferred,
-                relayed_to=lying_at[0].executor if lying_at else None,
-            )
+            route = self._open_for(part, preferred)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
                 self.runtime.prober.revive(urgent=self.routes.executors)
@@ -159,6 +158,18 @@ class Failover:
                 raise
             if taken := route or other:
                 return taken
+
+    def _open_for(self, part: Part, preferred: Route | None) -> Route | None:
+        """Choose an open executor that may see rows under the part's pads."""
+        relays = part.pads and self.runtime.relays is not None
+        lying_at = part.pads[0].blocks()[:1] if relays else []
+        return self.routes.choose(
+            part.index,
+            part.size,
+            holders=part.sent.holders,
+            prefer=preferred,
+            relayed_to=lying_at[0].executor if lying_at else None,
+        )
 
     def _failed(self, route: Route, error: Exception, retry: RetryState, *, waited_s: float) -> None:
         if self.runtime.closing.is_set():

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import QuarantinedError
-from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
@@ -108,12 +106,7 @@ def share(
         raise next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
 
 
-def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
-    """Return the rows of each piece of a product of `count` rows. It depends only on sizes and on the number of
-    executors (rule 5)."""
-    return -(-count // max(1, min(_MOST_PIECES * executors, product_bytes(count, group) // piece_bytes)))
-
-
-def product_bytes(count: int, group: GroupEntry) -> int:
-    """Return the bytes of a product of `count` rows: request and answer."""
-    return wire.RING32.size(count, group.inputs + group.stacked_outputs)
+def piece_rows(count: int, size: int, *, piece_bytes: int, executors: int = 1) -> int:
+    """Return the rows of each piece of a product of `count` rows and `size` bytes, request and answer together. It
+    depends only on sizes and on the number of executors (rule 5)."""
+    return -(-count // max(1, min(_MOST_PIECES * max(1, executors), size // piece_bytes)))

@@ -13,20 +13,17 @@ A large product goes out in pieces (`pieces`). Each piece is a request with its 
 """
 
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts, clip
-from symbiosis_priv.checkpoints.facts import GroupFacts
-from tenant.connections.executor import Answer, ExecutorClient
+from symbiosis_priv.arithmetic.segments import Counts
+from tenant.connections.executor import Answer
 from tenant.core.masked import cut
-from tenant.core.pads import some_rows
+from tenant.core.pads import Pad, some_rows
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
 from tenant.masking.backend import multiply_again
@@ -36,7 +33,7 @@ from tenant.routing.routes import Routes
 from tenant.session import corrections
 from tenant.session.failover import Failover
 from tenant.session.options import SessionOptions
-from tenant.session.pieces import piece_rows, product_bytes, share
+from tenant.session.pieces import piece_rows, share
 from tenant.session.retry import RetryState
 from tenant.session.runtime import Runtime
 from tenant.session.spans import clock, record
@@ -68,17 +65,16 @@ class Products:
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """Compute one exact product; see `backend.RingProduct`."""
         self.routes.check(index)
-        facts, keys = self.preparation.facts[index].for_rows(rows.counts), self.preparation.keys
-        column, products = keys.for_rows(index, direction, rows.counts)
-        encoded, expected = self._encode(facts, direction, rows, products)
+        whole = self._encode(index, direction, rows)
         self.runtime.prober.connect()
         self.runtime.refresh()
-        limit = self.runtime.row_limit(facts)
-        executors = self._sharers(index, facts, encoded, limit)
-        parts = self._parts(
-            index, facts, direction, rows, encoded, column, expected, limit=limit, executors=len(executors)
-        )
-        share(parts, executors, self._multiply)
+        limit = self.runtime.row_limit(whole.widest)
+        if whole.count <= limit and whole.size < 2 * self.options.piece_bytes:
+            whole.pads = self._take(whole, 0, whole.count)
+            self._multiply(whole, None)
+        else:
+            executors = [self.runtime.executor(route) for route in self.routes.open_for(index, whole.size)]
+            share(self._cut(whole, limit=limit, executors=len(executors)), executors, self._multiply)
         self.tally.add(products=1, rows=rows.count)
 
     def _multiply(self, part: Part, preferred: Route | None) -> None:
@@ -97,7 +93,7 @@ class Products:
                 continue
             finally:
                 record("network + product", since=began)
-            with closing(answer):
+            try:
                 began = clock()
                 complete = answer.relayed or self.failover.effects_are_there(part, retry)
                 record("wait for effects", since=began)
@@ -110,6 +106,8 @@ class Products:
                 if left is None:
                     continue
                 answer.confirm()
+            finally:
+                answer.close()
             self.tally.add(
                 answers_verified=part.count,
                 effects_verified=part.count if part.sent.holders else 0,
@@ -140,13 +138,13 @@ class Products:
         self.tally.add(rows_corrected=len(refused) - len(left))
         return left
 
-    def _encode(
-        self, facts: GroupFacts, direction: Direction, rows: Rows, products: Column | Sequence[Column]
-    ) -> tuple[Tensor, Tensor]:
-        """Encode all rows in the ring, with zero rows up to the bucket. Also return the expected check value of the
-        product: R applied to the true product, computed with V."""
-        count = self._bucketed(rows)
-        encoded = self.runtime.buffers.matrix(count, facts.inputs(direction))
+    def _encode(self, index: int, direction: Direction, rows: Rows) -> Part:
+        """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
+        expected check value of the product: R applied to the true product, computed with V."""
+        facts = self.preparation.facts[index].for_rows(rows.counts)
+        column, products = self.preparation.keys.for_rows(index, direction, rows.counts)
+        (inputs, outputs), count, counts = facts.columns[direction], self._bucketed(rows), rows.counts
+        encoded = self.runtime.buffers.matrix(count, inputs)
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
         began = clock()
         rows.encode(some_rows(encoded, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
@@ -154,55 +152,33 @@ class Products:
         if rows.count < count:
             encoded[rows.count :] = 0
             expected[rows.count :] = 0
-        return encoded, expected
+            if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
+                counts = (*counts[:-1], counts[-1] + count - rows.count)
+        second = partial(self._second, index, direction, counts)
+        return Part(index, direction, rows, 0, encoded, column, expected, second, (), outputs, counts)
 
     def _bucketed(self, rows: Rows) -> int:
         """Return the number of rows that are sent for `rows`: rounded up to a multiple of `row_bucket`."""
         return rows.count + -rows.count % self.options.row_bucket
 
-    def _sharers(self, index: int, facts: GroupFacts, encoded: Tensor, limit: int) -> list[ExecutorClient]:
-        """Return the executors that may share a product; none if it is sent as one request."""
-        count, entry = encoded.shape[0], facts.entry
-        if count <= limit and piece_rows(count, entry, piece_bytes=self.options.piece_bytes) == count:
-            return []
-        open_ones = self.routes.open_for(index, product_bytes(count, entry))
-        return [self.runtime.executor(route) for route in open_ones]
+    def _take(self, part: Part, first: int, rows: int) -> Sequence[Pad]:
+        """Take pads for rows of a part. They are burnt."""
+        began = clock()
+        pads = self.runtime.take(part.index, part.direction, rows, counts=part.counts_of(first, rows))
+        record("take pads", since=began)
+        return pads
 
-    def _parts(
-        self,
-        index: int,
-        facts: GroupFacts,
-        direction: Direction,
-        rows: Rows,
-        encoded: Tensor,
-        column: Column,
-        expected: Tensor,
-        *,
-        limit: int,
-        executors: int,
-    ) -> list[Part]:
-        """Return the requests of a product. Every executor accepts their size; their pads are burnt."""
-        count, outputs = encoded.shape[0], facts.outputs(direction)
-        counts = rows.counts
-        if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
-            counts = (*counts[:-1], counts[-1] + count - rows.count)
-        second = partial(self._second, index, direction, counts)
-        piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=max(1, executors))
+    def _cut(self, whole: Part, *, limit: int, executors: int) -> list[Part]:
+        """Cut a product into requests. Every executor accepts their size; their pads are burnt."""
+        most = piece_rows(whole.count, whole.size, piece_bytes=self.options.piece_bytes, executors=executors)
         parts = []
-        for first in range(0, count, limit):
-            end = min(first + limit, count)
-            began = clock()
-            its_counts = None if counts is None else clip(counts, first, end - first)
-            pads = self.runtime.take(index, direction, end - first, counts=its_counts)
-            record("take pads", since=began)
-            for start in range(first, end, piece):
-                size = min(piece, end - start)
+        for first in range(0, whole.count, limit):
+            end = min(first + limit, whole.count)
+            pads = self._take(whole, first, end - first)
+            for start in range(first, end, most):
+                size = min(most, end - start)
                 mine, pads = cut(pads, size)
-                here, check = some_rows(encoded, start, size), some_rows(expected, start, size)
-                its_counts = None if counts is None else clip(counts, start, size)
-                parts.append(
-                    Part(index, direction, rows, start, here, column, check, second, mine, outputs, its_counts)
-                )
+                parts.append(_some(whole, start, size, mine))
         return parts
 
     def _second(
@@ -215,7 +191,6 @@ class Products:
         retry.patience_s = self.routes.patience_s(route, part.index, part.size, left_s=retry.deadline - retry.asked_at)
         answer = self.runtime.executor(route).ask(
             part,
-            self.preparation.facts[part.index].for_rows(part.counts),
             patience_s=retry.patience_s,
             deadline=retry.deadline,
             since=retry.began,
@@ -233,3 +208,15 @@ class Products:
             self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
         for pad in part.pads:
             pad.make_next()
+
+
+def _some(part: Part, first: int, rows: int, pads: Sequence[Pad]) -> Part:
+    """A part of some rows of a part that is not masked yet."""
+    return replace(
+        part,
+        start=part.start + first,
+        encoded=some_rows(part.encoded, first, rows),
+        expected=some_rows(part.expected, first, rows),
+        pads=pads,
+        counts=part.counts_of(first, rows),
+    )

@@ -20,7 +20,6 @@ from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
@@ -131,7 +130,9 @@ class Runtime:
             return executor
         with self._making:
             if route not in self._executors:
-                executor = ExecutorClient(route, functools.partial(self._channel, route.peer))
+                executor = ExecutorClient(
+                    route, functools.partial(self._channel, route.peer), relay=self._federation.relay
+                )
                 self._executors[route] = executor
                 if self.closing.is_set():
                     executor.close()
@@ -186,12 +187,11 @@ class Runtime:
         for client in self.executors:
             client.uses_blocks = client.uses_blocks and client.route.peer != executor
 
-    def row_limit(self, facts: GroupFacts) -> int:
+    def row_limit(self, widest: int) -> int:
         """Return the row limit of one request: the largest limit among the executors, for request and answer.
 
         A provider with lower limits gets several requests, so its limits do not change what other providers receive.
         """
-        widest = facts.widest
         limits = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
         return max(limits, default=1)
 
@@ -248,7 +248,7 @@ class Runtime:
                     refill=self._refill,
                     memory=self._memory,
                     row_bytes=wire.RING32.size(1, facts.outputs(direction)) * max(1, self._routes.helpers_per_pad),
-                    max_rows=functools.partial(self.row_limit, facts),
+                    max_rows=functools.partial(self.row_limit, facts.widest),
                 ),
             )
 

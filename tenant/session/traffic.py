@@ -86,7 +86,7 @@ def _of_product(
     group: GroupEntry, index: int, direction: Direction, rows: int, transport: Transport
 ) -> PredictedTraffic:
     inputs, outputs = group.columns(direction)
-    most = piece_rows(rows, group, piece_bytes=SessionOptions().piece_bytes)
+    most = piece_rows(rows, wire.RING32.size(rows, inputs + outputs), piece_bytes=SessionOptions().piece_bytes)
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:

@@ -21,7 +21,7 @@ as an accepted product is, and an error of a provider that looks like a wrap is 
 Which rows can be corrected is a function of t alone, up to that probability: those with at most two wrapped entries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -46,56 +46,64 @@ def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:
     return rows
 
 
-def corrected(y: Tensor, first: Check, second: Check, *, ring_bits: RingBits, most: int) -> Tensor | None:
-    """The true product of which y holds the residues; None if more than `MOST_ENTRIES` entries wrapped.
+class Corrector:
+    """Corrects rows of products that are checked with the same column R. It makes a table of all wraps of one entry.
 
     Args:
-        y: int32 `[o]`, signed residues modulo 2^ring_bits.
-        first, second: two independent checks of the true product.
+        column: R.
         most: J, the largest |k| of an entry.
     """
-    difference, other = ((expected - int(dot(y[None], column))) % PRIME for column, expected in (first, second))
-    for candidate in _explanations(difference, _Wraps(first[0], ring_bits=ring_bits, most=most)):
-        if sum((k << ring_bits) * int(second[0].values[entry]) for entry, k in candidate) % PRIME == other:
-            t = y.clone()
-            for entry, k in candidate:
-                t[entry] += k << ring_bits
-            return t
-    return None
-
-
-def _explanations(difference: int, wraps: "_Wraps") -> Iterator[list[Wrap]]:
-    if not difference:
-        yield []
-        return
-    yield from wraps.single(difference)
-    yield from wraps.pairs(difference)
-
-
-class _Wraps:
-    """The residues `j 2^w R_o` for one column R: int64 `[2 J, o]`, the multiples -J to -1 and 1 to J."""
 
     def __init__(self, column: Column, *, ring_bits: RingBits, most: int) -> None:
+        self._column, self._bits, self._width = column, ring_bits, len(column.values)
         self._factors = [*range(-most, 0), *range(1, most + 1)]
         step = shifted(column.values, ring_bits)
         multiples = [step]
         for _ in range(most - 1):
             multiples.append((multiples[-1] + step).remainder_(PRIME))
         negative = [(PRIME - residues).remainder_(PRIME) for residues in reversed(multiples)]
-        self._width, self._residues = len(step), torch.cat(negative + multiples)
+        self._residues, self._places = torch.cat(negative + multiples).sort()
 
-    def single(self, difference: int) -> list[list[Wrap]]:
-        """Each explanation of the difference by one entry, alone."""
-        return [[self._at(place)] for place in (self._residues == difference).nonzero()[:, 0].tolist()]
+    def corrected(
+        self, y: Tensor, expected: int, second: Callable[[], Check], *, entries: int = MOST_ENTRIES
+    ) -> Tensor | None:
+        """The true product of which y holds the residues; None if more than `entries` entries wrapped.
 
-    def pairs(self, difference: int) -> list[list[Wrap]]:
-        """Each explanation of the difference by two entries."""
-        ordered, places = self._residues.sort()
+        To look for one entry takes microseconds, and for two entries tens of milliseconds.
+
+        Args:
+            y: int32 `[o]`, signed residues modulo 2^ring_bits.
+            expected: the residue `t @ R` of the true product.
+            second: returns an independent check of the true product. Called if there is an explanation.
+            entries: 1 or 2.
+        """
+        for candidate in self._explanations((expected - int(dot(y[None], self._column))) % PRIME, entries):
+            column, residue = second()
+            other = (residue - int(dot(y[None], column))) % PRIME
+            if sum((k << self._bits) * int(column.values[entry]) for entry, k in candidate) % PRIME == other:
+                t = y.clone()
+                for entry, k in candidate:
+                    t[entry] += k << self._bits
+                return t
+        return None
+
+    def _explanations(self, difference: int, entries: int) -> Iterator[list[Wrap]]:
+        if not difference:
+            yield []
+            return
+        first, end = (int(torch.searchsorted(self._residues, difference, right=right)) for right in (False, True))
+        yield from ([self._at(place)] for place in range(first, end))
+        if entries > 1:
+            yield from self._pairs(difference)
+
+    def _pairs(self, difference: int) -> Iterator[list[Wrap]]:
         rest = (difference - self._residues).remainder_(PRIME)
-        found = torch.searchsorted(ordered, rest).clamp_(max=len(ordered) - 1)
-        hits = (ordered[found] == rest).nonzero()[:, 0].tolist()
-        pairs = [(self._at(hit), self._at(int(places[found[hit]]))) for hit in hits]
-        return [[a, b] for a, b in pairs if a[0] < b[0]]
+        found = torch.searchsorted(self._residues, rest).clamp_(max=len(rest) - 1)
+        for hit in (self._residues[found] == rest).nonzero()[:, 0].tolist():
+            one, other = self._at(hit), self._at(int(found[hit]))
+            if one[0] < other[0]:
+                yield [one, other]
 
     def _at(self, place: int) -> Wrap:
+        place = int(self._places[place])
         return place % self._width, self._factors[place // self._width]

@@ -128,11 +128,13 @@ class Products:
         None if a provider was at fault and the part has to be sent again."""
         may_wrap = corrections.may_wrap(part, refused)
         is_fault = partial(self.failover.faults.product_refused, route, part, answer, retry, may_wrap=may_wrap)
-        # few rows leave the ring: so many are a lie, and looking for their wraps would take long
+        # few rows leave the ring, and very few at two entries: many are a lie, and to look for their wraps takes long
         suspicious = not may_wrap or len(refused) > max(_FEW_ROWS, part.count // _FEW_PARTS)
+        left = refused if suspicious else corrections.correct(part, refused, answer.words, entries=1)
+        suspicious = suspicious or len(left) > _FEW_ROWS
         if suspicious and is_fault():
             return None
-        left = corrections.correct(part, refused, answer.words)
+        left = corrections.correct(part, left, answer.words)
         if left and not suspicious and is_fault():
             return None
         self.tally.add(rows_corrected=len(refused) - len(left))

@@ -34,8 +34,8 @@ def wrapped(draw: st.DrawFn, entries: st.SearchStrategy[int]) -> tuple[Tensor, T
 
 def corrected(y: Tensor, t: Tensor, columns: tuple[Column, Column] | None = None) -> Tensor | None:
     first, second = columns or (uniform(KEYS[0], len(y)), uniform(KEYS[1], len(y)))
-    checks = [(column, int(dot(t[None], column))) for column in (first, second)]
-    return wraps.corrected(y, checks[0], checks[1], ring_bits=24, most=MOST)
+    corrector, expected = wraps.Corrector(first, ring_bits=24, most=MOST), int(dot(t[None], first))
+    return corrector.corrected(y, expected, lambda: (second, int(dot(t[None], second))))
 
 
 @given(wrapped(st.integers(0, 2)))
@@ -77,8 +77,8 @@ def test_the_second_column_decides_between_explanations() -> None:
     assert got is not None
     assert torch.equal(got, t)
     other = uniform(KEYS[1], 9)
-    checks = (Column(values), int(dot(t[None], Column(values)))), (other, int(dot(y[None], other)) + 1)
-    assert wraps.corrected(y, *checks, ring_bits=24, most=MOST) is None
+    corrector, expected = wraps.Corrector(Column(values), ring_bits=24, most=MOST), int(dot(t[None], Column(values)))
+    assert corrector.corrected(y, expected, lambda: (other, int(dot(y[None], other)) + 1)) is None
 
 
 @given(

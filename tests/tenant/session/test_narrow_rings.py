@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.wraps import Corrector
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
@@ -209,3 +210,33 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
     with pytest.raises(VerificationError, match=" or "):
         backend_of(session).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 3))
     assert asked == [3, 1, 1]  # the ring holds 2.5, 5 and 10 standard deviations; no product of 64 inputs leaves 8
+
+
+@pytest.mark.parametrize("masking", ["pad", "relay"])
+def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    masking: str,
+) -> None:
+    """The search takes tens of milliseconds a row, and an eighth of the rows may wrap before a lie is suspected."""
+    searched, pairs = [], Corrector._pairs
+
+    def noted(corrector: Corrector, difference: int) -> Any:
+        searched.append(difference)
+        return pairs(corrector, difference)
+
+    monkeypatch.setattr(Corrector, "_pairs", noted)
+
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        answer[:20, 0] += 1
+        return frames(reply, answer)
+
+    executor.behaviour = lie
+    session = new_session(masking, [executor], [helper], ring_bits=24)
+    with pytest.raises(VerificationError, match="executor"):
+        backend_of(session, spread=7.0).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 200))
+    assert not searched

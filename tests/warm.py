@@ -6,7 +6,7 @@ too. The parent imports `LIBRARIES`, none of this project's modules, and starts 
 project's modules itself, and no object of them was copied by a fork (rule 12). At its end a fork joins its threads,
 runs its exit handlers and exits without freeing the modules. A fork needs some tenths of a second of CPU for that, and
 a new process two to five seconds. Modules (`-m`) that a fork starts, such as the providers of a demo, are forks of the
-same parent.
+same parent. A provider and torchrun have spare forks, which become the processes that they start.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -19,6 +19,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import runpy
 import select
 import shutil
@@ -35,10 +36,11 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 LIBRARIES = (
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.utils.data",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -70,7 +72,9 @@ ADDRESS = "SYMBIOSIS_PRIV_TESTS_WARM"
 _NUMBER = struct.Struct("=i")
 _REQUEST_BYTES = 1 << 20
 _STANDARD = 3  # stdin, stdout, stderr
-_TORCHRUN = "provider.processes.launch"  # must be the real parent of its ranks
+CHILDREN = "SYMBIOSIS_PRIV_TESTS_CHILDREN"
+"""The environment variable that says how many processes a provider starts as forks. torchrun starts all ranks so."""
+
 _NewProcess = subprocess.Popen
 
 
@@ -94,17 +98,20 @@ class Popen(_NewProcess[Any]):
             "environment": dict(environment),
             "folder": os.fspath(call["cwd"] or Path.cwd()),
             "session": call["start_new_session"],
-            "nested": self._nested and _TORCHRUN not in words,
+            "nested": self._nested,
         }
+        self._send(json.dumps(request).encode(), standard)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _send(self, request: bytes, standard: list[int]) -> None:
         self._status, end = os.pipe()
         try:
-            socket.send_fds(_parent(), [json.dumps(request).encode()], [*standard, end])
+            socket.send_fds(_parent(), [request], [*standard, end])
         finally:
             os.close(end)
         weakref.finalize(self, os.close, self._status)
         self.pid = self._read()
-        self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _read(self) -> int:
         assert self._status is not None
@@ -161,18 +168,29 @@ class Worker(Popen):
 
 
 class _NestedPopen(Popen):
-    """Replaces `subprocess.Popen` in a fork. A provider's own processes stay its children, as which they are found."""
+    """Replaces `subprocess.Popen` in a fork. A provider's own processes are its children, as which they are found: its
+    spare forks, or ordinary processes if it has none."""
+
+    spares: ClassVar[list[tuple[int, socket.socket]]] = []  # process id, and where to send the request
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         words = given[0]
-        if (
-            isinstance(words, list)
-            and words[1:2] == ["-m"]
-            and not any("provider.processes." in word for word in words)
-        ):
+        if isinstance(words, list | tuple) and "-m" in words[1:3] and (self.spares or not _stays_child(words)):
             super()._execute_child(*given, **named)
         else:
             _NewProcess._execute_child(self, *given, **named)  # type: ignore[attr-defined]
+
+    def _send(self, request: bytes, standard: list[int]) -> None:
+        if _stays_child(json.loads(request)["words"]):
+            self.pid, connection = self.spares.pop(0)
+            with connection:
+                socket.send_fds(connection, [request], standard)
+        else:
+            super()._send(request, standard)
+
+
+def _stays_child(words: Sequence[str]) -> bool:
+    return any("provider.processes." in word for word in words)
 
 
 _address: str | None = os.environ.get(ADDRESS)
@@ -257,11 +275,39 @@ def _forked_with(listener: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for opened in (listener, *clients):
         opened.close()
-    for number, file in enumerate(files[:_STANDARD]):
+    for file in (awake, wake, files.pop(), *statuses.values()):
+        os.close(file)
+    return _request(data, files)
+
+
+def _request(data: bytes, standard: list[int]) -> dict[str, Any]:
+    """The request of this fork, which gets its standard input, output and error."""
+    for number, file in enumerate(standard):
         os.dup2(file, number)
-    for file in (awake, wake, *files, *statuses.values()):
         os.close(file)
     request: dict[str, Any] = json.loads(data)
+    return request
+
+
+def _with_spares(request: dict[str, Any]) -> dict[str, Any]:
+    """Fork for every child that this process will have. Returns the request of this process, and in each fork its
+    own."""
+    ranks = re.search(r"provider\.processes\.launch .*--nproc-per-node[= ](\d+)", " ".join(request["words"]))
+    children = request["environment"].pop(CHILDREN, 0)
+    for _ in range(int(ranks[1] if ranks else children)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if not pid:
+            for opened in (ours, *(connection for _, connection in _NestedPopen.spares)):
+                opened.close()
+            _NestedPopen.spares.clear()
+            with theirs:
+                data, files, _, _ = socket.recv_fds(theirs, _REQUEST_BYTES, _STANDARD)
+            if not data:  # the parent has ended
+                os._exit(0)
+            return _with_spares(_request(data, files))
+        theirs.close()
+        _NestedPopen.spares.append((pid, ours))
     return request
 
 
@@ -282,8 +328,10 @@ def _tell(file: int, number: int) -> None:
 
 def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool, nested: bool) -> None:
     """Run a command line like `python WORDS`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # of torchrun
+
     if nested:
-        subprocess.Popen = _NestedPopen  # type: ignore[misc]
+        subprocess.Popen = subprocess_handler.Popen = _NestedPopen  # type: ignore[misc]
     if session:
         os.setsid()
     os.environ.clear()
@@ -324,7 +372,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     _address = sys.argv[2]
-    request = _forked_with(socket.socket(fileno=int(sys.argv[1])))
+    request = _with_spares(_forked_with(socket.socket(fileno=int(sys.argv[1]))))
     status: Any = 0
     try:
         _become(**request)

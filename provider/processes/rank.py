@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
     torchrun.end_with_torchrun()
+    torchrun.show_rank()
     path: Path | None = parser.parse_args().config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")

@@ -45,6 +45,13 @@ def end_with_torchrun() -> None:
         sys.exit("error: torchrun has ended")
 
 
+def show_rank() -> None:
+    """Name this process `rank N`, as `ps -o comm` and `top` show it (Linux)."""
+    name = Path("/proc/self/comm")
+    if name.is_file():
+        name.write_text(f"rank {os.environ['RANK']}")
+
+
 def is_here(rank: int) -> bool:
     """True if torchrun on this machine has started the rank."""
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])

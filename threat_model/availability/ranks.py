@@ -191,7 +191,7 @@ def _ranks(gateway: int) -> dict[int, int]:
     found = {}
     for pid in process_costs.tree([gateway]):
         with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if entry.startswith(b"RANK="):
-                    found[int(entry.removeprefix(b"RANK="))] = pid
+            name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+            if name == "rank":  # see `provider.shards.torchrun.show_rank`
+                found[int(number)] = pid
     return found

@@ -99,13 +99,8 @@ def ranks_of(provider: Provider) -> dict[int, int]:
     assert isinstance(provider.executor, GroupExecutor)
     agent = provider.executor.pid
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    found = {}
-    for pid in children:
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = entry.partition(b"=")
-            if name == b"RANK":
-                found[int(value)] = int(pid)
-    return found
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().split() for pid in map(int, children)}
+    return {int(number): pid for pid, (name, number) in names.items()}
 
 
 def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_with_torchrun(
@@ -118,8 +113,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     """For any torchrun options in the environment and any hanging rank, long before the group's timeout.
 
     Tenants are told immediately that the provider is busy, and get the same bits later.
-    `tests/threat_model/availability/test_ranks.py` kills a rank. All checks are in one test, because every group is
-    three processes that import torch.
+    `tests/threat_model/availability/test_ranks.py` kills a rank.
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     execute, _ = requests
@@ -187,7 +181,7 @@ def test_two_machines_serve_one_model(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Runs `examples/deploy/two-nodes.sh` twice, as on two machines: same bits as a provider with all layers.
+    """Runs the commands of `examples/deploy/two-nodes.sh`, as on two machines: same bits as a provider with all layers.
 
     If one machine is lost, the other one ends and logs the reason.
     """
@@ -206,23 +200,23 @@ def test_two_machines_serve_one_model(
     path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        "CONFIG": str(path),
-        "INTERFACE": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PORT": str(port),
-        "PYTHON": sys.executable,
-    }
-    nodes = [
-        subprocess.Popen(
-            ["sh", str(TWO_NODES), str(node), "127.0.0.1"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$GLOO_SOCKET_IFNAME" "$@"\n', encoding="utf-8")
+    python.chmod(0o700)
+    environment = {**os.environ, "CONFIG": str(path), "INTERFACE": "lo", "OMP_NUM_THREADS": "1", "PORT": str(port)}
+    nodes = []
+    for node in (0, 1):
+        script = ["sh", str(TWO_NODES), str(node), "127.0.0.1"]
+        shown = subprocess.run(script, env=environment | {"PYTHON": str(python)}, stdout=subprocess.PIPE, check=True)
+        interface, *words = shown.stdout.decode().splitlines()
+        nodes.append(
+            warm.Popen(
+                [sys.executable, *words],
+                env=environment | {"GLOO_SOCKET_IFNAME": interface},
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
         )
-        for node in (0, 1)
-    ]
     try:
         assert nodes[0].stdout is not None
         line = nodes[0].stdout.readline()

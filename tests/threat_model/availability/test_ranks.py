@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
+import pytest
+
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import number
+from tests import warm
 from threat_model.availability.options import Sharding
 from threat_model.availability.ranks import measure_ranks
 
 
-def test_a_lost_rank_delays_no_tenant_that_has_another_executor(tmp_path: Path) -> None:
+def test_a_lost_rank_delays_no_tenant_that_has_another_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(warm.CHILDREN, "1")  # the first torchrun is a fork; the second one takes a restart's time
     (row,) = measure_ranks(
         tmp_path,
         Llama(width=64, layers=1, inner=64),

@@ -54,7 +54,11 @@ LONGEST = (
     "tests/tenant/",
     "tests/provider/",
 )
-ONE_REPORT = ("tests/threat_model/active/test_lying_providers.py", "tests/threat_model/test_suite.py")
+ONE_REPORT = (
+    "tests/threat_model/active/test_lying_providers.py",
+    "tests/threat_model/test_planted.py",
+    "tests/threat_model/test_suite.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -68,7 +68,6 @@ def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
     small, other = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(77)
     fresh = torch.Generator().manual_seed(secrets.randbits(60))
     axes = _normal(24, public.manifest.groups[0].inputs) * NOISE
-    siblings, unfused = _unfused(floats, public)
 
     def small_integers(x: Tensor) -> Tensor:
         return x + torch.randint(-(1 << 31), 1 << 31, x.shape, generator=small).to(torch.int32)
@@ -82,15 +81,33 @@ def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
     def low_rank(x: Tensor) -> Tensor:
         return (x.double() + _normal(len(x), len(axes)) @ axes).float()
 
-    plans: list[tuple[str, str, Attack[Any, Any], ExecutorView, Public, Recording]] = [
-        ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), public, ring),
-        ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), public, floats),
-        ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), public, floats),
-        ("unfused q/k/v, separate float noise", "rule 4", Averaging(), unfused, siblings, floats),
-        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), public, floats),
-        ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), public, ring),
+    plans: list[tuple[str, str, Attack[Any, Any], ExecutorView, Recording]] = [
+        ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), ring),
+        ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), floats),
+        ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), floats),
+        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), floats),
+        ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), ring),
     ]
-    return [Fault(*plan) for plan in plans]
+    found = [Fault(name, rule, attack, view, public, recording) for name, rule, attack, view, recording in plans]
+    return [*found, unfused_fault(floats, public)]
+
+
+def unfused_fault(recording: Recording, public: Public) -> Fault:
+    """q, k and v sent separately: three requests of the same rows, each under its own fresh noise.
+
+    Args:
+        recording: on the float path.
+    """
+    count = len(public.manifest.groups)
+    groups = (0, count, count + 1)
+    exchanges = []
+    for order, call in recording.truth.of(group=0, direction=FORWARD):
+        for i, group in enumerate(groups):
+            noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
+            exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
+    siblings = replace(public, siblings=(groups,))
+    view = ExecutorView(tuple(exchanges))
+    return Fault("unfused q/k/v, separate float noise", "rule 4", Averaging(), view, siblings, recording)
 
 
 @contextmanager
@@ -177,18 +194,6 @@ def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: 
 def _arithmetic(exchange: Exchange) -> wire.Arithmetic:
     """The arithmetic of a request with one-time noise: none of these requests is for effects."""
     return "ring" if exchange.arithmetic == "ring" else "float"
-
-
-def _unfused(recording: Recording, public: Public) -> tuple[Public, ExecutorView]:
-    """q, k and v sent separately: three requests of the same rows, each under its own fresh noise."""
-    count = len(public.manifest.groups)
-    groups = (0, count, count + 1)
-    exchanges = []
-    for order, call in recording.truth.of(group=0, direction=FORWARD):
-        for i, group in enumerate(groups):
-            noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
-            exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
-    return replace(public, siblings=(groups,)), ExecutorView(tuple(exchanges))
 
 
 def _with_scales(recording: Recording, public: Public) -> ExecutorView:

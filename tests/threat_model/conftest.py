@@ -1,5 +1,6 @@
-"""One quick report for all tests, made by the command itself; and a lab for tests that need their own run."""
+"""One quick report for all tests, made by the command itself; and its lab, for tests that need their own run."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ def quick_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def quick(quick_files: tuple[Path, Path]) -> Suite:
-    """`symbiosis-priv threat-model --quick`. If a verdict is not the promised one, all tests fail."""
+def quick(quick_files: tuple[Path, Path], lab: Lab) -> Suite:
+    """`symbiosis-priv threat-model --quick` in the tests' lab. If a verdict is not the promised one, all tests fail."""
     made: list[Suite] = []
     real = suite.run_suite
 
@@ -33,6 +34,7 @@ def quick(quick_files: tuple[Path, Path]) -> Suite:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suite, "run_suite", keep)
+        patch.setattr("threat_model.lab.Lab", lambda folder: contextlib.nullcontext(lab))
         cli.threat_model(json=quick_files[0], html=quick_files[1], quick=True)
     return made[0]
 

@@ -1,4 +1,7 @@
-"""Each planted fault is found by its attack. Without the fault the attack finds nothing."""
+"""Each planted fault is found by its attack. Without the fault the attack finds nothing.
+
+Most faults and attacks are those of the quick report.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +11,33 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import RoleConflictError
-from threat_model.attacks import Attack
+from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.parity import EvenMasks
+from threat_model.attacks.relayed import RelayedAnswers
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
-from threat_model.evidence.public import Public, alone
-from threat_model.evidence.schemes import LOCAL, NONE, PAD, PAD_RELAY, PADS, paper_pool
+from threat_model.evidence.public import alone
+from threat_model.evidence.schemes import LOCAL, PAD, PAD_RELAY, PADS, AttackedScheme, paper_pool
 from threat_model.evidence.views import CollusionView, ExecutorView
-from threat_model.lab import Lab, Recording, Workload
-from threat_model.planted import (
-    Fault,
-    bare_effect_faults,
-    bare_effects,
-    blind_to_companies,
-    one_company_faults,
-    plant,
-    reused_pad_faults,
-    reused_pads,
-    twin_helper_fault,
-    twin_helpers,
-)
-from threat_model.suite import Verdict, examine
+from threat_model.lab import Lab, Workload
+from threat_model.planted import twin_helper_fault, twin_helpers, unfused_fault
+from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+sound = pytest.mark.parametrize("scheme", [PAD, PAD_RELAY, LOCAL], ids=lambda scheme: scheme.name)
 
 
-@pytest.fixture(scope="module")
-def faults(lab: Lab, recorded: Recorded) -> dict[str, Fault]:
-    planted = plant(recorded(NONE, SMALL), recorded(paper_pool(2, 1.0), SMALL), lab.public)
-    return {fault.name: fault for fault in planted}
-
-
-@pytest.fixture(scope="module", params=[PAD, PAD_RELAY, LOCAL], ids=lambda scheme: scheme.name)
-def sound(recorded: Recorded, request: pytest.FixtureRequest) -> Recording:
-    return recorded(request.param, SMALL)
+def planted(quick: Suite, fault: str) -> Outcome:
+    return next(cell.outcome for cell in quick.planted if cell.fault == fault)
 
 
 @pytest.mark.parametrize(
@@ -64,52 +51,45 @@ def sound(recorded: Recorded, request: pytest.FixtureRequest) -> Recording:
         ("scale on the wire", 0.99),
     ],
 )
-def test_the_named_attack_finds_the_fault(faults: dict[str, Fault], name: str, least: float) -> None:
-    outcome = faults[name].outcome()
+def test_the_named_attack_finds_the_fault(quick: Suite, name: str, least: float) -> None:
+    outcome = planted(quick, name)
     assert outcome.success >= least
     assert outcome.broken
 
 
+@sound
 @pytest.mark.parametrize("attack", [SeedRecovery(), SamplerGrid(), RowScale(), Averaging()], ids=lambda a: a.name)
-def test_without_the_fault_the_attack_finds_nothing(lab: Lab, sound: Recording, attack: Attack[Any, Any]) -> None:
-    outcome = examine(attack, sound, lab).outcome
+def test_without_the_fault_the_attack_finds_nothing(
+    quick: Suite, scheme: AttackedScheme, attack: Attack[Any, Any]
+) -> None:
+    outcome = quick.cell(attack.name, scheme.name).outcome
     assert outcome is None or not outcome.broken
 
 
-def test_bare_effects_are_found(lab: Lab, recorded: Recorded) -> None:
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_bare_effects_are_found(quick: Suite, direction: Direction) -> None:
     """And with the second keystream, what the executor computes from blocks shows nothing."""
-    with bare_effects():
-        recording = lab.record(PAD_RELAY, SMALL)
-    for fault in bare_effect_faults(recording, lab.public):
-        outcome = fault.outcome()
-        assert outcome.broken
-        assert outcome.success > 0.2  # products with fewer outputs than inputs leave rows open
-        sound = examine(fault.attack, recorded(PAD_RELAY, SMALL), lab)
-        assert sound.verdict is Verdict.HIDDEN
+    outcome = planted(quick, f"relayed effects are bare, {direction}")
+    assert outcome.broken
+    assert outcome.success > 0.2  # products with fewer outputs than inputs leave rows open
+    assert quick.cell(RelayedAnswers(direction).name, PAD_RELAY.name).verdict is Verdict.HIDDEN
 
 
-def test_three_maskings_reveal_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:
-    fault = faults["unfused q/k/v, separate float noise"]
-    coins = torch.Generator().manual_seed(0)
+def test_three_maskings_reveal_more_than_one(lab: Lab, recorded: Recorded) -> None:
+    fault = unfused_fault(recorded(paper_pool(2, 256.0), SMALL), lab.public)
+    assert lab.public.siblings == alone(len(lab.public.manifest.groups))
     assert isinstance(fault.view, ExecutorView)
-    once = Averaging().run(fault.view, _fused(lab), coins)
+    once = Averaging().run(fault.view, lab.public, torch.Generator().manual_seed(0))
     single = Averaging().score(once, fault.recording.truth).success
     assert fault.outcome().success > single + 0.1
 
 
-def _fused(lab: Lab) -> Public:
-    assert lab.public.siblings == alone(len(lab.public.manifest.groups))
-    return lab.public
-
-
-def test_reused_pad_rows_are_found_in_a_real_session(lab: Lab) -> None:
-    with reused_pads():
-        recording = lab.record(PAD, SMALL)
-    for fault in reused_pad_faults(recording, lab.public):
-        outcome = fault.outcome()
-        assert outcome.success == 1.0
-        assert outcome.figures["pairs claimed"] > 10
-        assert outcome.broken
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_reused_pad_rows_are_found_in_a_real_session(quick: Suite, direction: Direction) -> None:
+    outcome = planted(quick, f"reused pad rows, {direction}")
+    assert outcome.success == 1.0
+    assert outcome.figures["pairs claimed"] > 10
+    assert outcome.broken
 
 
 def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab, recorded: Recorded) -> None:
@@ -123,11 +103,11 @@ def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab, recorded
     assert not sound.broken
 
 
-def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refused_in_a_sound_one(lab: Lab) -> None:
-    with blind_to_companies():
-        recording = lab.record(PAD, SMALL, federation=lab.one_company)
-    for fault in one_company_faults(recording, lab.public):
-        outcome = fault.outcome()
+def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refused_in_a_sound_one(
+    quick: Suite, lab: Lab
+) -> None:
+    for direction in DIRECTIONS:
+        outcome = planted(quick, f"executor and helper of one company, {direction}")
         assert outcome.success == 1.0
         assert outcome.broken
     with pytest.raises(RoleConflictError, match="executor 'executor' has helpers of 0 companies other than its own"):
@@ -144,16 +124,17 @@ def test_a_sound_tenant_uses_the_other_helper_and_the_company_reads_nothing(lab:
     recording = lab.record(PADS, SMALL, federation=chosen)
     assert {effect.helper for helper in recording.views.helpers for effect in helper.effects} == {"second-helper"}
     for attack in (Collusion(FORWARD), Collusion(BACKWARD)):
-        alone = CollusionView(recording.views.executor, ())
-        assert attack.run(alone, lab.public, torch.Generator()) is None
+        by_itself = CollusionView(recording.views.executor, ())
+        assert attack.run(by_itself, lab.public, torch.Generator()) is None
         everybody = CollusionView(recording.views.executor, recording.views.helpers)
         guess = attack.run(everybody, lab.public, torch.Generator())
         assert guess is not None
         assert attack.score(guess, recording.truth).success == 1.0  # the pads are the other helper's
 
 
-@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-def test_one_time_pads_leave_no_close_pair(lab: Lab, sound: Recording, direction: Direction) -> None:
-    outcome = examine(Differencing(direction), sound, lab).outcome
+@sound
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_time_pads_leave_no_close_pair(quick: Suite, scheme: AttackedScheme, direction: Direction) -> None:
+    outcome = quick.cell(Differencing(direction).name, scheme.name).outcome
     assert outcome is not None
     assert outcome.figures["pairs claimed"] == 0  # chance of one: pairs * 2^-4d

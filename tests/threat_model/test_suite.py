@@ -158,8 +158,10 @@ def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme
 
 @pytest.mark.parametrize("noise", [1.0, 256.0])
 @pytest.mark.parametrize("size", [2, 16])
-def test_candidate_subtraction_reads_every_layer_at_any_pool_size(lab: Lab, size: int, noise: float) -> None:
-    recording = lab.record(paper_pool(size, noise), LONGER if noise == 1.0 else SMALL)
+def test_candidate_subtraction_reads_every_layer_at_any_pool_size(
+    lab: Lab, recorded: Recorded, size: int, noise: float
+) -> None:
+    recording = recorded(paper_pool(size, noise), LONGER if noise == 1.0 else SMALL)
     for direction in ("forward", "backward"):
         outcome = examine(CandidateSubtraction(direction), recording, lab).outcome
         assert outcome is not None
@@ -181,7 +183,7 @@ def test_a_tied_head_hides_logit_gradients_but_not_labels(tmp_path: Path) -> Non
 
 
 def test_an_attack_gets_a_view_but_not_the_truth(recorded: Recorded) -> None:
-    views = recorded(PAD, SMALL).views
+    views = recorded(PADS, replace(SMALL, game_rows=2048)).views
     for attack in ATTACKS:
         seen = vars(views.of(attack.party))
         assert not {"truth", "calls", "tokens", "labels_of_rows", "updates"} & seen.keys()

@@ -331,7 +331,7 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # of torchrun
 
     if nested:
-        subprocess.Popen = subprocess_handler.Popen = _NestedPopen  # type: ignore[misc]
+        subprocess.Popen = subprocess_handler.Popen = _NestedPopen  # type: ignore[attr-defined, misc]
     if session:
         os.setsid()
     os.environ.clear()

@@ -3,6 +3,7 @@
 import logging
 import os
 import stat
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -22,13 +23,13 @@ def warn_of_exposed_key(key: Path) -> None:
         _warn_once(f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
 
 
-def warn_of_expiry(path: Path, *, fix: str) -> None:
+def warn_of_expiry(path: Path, *, fix: Callable[[], str]) -> None:
     """Logs a warning, once a day, for every certificate of a file that expires within 14 days."""
     for certificate in load_certificates(path):
         until = certificate.not_valid_after_utc
         left = until - clock.now()
         if timedelta() <= left < _SOON:
-            _warn_once(f"{path} expires in {left.days} days, on {until:%Y-%m-%d %H:%M} UTC: {fix}")
+            _warn_once(f"{path} expires in {left.days} days, on {until:%Y-%m-%d %H:%M} UTC: {fix()}")
 
 
 def _warn_once(text: str) -> None:

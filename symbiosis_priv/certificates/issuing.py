@@ -147,7 +147,7 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     prepared = upcoming.certificate.exists()
     if prepared:
         new = reading.load_certificates(upcoming.certificate)[0]
-        reading.require_usable(upcoming, new, fix=f"remove {upcoming.certificate} to make another")
+        reading.require_usable(upcoming, new, fix=lambda: f"remove {upcoming.certificate} to make another")
         key_bytes = read_file(upcoming.key)
     else:
         key, new = _renewed(certificate, authority=authority, days=days)
@@ -299,7 +299,7 @@ def _load_authority(identity: reading.Identity) -> _Authority:
     fix = "create an authority with `symbiosis-priv keys authority`"
     if not reading.is_authority(certificate):
         raise CertificateError(f"{identity.certificate} is not a CA certificate: {fix}")
-    key = reading.require_usable(identity, certificate, fix=fix)
+    key = reading.require_usable(identity, certificate, fix=lambda: fix)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
     return _Authority(certificate=certificate, key=key)

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -202,7 +203,7 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
             f"{identity.certificate} is {'not a' if found is None else f'a {found} certificate, not a'} {kind} "
             f"certificate: create one with `symbiosis-priv keys {'request' if kind is Kind.TENANT else kind}`"
         )
-    require_usable(identity, certificate, fix=how_to_renew(identity))
+    require_usable(identity, certificate, fix=lambda: how_to_renew(identity))
 
 
 def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
@@ -227,11 +228,11 @@ def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
     )
 
 
-def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: str) -> PrivateKeyTypes:
+def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: Callable[[], str]) -> PrivateKeyTypes:
     """The private key of a pair.
 
     Args:
-        fix: what the message tells the user to do.
+        fix: returns what the message tells the user to do.
 
     Raises:
         CertificateError: the certificate is not valid now, or the key does not fit it or cannot be read.
@@ -239,11 +240,11 @@ def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: st
     if not is_current(certificate):
         raise CertificateError(
             f"{identity.certificate} is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
-            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: check the clock, or {fix}"
+            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: check the clock, or {fix()}"
         )
     key = identity.private_key()
     if key.public_key() != certificate.public_key():
-        raise CertificateError(f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix}")
+        raise CertificateError(f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix()}")
     return key
 
 

@@ -6,6 +6,7 @@ what each of them knows. Without `[pads]`, all helpers share every pad, so a com
 file that leaves no such choice is refused.
 """
 
+import ssl
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from symbiosis_priv.federation.peers import Company, Peer, Registries
 from symbiosis_priv.federation.spelling import is_this_machine
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.tls import client_context
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Federation:
     def helpers(self) -> tuple[Peer, ...]:
         """The helpers of the file: a helper sees seeds and never a row."""
         return tuple(p for p in self.peers if p.role == "helper")
+
+    def tls_context(self, peer: Peer) -> ssl.SSLContext:
+        """The tenant's context for connections to a provider. Raises `CertificateError`; see `tls.client_context`."""
+        return client_context(certificate=self.tenant_certificate, key=self.tenant_key, pins=peer.pins)
 
     @property
     def local(self) -> bool:

@@ -106,16 +106,16 @@ def server_context(
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key), prepare=True))
+    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key), prepare=True))
     pinned = [_dialling(path) for path in helpers]
     for path in helpers:
-        warn_of_expiry(path, fix="ask its operator for the next one, and list both under [relay] from")
+        warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
     if not any(map(is_current, trusted)):
         raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
-    warn_of_expiry(tenant_authority, fix="add the one that follows it (`symbiosis-priv keys authority`)")
+    warn_of_expiry(tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # a resumed session would skip the certificate check
@@ -142,9 +142,9 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     if kind is Kind.PROVIDER:
         _dialling(certificate)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key)))
+    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key)))
     for path in (pin for pin in pins if isinstance(pin, Path)):
-        warn_of_expiry(path, fix="ask its operator for the next one, and name that as next_certificate")
+        warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
     pinned = [load_pin(pin) for pin in pins]
     if not any(map(is_current, pinned)):
         raise CertificateError(
@@ -170,7 +170,7 @@ def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key)))
+    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # sessions are not resumed
     return _showing(_hardened(context), certificate=certificate, key=key)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.network.tls import check_pin, client_context, server_context
+from symbiosis_priv.network.tls import check_pin, server_context
 
 _HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 _TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ def echo_connection(
         peer: the provider whose certificate the server shows.
         up, down: bytes of one exchange in each direction.
     """
-    context = client_context(certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins)
+    context = federation.tls_context(peer)
     raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with context.wrap_socket(raw, server_hostname=peer.host) as connection:

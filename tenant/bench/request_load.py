@@ -26,6 +26,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
@@ -85,10 +86,10 @@ class _Tenant:
     def __init__(self, load: Load) -> None:
         federation = load_federation(load.federation)
         self._load, self._groups = load, load.groups
+        executor, identity = federation.executors[0], load.identity
         self._channel = Channel(
-            federation.executors[0],
-            certificate=load.identity.certificate,
-            key=load.identity.key,
+            executor,
+            context=client_context(certificate=identity.certificate, key=identity.key, pins=executor.pins),
             model_digest=federation.model_digest,
             deadline_s=DEADLINE_S,
         )

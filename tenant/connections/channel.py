@@ -9,10 +9,10 @@ checked against its request (rule 7) before it is used. `tenant.connections.noti
 
 import math
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -28,7 +28,7 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection, Traffic
 from tenant.connections.notices import Notices
 from tenant.core.masked import MaskedRows
@@ -79,6 +79,7 @@ class Channel:
 
     Args:
         peer: the provider, with its address and pinned certificate.
+        context: `tls.client_context` for the peer's pins; channels may share it.
         model_digest: digest of the model that the provider must serve.
         deadline_s: seconds that one request may take, including reconnecting.
         buffers: memory for answers; each answer has its own memory if None.
@@ -94,8 +95,7 @@ class Channel:
         self,
         peer: Peer,
         *,
-        certificate: Path,
-        key: Path,
+        context: ssl.SSLContext,
         model_digest: str,
         deadline_s: float,
         buffers: Buffers | None = None,
@@ -111,7 +111,7 @@ class Channel:
         version = wire.version_of(ring_bits, relay=relay)
         self._hello = wire.Hello(version=version, role=peer.role, model_digest=model_digest)
         self._older_version = wire.version_of(ring_bits)
-        self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
+        self._context = context
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
         self._notices = notices or Notices(option=DEADLINE_OPTION)

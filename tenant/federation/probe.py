@@ -29,7 +29,7 @@ from symbiosis_priv.errors import (
     one_line,
 )
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
@@ -192,9 +192,7 @@ class ProviderProbe:
 
     def _open(self) -> ClientConnection:
         federation, peer = self._federation, self.finding.peer
-        context = tls.client_context(
-            certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins
-        )
+        context = federation.tls_context(peer)
         self._connection = ClientConnection(
             self.name,
             host=peer.host,

@@ -131,8 +131,7 @@ class PaperPoolBackend(Backend):
         self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
         self._channel = Channel(
             executor,
-            certificate=federation.tenant_certificate,
-            key=federation.tenant_key,
+            context=federation.tls_context(executor),
             model_digest=federation.model_digest,
             deadline_s=deadline_s,
             notices=notices,

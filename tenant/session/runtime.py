@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -87,12 +88,10 @@ class Runtime:
         self.relays = Relays(self.gate, routes, self.executor) if federation.relay else None
         self._refill = Worker("refill")
         secret = SessionSecret()
-        self._helpers = {
-            route: HelperClient(
-                route, routes, functools.partial(self._channel, route.peer), secret, ring_bits=options.ring_bits
-            )
-            for route in routes.helpers
-        }
+        self._helpers = {}
+        for route in routes.helpers:
+            new_channel = functools.partial(self._channel, route.peer, federation.tls_context(route.peer))
+            self._helpers[route] = HelperClient(route, routes, new_channel, secret, ring_bits=options.ring_bits)
         materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
         effects = scheme.effects(materials)
         self.source = None if isinstance(effects, UnmaskedByChoice) else effects
@@ -295,11 +294,10 @@ class Runtime:
             self._probing.discard(channel)
             channel.close()
 
-    def _channel(self, peer: Peer) -> Channel:
+    def _channel(self, peer: Peer, context: ssl.SSLContext | None = None) -> Channel:
         return Channel(
             peer,
-            certificate=self._federation.tenant_certificate,
-            key=self._federation.tenant_key,
+            context=context or self._federation.tls_context(peer),
             model_digest=self._federation.model_digest,
             deadline_s=self._options.deadline_s,
             buffers=self.buffers,

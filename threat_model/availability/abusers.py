@@ -57,8 +57,7 @@ class Client:
         """A new `Channel` to the provider."""
         return Channel(
             self.peer,
-            certificate=self.identity.certificate,
-            key=self.identity.key,
+            context=self._context,
             model_digest=self.digest,
             deadline_s=DEADLINE_S,
         )

@@ -15,6 +15,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.evidence.public import Public
@@ -53,8 +54,9 @@ class Neighbour:
     def _watch(self) -> None:
         channel = Channel(
             self._executor,
-            certificate=self._identity.certificate,
-            key=self._identity.key,
+            context=client_context(
+                certificate=self._identity.certificate, key=self._identity.key, pins=self._executor.pins
+            ),
             model_digest=self._public.manifest.digest,
             deadline_s=60,
         )

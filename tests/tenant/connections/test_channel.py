@@ -28,6 +28,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
@@ -45,10 +46,10 @@ def connect(identities: Identities, store: WeightStore) -> Iterator[NewChannel]:
 
     def make(provider: ScriptedProvider | Peer, *, deadline_s: float = 20.0, **options: Any) -> Channel:
         identity: Identity = options.pop("identity", identities.tenant)
+        peer = provider if isinstance(provider, Peer) else provider.peer("executor")
         channel = Channel(
-            provider if isinstance(provider, Peer) else provider.peer("executor"),
-            certificate=identity.certificate,
-            key=identity.key,
+            peer,
+            context=client_context(certificate=identity.certificate, key=identity.key, pins=peer.pins),
             model_digest=options.pop("digest", store.manifest().digest),
             deadline_s=deadline_s,
             **options,

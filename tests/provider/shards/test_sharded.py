@@ -204,9 +204,9 @@ def test_two_machines_serve_one_model(
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$GLOO_SOCKET_IFNAME" "$@"\n', encoding="utf-8")
     python.chmod(0o700)
     environment = {**os.environ, "CONFIG": str(path), "INTERFACE": "lo", "OMP_NUM_THREADS": "1", "PORT": str(port)}
-    nodes = []
-    for node in (0, 1):
-        script = ["sh", str(TWO_NODES), str(node), "127.0.0.1"]
+    nodes: list[warm.Popen] = []
+    for number in (0, 1):
+        script = ["sh", str(TWO_NODES), str(number), "127.0.0.1"]
         shown = subprocess.run(script, env=environment | {"PYTHON": str(python)}, stdout=subprocess.PIPE, check=True)
         interface, *words = shown.stdout.decode().splitlines()
         nodes.append(

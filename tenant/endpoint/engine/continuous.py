@@ -20,7 +20,6 @@ from symbiosis_priv.errors import (
     ProviderError,
     QuarantinedError,
     SymbiosisError,
-    TaskError,
     TransportError,
     UncoveredError,
     VerificationError,
@@ -30,10 +29,9 @@ from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.packed import Output, PackedModel, Rows
 from tenant.endpoint.engine.prefixes import Prefixes
 from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
-from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, full_length
+from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, check, counters, full_length, sizes
 from tenant.endpoint.engine.turns import Turns
-from tenant.model.ledger import ledger_of, since
-from tenant.session.tally import Ledger
+from tenant.model.ledger import since
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -92,10 +90,11 @@ class ContinuousEngine(Engine):
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
         self._waiting, self._running = Turns(), Turns()
         self._prefixes = Prefixes()
+        self._context = getattr(packed.config, "max_position_embeddings", None)
         shape, heads = packed.shape, packed.config.num_attention_heads
         self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
         self._steps = self._tokens = 0
-        self._counted = self._session_ledger()
+        self._counted = counters(self._packed.model)
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
@@ -136,22 +135,14 @@ class ContinuousEngine(Engine):
         self._packed.close()
 
     def _check(self, request: Request) -> None:
-        if request.adapter is not None and (self._tasks is None or request.adapter not in self._tasks):
-            raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
+        check(request, adapters=self._tasks or (), context=self._context)
         if not request.prompt:
             raise ConfigError("the prompt has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._packed.vocabulary:
             raise ConfigError(f"the prompt has token ids outside the vocabulary of {self._packed.vocabulary:,}")
-        context = getattr(self._packed.config, "max_position_embeddings", None)
-        sizes = f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens"
-        length = full_length(request)
-        if context is not None and length > context:
-            raise ConfigError(
-                f"{sizes} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
-            )
         if (needed := self._bytes(request)) > self._limits.memory:
             raise ConfigError(
-                f"{sizes} need {needed:,} bytes of keys and values, and the endpoint's limit is "
+                f"{sizes(request)} need {needed:,} bytes of keys and values, and the endpoint's limit is "
                 f"{self._limits.memory:,}; shorten the prompt or ask for fewer"
             )
 
@@ -253,7 +244,7 @@ class ContinuousEngine(Engine):
         try:
             return self._packed([rows for _, rows in chosen])
         finally:
-            before, self._counted = self._counted, self._session_ledger()
+            before, self._counted = self._counted, counters(self._packed.model)
             charge([s for s, _ in chosen], [len(rows.tokens) for _, rows in chosen], since(before, self._counted))
             self._steps += 1
 
@@ -292,12 +283,6 @@ class ContinuousEngine(Engine):
         step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)
         drafts = 0 if self._drafter is None else self._drafter.bytes(length)
         return self._packed.shape.bytes(length, step=step) + drafts
-
-    def _session_ledger(self) -> Ledger:
-        try:
-            return ledger_of(self._packed.model) or Ledger()
-        except SymbiosisError:  # a whole model
-            return Ledger()
 
 
 def _owner(sequence: Sequence) -> tuple[object, ...]:

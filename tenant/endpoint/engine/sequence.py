@@ -1,18 +1,21 @@
 """One request while the engine works on it: its tokens, keys and values, answer and costs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 
+from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import Answer
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed import Output, Rows
 from tenant.endpoint.engine.requests import Request, RequestLedger, TokenLogprob
 from tenant.endpoint.engine.sampling import token_logprob
+from tenant.model.ledger import ledger_of
 from tenant.session.tally import Ledger
 
 
@@ -144,19 +147,54 @@ def full_length(request: Request) -> int:
     return len(request.prompt) + request.max_tokens * (request.pooling is None)
 
 
+def sizes(request: Request) -> str:
+    """Describe the length of a request, for errors."""
+    return f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens"
+
+
+def check(request: Request, *, adapters: Container[str], context: int | None) -> None:
+    """Refuse a request that the model cannot serve.
+
+    Raises:
+        TaskError: there is no such adapter.
+        ConfigError: the request is longer than the context.
+    """
+    if request.adapter is not None and request.adapter not in adapters:
+        raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
+    if context is not None and full_length(request) > context:
+        raise ConfigError(
+            f"{sizes(request)} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
+        )
+
+
+def counters(model: Any) -> Ledger:
+    """Return the counters of a model's session; zeros without one."""
+    try:
+        return ledger_of(model) or Ledger()
+    except SymbiosisError:  # a whole model
+        return Ledger()
+
+
+def costs(spent: Ledger) -> RequestLedger:
+    """Return what a session has spent as the costs of a request."""
+    return RequestLedger(
+        rows=spent.rows,
+        round_trips=spent.executor_round_trips,
+        answers_verified=spent.answers_verified,
+        answers_rejected=spent.answers_rejected,
+        bytes_up=spent.bytes_to_executors + spent.bytes_to_helpers,
+        bytes_down=spent.bytes_from_executors + spent.bytes_from_helpers,
+    )
+
+
 def charge(sequences: Tokens[Sequence], rows: Tokens[int], spent: Ledger) -> None:
     """Divide the costs of a step among its sequences, by their rows. The shares sum to the costs."""
-    amounts = {
-        "rows": spent.rows,
-        "answers_verified": spent.answers_verified,
-        "answers_rejected": spent.answers_rejected,
-        "bytes_up": spent.bytes_to_executors + spent.bytes_to_helpers,
-        "bytes_down": spent.bytes_from_executors + spent.bytes_from_helpers,
-    }
+    amounts = vars(costs(spent)).copy()
+    round_trips = amounts.pop("round_trips")  # each of them carries rows of all sequences
     done, every = 0, sum(rows)
     for sequence, own in zip(sequences, rows, strict=True):
         part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}
-        sequence.charge(RequestLedger(**part, round_trips=spent.executor_round_trips))
+        sequence.charge(RequestLedger(**part, round_trips=round_trips))
         done += own
 
 

@@ -18,11 +18,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from symbiosis_priv.errors import ConfigError, OverloadedError, SymbiosisError, TaskError
+from symbiosis_priv.errors import ConfigError, OverloadedError, SymbiosisError
 from tenant.endpoint.engine.answer import Answer
 from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
 from tenant.endpoint.engine.sampling import token_logprob
-from tenant.model.ledger import ledger_of, since
+from tenant.endpoint.engine.sequence import check, costs, counters
+from tenant.model.ledger import since
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 
@@ -60,14 +61,7 @@ class WholeEngine(Engine):
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> "_Job":
-        if request.adapter is not None and (self._tasks is None or request.adapter not in self._tasks):
-            raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
-        length = len(request.prompt) + request.max_tokens * (request.pooling is None)
-        if self._context is not None and length > self._context:
-            raise ConfigError(
-                f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens are more than the "
-                f"model's context of {self._context:,}; shorten the prompt or ask for fewer"
-            )
+        check(request, adapters=self._tasks or (), context=self._context)
         logits = len(request.prompt) * self._model.config.get_text_config().vocab_size * 4
         if request.sampling.prompt_logprobs is not None and logits > _LOGITS:
             raise ConfigError(
@@ -118,10 +112,7 @@ class WholeEngine(Engine):
 
     def session_ledger(self) -> Ledger:
         """Return the counters of the model's session; zeros without one."""
-        try:
-            return ledger_of(self._model) or Ledger()
-        except SymbiosisError:  # a whole model
-            return Ledger()
+        return counters(self._model)
 
     def _next(self) -> "_Job | None":
         with self._changed:
@@ -205,15 +196,7 @@ class _Job:
     def ledger(self) -> RequestLedger:
         if self.final is not None or self.before is None:
             return self.final or RequestLedger()
-        spent = since(self.before, self._engine.session_ledger())
-        return RequestLedger(
-            rows=spent.rows,
-            round_trips=spent.executor_round_trips,
-            answers_verified=spent.answers_verified,
-            answers_rejected=spent.answers_rejected,
-            bytes_up=spent.bytes_to_executors + spent.bytes_to_helpers,
-            bytes_down=spent.bytes_from_executors + spent.bytes_from_helpers,
-        )
+        return costs(since(self.before, self._engine.session_ledger()))
 
 
 class _Steps(LogitsProcessor):

@@ -73,11 +73,8 @@ class _CommandGroup(TyperGroup):
 
 
 def _load(entry: EntryPoint, name: str) -> Any:
-    """Imports one command. A `typer.Typer` is a group, even of a single command; a function is a command.
-
-    Raises:
-        ConfigError: the module of the command, or something that it needs, is not installed.
-    """
+    """Imports one command. A `typer.Typer` is a group, even of a single command; a function is a command. Raises
+    `ConfigError`: the module of the command, or something that it needs, is not installed."""
     try:
         target = entry.load()
     except ImportError as error:

@@ -73,7 +73,6 @@ class Announcer:
         return dict(self._taken)
 
     def start(self) -> None:
-        """Start announcing in the background."""
         self._thread.start()
 
     def now(self) -> None:

@@ -77,11 +77,8 @@ def _processes(config: ProviderConfig) -> tuple[int, int, int]:
 
 
 def check_plan(plan: list[Need]) -> None:
-    """Log the plan, and compare it with the available memory.
-
-    Raises:
-        ConfigError: a place has too little memory; the message states the sizes.
-    """
+    """Log the plan, and compare it with the available memory. Raises `ConfigError`: a place has too little memory; the
+    message states the sizes."""
     needed: defaultdict[str, int] = defaultdict(int)
     for need in plan:
         needed[need.place] += need.size

@@ -36,7 +36,6 @@ class Reloader:
         return self._succeeded
 
     def start(self) -> None:
-        """Start to check the files."""
         self._thread.start()
 
     def now(self) -> None:

@@ -63,7 +63,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def scope(self) -> Scope:
-        """The optional layer groups that are served."""
         return Scope(tied_head=self.tied_head, experts=self.experts)
 
 
@@ -220,7 +219,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
     def as_policy(self) -> Policy:
-        """The policy of the scheduler, in seconds."""
         return Policy(
             name=self.policy,
             max_batch_rows=self.max_batch_rows,
@@ -251,7 +249,6 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def limits_nothing(self) -> bool:
-        """Returns True if no limit is set."""
         limits = self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s, self.max_rows_in_flight
         return limits == (None, None, None, None)
 
@@ -399,7 +396,6 @@ def to_json(config: ProviderConfig) -> bytes:
 
 
 def from_json(data: bytes) -> ProviderConfig:
-    """Read a configuration that `to_json` has written."""
     try:
         return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
     except UNDECODABLE as error:

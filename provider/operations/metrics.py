@@ -181,11 +181,9 @@ class MetricsServer:
 
     @property
     def address(self) -> str:
-        """The bound address, as `host:port`."""
         return bound_address(self._server.socket)
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -85,7 +85,6 @@ class StatusSource:
             return None
 
     def take(self) -> Status:
-        """Collect the current status."""
         state = self._gateway.state
         report = self.executor_report()
         return Status(

@@ -62,15 +62,12 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """The backend's name on torchrun's command line."""
         return _BACKEND
 
     def get_run_id(self) -> str:
-        """The name of this group."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The machines and their store."""
         return self._info
 
     def num_nodes_waiting(self) -> int:

@@ -72,11 +72,9 @@ class RegistryServer:
 
     @property
     def address(self) -> str:
-        """The bound address as `host:port`."""
         return bound_address(self._listener)
 
     def start(self) -> Self:
-        """Start to accept connections."""
         self._acceptor.start()
         self._reloader.start()
         log.info("registry_started", address=self.address)

@@ -108,7 +108,6 @@ class Store:
         return len(bad)
 
     def close(self) -> None:
-        """Close the database."""
         with self._lock:
             self._connection.close()
 

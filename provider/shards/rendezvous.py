@@ -22,11 +22,8 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 def join(backend: str, *, timeout: timedelta) -> None:
-    """Call `init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe.
-
-    Raises:
-        RuntimeError: not all ranks joined the group in time.
-    """
+    """Call `init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe. Raises
+    `RuntimeError`: not all ranks joined the group in time."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         dist.init_process_group(backend, timeout=timeout)

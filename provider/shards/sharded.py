@@ -91,7 +91,6 @@ class _Plan:
 
     @classmethod
     def decode(cls, plan: Tensor) -> Self:
-        """Decode what `encode` returned."""
         sequence, mode, group, direction, *rows = plan.tolist()
         return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
 
@@ -134,7 +133,6 @@ class ShardedOperands(Operands):
 
     @property
     def leads(self) -> bool:
-        """True on the rank that serves."""
         return self._rank == _LEAD
 
     @property
@@ -143,11 +141,8 @@ class ShardedOperands(Operands):
         return frozenset(self._units)
 
     def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
-        """Compute a product on rank 0 while the other ranks follow. See `Operands.product`.
-
-        Raises:
-            RankLostError: a rank did not take part. The group cannot be used any more.
-        """
+        """Compute a product on rank 0 while the other ranks follow. See `Operands.product`. Raises `RankLostError`: a
+        rank did not take part. The group cannot be used any more."""
         if self._entries[group].turned:
             direction = BACKWARD if direction == FORWARD else FORWARD
         mode = self._mode(group, direction, len(rows)) if counts is None else Mode.EXPERTS
@@ -176,11 +171,8 @@ class ShardedOperands(Operands):
                     self._crossover[shape] = _NEVER
 
     def follow(self) -> None:
-        """Take part in products until rank 0 closes; for every rank but rank 0.
-
-        Raises:
-            RankLostError: a rank did not take part, or the plan of rank 0 is not the next plan.
-        """
+        """Take part in products until rank 0 closes; for every rank but rank 0. Raises `RankLostError`: a rank did not
+        take part, or the plan of rank 0 is not the next plan."""
         while True:
             message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
             with self._answering("the next plan"):

@@ -41,7 +41,6 @@ class Buffers:
 
     @property
     def unused(self) -> int:
-        """Bytes of unused blocks."""
         return self._unused
 
     def take(self, size: int) -> NDArray[np.uint8]:

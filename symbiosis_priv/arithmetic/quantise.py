@@ -62,7 +62,6 @@ class QuantisedGroup:
         return sha.hexdigest()
 
     def bound(self, direction: Direction) -> Bound:
-        """The public bound on input rows for a direction."""
         return self.bounds()[direction]
 
     def bounds(self) -> dict[Direction, Bound]:

@@ -4,5 +4,4 @@ from datetime import UTC, datetime
 
 
 def now() -> datetime:
-    """The current time in UTC."""
     return datetime.now(UTC)

@@ -53,11 +53,7 @@ def check_operator(operator: str) -> None:
 
 
 def subject(name: str, *, unit: str, operator: str | None = None) -> x509.Name:
-    """The subject of a certificate.
-
-    Raises:
-        ConfigError: a bad name or operator.
-    """
+    """The subject of a certificate. Raises `ConfigError`: a bad name or operator."""
     # Without the unit, a certificate with the authority's name would have subject == issuer and look self-signed.
     check_name(name)
     if operator is not None:

@@ -16,7 +16,6 @@ MAX_BYTES = 1 << 20
 
 
 def certificate_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
-    """The certificate, or the request for one, as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 

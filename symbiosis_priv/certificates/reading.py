@@ -30,8 +30,6 @@ _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
 
 class Kind(StrEnum):
-    """The use of a certificate: a provider's or a tenant's."""
-
     PROVIDER = "provider"
     TENANT = "tenant"
 
@@ -65,16 +63,12 @@ class Description:
 
 
 def pair(directory: Path, name: str) -> Identity:
-    """The pair `<name>.pem` and `<name>.key` in a folder."""
     return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
 
 
 def load_certificates(path: Path) -> list[x509.Certificate]:
-    """All certificates of a PEM file.
-
-    Raises:
-        CertificateError: the file cannot be read, holds no certificate, or ends in the middle of a certificate.
-    """
+    """All certificates of a PEM file. Raises `CertificateError`: the file cannot be read, holds no certificate, or ends
+    in the middle of a certificate."""
     data = read_file(path)
     try:
         found = x509.load_pem_x509_certificates(data)
@@ -175,7 +169,6 @@ def sole_attribute(name: x509.Name, kind: x509.ObjectIdentifier) -> str | None:
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
-    """Returns True for a CA certificate."""
     constraints = _extension(certificate, x509.BasicConstraints)
     return constraints is not None and constraints.ca
 
@@ -190,7 +183,6 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 def is_current(certificate: x509.Certificate) -> bool:
-    """Returns True if the certificate is valid now."""
     return certificate.not_valid_before_utc <= clock.now() <= certificate.not_valid_after_utc
 
 
@@ -249,12 +241,10 @@ def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: Ca
 
 
 def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
-    """The extended key usages of a certificate."""
     return list(_extension(certificate, x509.ExtendedKeyUsage) or ())
 
 
 def alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """The subject alternative names of a certificate."""
     return list(_extension(certificate, x509.SubjectAlternativeName) or ())
 
 

@@ -150,11 +150,8 @@ def sign_request(
 
 
 def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
-    """Checks the name against every certificate of the folder: against its file name and the names inside.
-
-    Raises:
-        CertificateError: the name is taken.
-    """
+    """Checks the name against every certificate of the folder: against its file name and the names inside. Raises
+    `CertificateError`: the name is taken."""
     for path in sorted(directory.glob("*.pem")):
         if path.name.endswith(".previous.pem"):
             continue

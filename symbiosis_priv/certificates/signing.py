@@ -13,11 +13,8 @@ _ECDSA: Final = ec.ECDSA(hashes.SHA256())
 
 
 def sign(key: PrivateKeyTypes, message: bytes) -> bytes:
-    """Sign a message, which begins with the domain of its kind.
-
-    Raises:
-        CertificateError: the key is neither elliptic-curve nor Ed25519.
-    """
+    """Sign a message, which begins with the domain of its kind. Raises `CertificateError`: the key is neither
+    elliptic-curve nor Ed25519."""
     if isinstance(key, ec.EllipticCurvePrivateKey):
         return key.sign(message, _ECDSA)
     if isinstance(key, ed25519.Ed25519PrivateKey):

@@ -24,12 +24,9 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a checkpoint: a path unchanged, or the Hugging Face cache folder of a hub name.
-
-    Raises:
-        CheckpointError: neither a folder with a config.json nor a model that the hub client can download, or a folder
-            that `vetting.vet` refuses.
-    """
+    """The local folder of a checkpoint: a path unchanged, or the Hugging Face cache folder of a hub name. Raises
+    `CheckpointError`: neither a folder with a config.json nor a model that the hub client can download, or a folder
+    that `vetting.vet` refuses."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -61,11 +58,8 @@ class _Index(msgspec.Struct):
 
 
 def check_index(path: Path) -> dict[str, str]:
-    """Read the index of a sharded checkpoint. Returns the file name of each tensor, relative to the index.
-
-    Raises:
-        CheckpointError: the index is damaged, or names a file in another folder.
-    """
+    """Read the index of a sharded checkpoint. Returns the file name of each tensor, relative to the index. Raises
+    `CheckpointError`: the index is damaged, or names a file in another folder."""
     try:
         location = msgspec.convert(read_json(path), _Index).weight_map
     except msgspec.ValidationError as error:
@@ -118,7 +112,6 @@ class Checkpoint:
         return name in self._location
 
     def names(self) -> list[str]:
-        """Every tensor name."""
         return list(self._location)
 
     def files(self) -> list[str]:

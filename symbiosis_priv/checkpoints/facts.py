@@ -40,7 +40,6 @@ class GroupFacts:
 
     @classmethod
     def of(cls, entry: GroupEntry, group: QuantisedGroup) -> Self:
-        """The facts of a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
         facts = cls(entry, group.channel_scale, bias, group.bounds())
         if entry.experts == 1:
@@ -58,11 +57,8 @@ class GroupFacts:
         return replace(self, by_expert=GroupFacts(self.entry.by_expert, scale, bias, bounds))
 
     def for_rows(self, counts: Counts | None) -> "GroupFacts":
-        """The facts for rows with these counts: of the whole matrix, or of one expert's.
-
-        Raises:
-            RangeError: there are counts, and the group is not a stack of experts.
-        """
+        """The facts for rows with these counts: of the whole matrix, or of one expert's. Raises `RangeError`: there are
+        counts, and the group is not a stack of experts."""
         if counts is None:
             return self
         if self.by_expert is None:
@@ -82,13 +78,10 @@ class GroupFacts:
 
     @cached_property
     def widest(self) -> int:
-        """The larger of the two widths."""
         return max(self.columns[FORWARD])
 
     def inputs(self, direction: Direction) -> int:
-        """Width of an input row."""
         return self.columns[direction].rows
 
     def outputs(self, direction: Direction) -> int:
-        """Width of an answer row."""
         return self.columns[direction].result

@@ -105,11 +105,7 @@ def _block(name: str) -> str | None:
 
 @dataclass(frozen=True, order=True)
 class LayerRange:
-    """Layers `first` to `last`, both included.
-
-    Raises:
-        ConfigError: the range is empty, or begins before layer 0.
-    """
+    """Layers `first` to `last`, both included. Raises `ConfigError`: the range is empty, or begins before layer 0."""
 
     first: int
     last: int
@@ -122,11 +118,7 @@ class LayerRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `"0-15"`, or `"7"` for one layer.
-
-        Raises:
-            ConfigError: the text has another form.
-        """
+        """Parse `"0-15"`, or `"7"` for one layer. Raises `ConfigError`: the text has another form."""
         found = _RANGE.fullmatch(text)
         if found is None:
             raise ConfigError(

@@ -90,7 +90,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layer number of every group."""
         return layers_of(group.members[0] for group in self.groups)
 
     def entry(self, group: int, *, by_expert: bool) -> GroupEntry:
@@ -104,11 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Parse a manifest.
-
-        Raises:
-            CheckpointError: not a manifest, or one of another version.
-        """
+        """Parse a manifest. Raises `CheckpointError`: not a manifest, or one of another version."""
         try:
             manifest = msgspec.json.decode(data, type=cls)
         except UNDECODABLE as error:

@@ -65,11 +65,7 @@ def agrees(matrix: RingMatrix, products: Products) -> bool:
 
 
 def write(folder: Path, digest: str, packed: Packed, products: Products) -> None:
-    """Write a packed group atomically.
-
-    Raises:
-        OSError: no room, or no permission.
-    """
+    """Write a packed group atomically. Raises `OSError`: no room, or no permission."""
     # safetensors' own writer is not used: it copies the data once more, and aligns it to 8 bytes only
     tensors = {str(direction): pad(product, (0, -len(product) % _ALIGNMENT)) for direction, product in products.items()}
     tensors["weight"] = packed.data

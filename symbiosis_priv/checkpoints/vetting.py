@@ -38,11 +38,8 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementati
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads an untrusted JSON object.
-
-    Raises:
-        CheckpointError: the file is unreadable, too large, too deeply nested, or not a JSON object.
-    """
+    """Reads an untrusted JSON object. Raises `CheckpointError`: the file is unreadable, too large, too deeply nested,
+    or not a JSON object."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB; is it the right file?")

@@ -113,11 +113,8 @@ class WeightStore:
 
     @property
     def served(self) -> range:
-        """The layer groups that are packed for products.
-
-        Raises:
-            ConfigError: the model does not have the layers that the constructor's `layers` names.
-        """
+        """The layer groups that are packed for products. Raises `ConfigError`: the model does not have the layers that
+        the constructor's `layers` names."""
         return self._served(self.manifest().layers)
 
     def _served(self, layers: Sequence[int]) -> range:
@@ -131,11 +128,8 @@ class WeightStore:
             return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
-        """One quantised group, from the cache or from the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint changed since its manifest was made.
-        """
+        """One quantised group, from the cache or from the checkpoint. Raises `CheckpointError`: the checkpoint changed
+        since its manifest was made."""
         entry = self.manifest().groups[index]
         cached = self._read(entry.digest)
         if cached is not None:
@@ -365,11 +359,8 @@ class WeightStore:
         return results
 
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of the entries that `each_group` has made. It is written to the cache for the next start.
-
-        Raises:
-            CheckpointError: the checkpoint's files have changed since `each_group` began to read them.
-        """
+        """The manifest of the entries that `each_group` has made. It is written to the cache for the next start. Raises
+        `CheckpointError`: the checkpoint's files have changed since `each_group` began to read them."""
         path = self._manifest_path()
         if path != self._read_for:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
@@ -428,7 +419,6 @@ class WeightStore:
 
 
 def _key(entry: GroupEntry) -> str:
-    """The name of a group's packed file."""
     return f"{entry.digest}-turned" if entry.turned else entry.digest
 
 

@@ -65,11 +65,8 @@ def in_common(one: Traits, other: Traits) -> list[str]:
 
 
 def traits(peer: Peer) -> Traits:
-    """The traits of a peer.
-
-    Raises:
-        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
-    """
+    """The traits of a peer. Raises `CertificateError`: a pinned file cannot be read, or does not hold one provider's
+    certificate."""
     pinned = [load_pin(path) for path in peer.pins]
     return {
         "name": frozenset({plain(peer.name)}),

@@ -33,7 +33,6 @@ class Packed:
         return Widths.of(self.inputs, self.outputs, direction)
 
     def to(self, device: torch.device) -> Self:
-        """A copy on another device."""
         return replace(self, data=self.data.to(device))
 
 

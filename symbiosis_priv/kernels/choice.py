@@ -43,7 +43,6 @@ class Choice(msgspec.Struct, frozen=True):
     kernels: dict[str, str]
 
     def kernel(self, direction: Direction, count: int) -> Kernel:
-        """The kernel for a product of `count` rows."""
         return KERNELS[self.kernels[f"{direction} {'few' if count <= _FEW_LIMIT else 'many'}"]]
 
 

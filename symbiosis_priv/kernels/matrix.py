@@ -78,7 +78,6 @@ class RingMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the packed weights take."""
         return self._packed.data.nbytes
 
     def columns(self, direction: Direction, *, by_expert: bool = False) -> Widths:

@@ -32,7 +32,6 @@ _TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)
 
 
 def kernel_of(layout: str) -> Kernel:
-    """A kernel that reads this layout."""
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
 
 

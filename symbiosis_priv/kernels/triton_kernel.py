@@ -57,7 +57,6 @@ class Tile:
 
     @property
     def memory(self) -> int:
-        """Bytes of shared memory."""
         return self.stages * self.depth * (4 * self.rows + self.columns)
 
 

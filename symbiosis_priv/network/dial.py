@@ -113,11 +113,7 @@ class ClientConnection:
     def send(
         self, message: wire.Message, payload: Tensor | bytes | memoryview | None = None, *, deadline: float
     ) -> None:
-        """Send one frame.
-
-        Raises:
-            TransportError: the connection is gone, or the provider does not read.
-        """
+        """Send one frame. Raises `TransportError`: the connection is gone, or the provider does not read."""
         if isinstance(payload, Tensor):
             assert isinstance(message, wire.Binding)  # only these messages have a matrix
             body = message.encoding.pack(payload)
@@ -158,11 +154,8 @@ class ClientConnection:
         return header, payload_size
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
-        """Read bytes until the buffer is full.
-
-        Raises:
-            TransportError: the connection is gone, or the bytes did not come in time.
-        """
+        """Read bytes until the buffer is full. Raises `TransportError`: the connection is gone, or the bytes did not
+        come in time."""
         assert self._stream is not None
         self._guarded(partial(self._stream.receive, memoryview(buffer), deadline=deadline))
 

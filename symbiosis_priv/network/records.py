@@ -67,11 +67,8 @@ class RecordStream:
         self._exhausted = False  # TLS has returned all bytes that can be decrypted so far
 
     def handshake(self, timeout: float) -> None:
-        """Make the TLS handshake.
-
-        Raises:
-            OSError: as `ssl.SSLSocket.do_handshake`. After a TimeoutError, another call continues the handshake.
-        """
+        """Make the TLS handshake. Raises `OSError`: as `ssl.SSLSocket.do_handshake`. After a TimeoutError, another call
+        continues the handshake."""
         until = self._begin(timeout)
         try:
             while not self._try_handshake():
@@ -87,10 +84,7 @@ class RecordStream:
 
     def recv_into(self, buffer: memoryview, timeout: float) -> int:
         """Read at least one byte, and all that have arrived. Returns the number of bytes; 0 at the end of the stream.
-
-        Raises:
-            OSError: as `ssl.SSLSocket.recv_into`; after a TimeoutError no byte is lost.
-        """
+        Raises `OSError`: as `ssl.SSLSocket.recv_into`; after a TimeoutError no byte is lost."""
         size, done, until = len(buffer), 0, self._begin(timeout)
         if self._exhausted and not self._take_in(promised=size):
             return 0
@@ -112,11 +106,8 @@ class RecordStream:
                     return 0
 
     def send(self, data: memoryview, timeout: float) -> int:
-        """Send some of the bytes. Returns their number.
-
-        Raises:
-            OSError: as `ssl.SSLSocket.send`. After a TimeoutError the same bytes must be passed again.
-        """
+        """Send some of the bytes. Returns their number. Raises `OSError`: as `ssl.SSLSocket.send`. After a TimeoutError
+        the same bytes must be passed again."""
         until = self._begin(timeout)
         if not self._encrypted:
             part = data[: self._at_once // 2]

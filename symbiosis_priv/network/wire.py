@@ -73,7 +73,6 @@ backward)."""
 
 
 def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
-    """The encoding of matrices of these products."""
     if arithmetic != "ring":
         return FLOAT32
     return RING32 if ring_bits == RING32.item_bits else RING24
@@ -154,7 +153,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     @property
     def groups(self) -> range:
-        """The layer groups that the provider serves."""
         return range(self.first_group, self.end_group)
 
 
@@ -264,7 +262,6 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
 
     @classmethod
     def answering(cls, request: Binding, *, limit: QuotaLimit | None = None, relayed: bool = False) -> Self:
-        """The header of the answer to `request`."""
         return cls(
             limit=limit,
             relayed=relayed,
@@ -457,11 +454,8 @@ def decode_link_reply(header: Buffer) -> LinkReply:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
-    """Parse a header of these messages, or of other messages in the same frames.
-
-    Raises:
-        ProtocolError: not a valid header.
-    """
+    """Parse a header of these messages, or of other messages in the same frames. Raises `ProtocolError`: not a valid
+    header."""
     try:
         return decoder.decode(header)
     except UNDECODABLE as error:

@@ -89,12 +89,10 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def layers(self) -> LayerRange:
-        """The layers that the executor serves."""
         return LayerRange(self.first_layer, self.last_layer)
 
     @property
     def address(self) -> str:
-        """The executor's address as `host:port`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -129,7 +127,6 @@ class VerifiedDescriptor:
 
     @cached_property
     def operator(self) -> str:
-        """The operator's name in the executor's certificate."""
         return reading.operator_of(self.certificate) or ""
 
     @property
@@ -235,7 +232,6 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
 
 
 def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
-    """The newest descriptor of each key, by key."""
     found: dict[str, VerifiedDescriptor] = {}
     for one in verified:
         if one.key not in found or found[one.key].age < one.age:

@@ -21,11 +21,8 @@ deep nesting."""
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Pipes and devices are refused: they may block or never end.
-
-    Raises:
-        OSError: the file cannot be read, is not regular, or is larger; its `strerror` says which.
-    """
+    """Read a regular file of at most `limit` bytes. Pipes and devices are refused: they may block or never end. Raises
+    `OSError`: the file cannot be read, is not regular, or is larger; its `strerror` says which."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -47,11 +44,8 @@ def default_cache() -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, without the byte order mark that some editors write.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
+    """Read a UTF-8 text file, without the byte order mark that some editors write. Raises `ConfigError`: the file
+    cannot be read, or is not UTF-8."""
     try:
         return decode_text(path.read_bytes(), name=str(path))
     except FileNotFoundError:

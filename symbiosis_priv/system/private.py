@@ -117,7 +117,6 @@ class PrivateFolder:
             file.write(data)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename an entry of this folder. Raises OSError if that fails."""
         os.rename(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def delete(self, name: str) -> None:
@@ -129,7 +128,6 @@ class PrivateFolder:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._descriptor)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

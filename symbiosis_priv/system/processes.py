@@ -17,7 +17,6 @@ def end_quickly() -> None:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that runs a module."""
     return [sys.executable, "-m", __name__, module, *arguments]
 
 

@@ -58,11 +58,8 @@ class Remote:
     ] = False
 
     def check(self) -> None:
-        """Check the files before torch is imported.
-
-        Raises:
-            SymbiosisError: the federation file or the full checkpoint is missing or invalid.
-        """
+        """Check the files before torch is imported. Raises `SymbiosisError`: the federation file or the full checkpoint
+        is missing or invalid."""
         if self.federation is None:
             self.config()  # refuses masking that needs a federation
         else:
@@ -71,7 +68,6 @@ class Remote:
             resolve(self.checkpoint)
 
     def config(self) -> RemoteConfig:
-        """Return these options as a `RemoteConfig`."""
         from tenant.model.hf import RemoteConfig
 
         return RemoteConfig(**{one.name: getattr(self, one.name) for one in fields(self)}, surface="command line")

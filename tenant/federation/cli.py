@@ -145,11 +145,8 @@ def _found(federation: Federation, timeout: float) -> Found:
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
-    """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible.
-
-    Raises:
-        CheckpointError: `model` is not the pinned model.
-    """
+    """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible. Raises
+    `CheckpointError`: `model` is not the pinned model."""
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
     from tenant.core.verifier import DEFAULT_COLUMNS

@@ -31,11 +31,8 @@ class ProviderArgument:
 
     @classmethod
     def parse(cls, text: str, *, role: Role) -> Self:
-        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas.
-
-        Raises:
-            ConfigError: a part is missing.
-        """
+        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas. Raises `ConfigError`: a part is
+        missing."""
         parts = [part.strip() for part in text.split(",", 2)]
         if len(parts) < 3 or not all(parts):
             raise ConfigError(f"--{role} {text!r}: write ADDRESS,CERTIFICATE,OPERATOR, such as {_EXAMPLE!r}")
@@ -44,11 +41,8 @@ class ProviderArgument:
 
 
 def parse_company(text: str) -> Company:
-    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers.
-
-    Raises:
-        ConfigError: the name or the members are missing.
-    """
+    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers. Raises `ConfigError`: the name or the
+    members are missing."""
     name, *members = [part.strip() for part in text.split(",")]
     if not members or not all((name, *members)):
         raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")

@@ -123,7 +123,6 @@ class ProviderProbe:
         self._guarded(timeout, self._look)
 
     def measure(self, timeout: float) -> None:
-        """Measure throughput."""
         self._guarded(timeout, self._measure)
 
     def give_up(self, failure: str) -> None:
@@ -134,7 +133,6 @@ class ProviderProbe:
             connection.shut()
 
     def close(self) -> None:
-        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -221,11 +219,8 @@ class ProviderProbe:
         return reply
 
     def _check_groups(self, groups: range) -> range:
-        """Return `groups` if the model has these layer groups and they include those of the federation file.
-
-        Raises:
-            ProtocolError: a layer group is not in the model, or a listed layer is missing.
-        """
+        """Return `groups` if the model has these layer groups and they include those of the federation file. Raises
+        `ProtocolError`: a layer group is not in the model, or a listed layer is missing."""
         if self._preparation is None:
             return groups
         layers = self._preparation.manifest.layers
@@ -342,11 +337,8 @@ class ProviderProbe:
     def _ask(
         self, message: wire.Request, payload: MaskedRows | None = None, *, size: int = 0
     ) -> tuple[wire.Reply, bytearray]:
-        """Send a request and return the reply with its payload. Repeats the request while the provider is busy.
-
-        Raises:
-            ProviderError: the provider refuses, or is busy until the deadline.
-        """
+        """Send a request and return the reply with its payload. Repeats the request while the provider is busy. Raises
+        `ProviderError`: the provider refuses, or is busy until the deadline."""
         assert self._connection is not None
         while True:
             self._connection.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)

@@ -34,11 +34,8 @@ class BaseWeights:
         self._checked: set[tuple[str, str]] = set()
 
     def check(self) -> None:
-        """Check that there is a full checkpoint, before an adapter is trained that needs it in its first step.
-
-        Raises:
-            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
-        """
+        """Check that there is a full checkpoint, before an adapter is trained that needs it in its first step. Raises
+        `UnsupportedMethodError`: the checkpoint has only the tenant's own tensors."""
         _ = self._store
 
     def read(self, entry: GroupEntry, member: int) -> Tensor:

@@ -38,7 +38,6 @@ class Division:
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters."""
         return self.offloaded + sum(self.kept.values())
 
     @property

@@ -335,11 +335,8 @@ def _remote(linear: nn.Module, group: LayerGroup, member: int) -> RemoteLayer:
 
 
 def backend_of(model: nn.Module) -> Backend:
-    """Return the backend of a split model, with or without PEFT's wrapper.
-
-    Raises:
-        SymbiosisError: the model has no offloaded layer.
-    """
+    """Return the backend of a split model, with or without PEFT's wrapper. Raises `SymbiosisError`: the model has no
+    offloaded layer."""
     for module in model.modules():
         if isinstance(module, RemoteLayer):
             return module.group.backend

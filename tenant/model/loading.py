@@ -156,16 +156,12 @@ def load_language_model(
 
 
 def is_language_model(kind: type[PreTrainedModel]) -> bool:
-    """Returns True if an architecture predicts the next token."""
     return kind.__name__ in _NEXT_TOKEN
 
 
 def check_reads_text(kind: type[PreTrainedModel]) -> None:
-    """Refuse an architecture whose main input is not token ids.
-
-    Raises:
-        UnsupportedModelError: the main input is an image or sound.
-    """
+    """Refuse an architecture whose main input is not token ids. Raises `UnsupportedModelError`: the main input is an
+    image or sound."""
     if kind.main_input_name != "input_ids":
         raise UnsupportedModelError(
             f"a {kind.__name__} takes {kind.main_input_name}, and --text compares models on text. {_COMPARE_YOURSELF}"
@@ -173,11 +169,7 @@ def check_reads_text(kind: type[PreTrainedModel]) -> None:
 
 
 def check_runs_on_text(model: Any, ids: list[int]) -> None:
-    """Run a model once on token ids alone.
-
-    Raises:
-        UnsupportedModelError: the model fails.
-    """
+    """Run a model once on token ids alone. Raises `UnsupportedModelError`: the model fails."""
     try:
         with torch.no_grad():
             sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
@@ -189,11 +181,8 @@ def check_runs_on_text(model: Any, ids: list[int]) -> None:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no tokenizer, or one that needs code of the checkpoint.
-    """
+    """Load the tokenizer of a checkpoint. Raises `CheckpointError`: the checkpoint has no tokenizer, or one that needs
+    code of the checkpoint."""
     folder = resolve(model)
     missing = CheckpointError(
         f"{model} has no tokenizer that transformers can load without running its code; add one: "
@@ -213,11 +202,8 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def adapter_chat_template(folder: Path) -> str | None:
-    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if it has none.
-
-    Raises:
-        CheckpointError: the file is unreadable, too large, or not UTF-8.
-    """
+    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if it has none. Raises
+    `CheckpointError`: the file is unreadable, too large, or not UTF-8."""
     path = folder / "chat_template.jinja"
     if not path.exists():
         settings = folder / "tokenizer_config.json"

@@ -121,7 +121,6 @@ class _Turns:
                 self.stopped = True
 
     def random_state(self) -> list[Tensor]:
-        """The states of torch's random generators."""
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
     def set_random_state(self, states: list[Tensor]) -> None:
@@ -144,7 +143,6 @@ class _Part:
         self._random: list[Tensor] | None = None
 
     def run(self, work: Callable[[], R], modes: Callable[[], ExitStack]) -> R:
-        """Run the part in this thread."""
         _of_thread.part = self
         self.take_turn()
         try:

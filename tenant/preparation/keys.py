@@ -175,11 +175,8 @@ def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
 
 @contextlib.contextmanager
 def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Lock the cache, so that one process at a time makes keys: files of two processes must not be mixed.
-
-    Raises:
-        ConfigError: another process has held the lock for `patience_s` seconds.
-    """
+    """Lock the cache, so that one process at a time makes keys: files of two processes must not be mixed. Raises
+    `ConfigError`: another process has held the lock for `patience_s` seconds."""
     try:
         with PrivateFolder.open(cache, create=True) as opened:
             descriptor = opened.lockable()
@@ -211,11 +208,8 @@ def _locked(descriptor: int) -> bool:
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
-    """Read a preparation. Returns None if no intact files are cached and `store` can be prepared instead.
-
-    Raises:
-        CheckpointError: no intact files are cached, and `store` is None.
-    """
+    """Read a preparation. Returns None if no intact files are cached and `store` can be prepared instead. Raises
+    `CheckpointError`: no intact files are cached, and `store` is None."""
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
             return _read(opened, digest=digest, columns=columns)

@@ -28,7 +28,6 @@ class Opening:
 
     @cached_property
     def federation(self) -> Federation:
-        """The federation of `options.federation`."""
         assert self.options.federation is not None  # RemoteConfig checks it
         return load_federation(self.options.federation)
 
@@ -54,11 +53,8 @@ class Opening:
         return DEFAULT_RING_BITS if self.options.federation is None else self.federation.ring_bits
 
     def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
-        """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts.
-
-        Raises:
-            CheckpointError: the tenant's tensors in the loaded checkpoint and in the full checkpoint differ.
-        """
+        """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts. Raises
+        `CheckpointError`: the tenant's tensors in the loaded checkpoint and in the full checkpoint differ."""
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
         scope = Scope(tied_head=self.options.tied_head)
         store = self._store(bits, scope)

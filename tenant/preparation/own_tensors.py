@@ -58,11 +58,8 @@ def tied_members(store: WeightStore) -> set[str]:
 
 def check_experts(store: WeightStore, manifest: Manifest) -> None:
     """Check that the experts that a checkpoint holds are those of the manifest: a tenant may compute with its own copy
-    (`RemoteConfig(experts="local")`). A slim checkpoint may hold none.
-
-    Raises:
-        CheckpointError: a stack of experts differs.
-    """
+    (`RemoteConfig(experts="local")`). A slim checkpoint may hold none. Raises `CheckpointError`: a stack of experts
+    differs."""
     with Checkpoint(store.path) as checkpoint:
         stored = store.skeleton.names.by_parameter(checkpoint.names())
     for entry in manifest.groups:
@@ -81,11 +78,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder. Raises `CheckpointError`: a file
+    cannot be read."""
     digests = {}
     for path in tokenizer_files(folder):
         try:

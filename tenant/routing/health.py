@@ -57,8 +57,6 @@ USUAL: Final = Tolerance()
 
 
 class State(StrEnum):
-    """The state of a breaker."""
-
     UP = "up"
     DOWN = "down"
     TRIAL = "trial"
@@ -132,7 +130,6 @@ class ProviderHealth:
 
     @property
     def measurements(self) -> int:
-        """Number of measurements of the cost."""
         return self._latency.count + self._per_byte.count
 
     def seconds_for(self, size: int) -> float | None:
@@ -162,7 +159,6 @@ class ProviderHealth:
         return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * times)
 
     def is_stale(self, now: float) -> bool:
-        """Returns True if the cost should be measured again."""
         if self._measured_at is None or self.measurements < _ENOUGH:
             return True
         return self._is_long_ago(now)

@@ -53,7 +53,6 @@ class Route:
 
     @property
     def is_open(self) -> bool:
-        """Returns True if the breaker admits a request."""
         return self.health.state is State.UP or (self.health.state is State.TRIAL and not self.in_flight)
 
     @property
@@ -71,7 +70,6 @@ class Route:
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
     def figures(self, *, quarantined: bool) -> ProviderFigures:
-        """The current figures."""
         state = "not heard yet" if self.welcome is None else str(self.health.state)
         return ProviderFigures(
             name=self.peer.name,

@@ -70,13 +70,11 @@ class Routes:
 
     @property
     def helpers_per_pad(self) -> int:
-        """Number of helpers that share a pad."""
         listed = len(self.helpers)
         return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
 
     @property
     def has_spares(self) -> bool:
-        """Returns True if there are more helpers than a pad needs."""
         return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
 
     # Executors
@@ -338,7 +336,6 @@ class Routes:
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
-        """Record that an answer passed the check."""
         with self._lock:
             executor.verified += 1
             for route in self.helpers if holders else ():
@@ -375,7 +372,6 @@ class Routes:
     # Quarantine
 
     def figures(self) -> tuple[ProviderFigures, ...]:
-        """The figures of every provider."""
         with self._lock:
             return tuple(
                 route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)

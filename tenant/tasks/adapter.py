@@ -114,11 +114,8 @@ class Adapter:
                 layer.train(mode)
 
     def save(self, folder: Path) -> None:
-        """Write a PEFT folder.
-
-        Raises:
-            UnsupportedMethodError: the adapter was loaded for inference, so its folder has it already.
-        """
+        """Write a PEFT folder. Raises `UnsupportedMethodError`: the adapter was loaded for inference, so its folder has
+        it already."""
         if self._peft is None:
             raise UnsupportedMethodError("this task was loaded for inference; copy its folder")
         with on_this_machine():
@@ -157,11 +154,8 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
 
 @torch.inference_mode(False)
 def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
-    """Make the untrained adapter that a PEFT configuration describes.
-
-    Raises:
-        UnsupportedMethodError: the method needs base weights, or cannot be used for a task.
-    """
+    """Make the untrained adapter that a PEFT configuration describes. Raises `UnsupportedMethodError`: the method needs
+    base weights, or cannot be used for a task."""
     _refuse_biases(getattr(config, "bias", None))
     skeleton: Any = _skeleton(model)
     peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)

@@ -46,7 +46,6 @@ class Composition:
         self._needed: dict[tuple[object, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def plan(self, name: str, device: torch.device) -> _Plan:
-        """Return what happens at a layer."""
         plan = self._plans.get((name, device))
         if plan is None:
             plan = self._plans[name, device] = self._planned(name, device)

@@ -35,7 +35,6 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return len(self.input_ids)
 
 
@@ -53,12 +52,10 @@ class Costs:
 
     @property
     def max_rows(self) -> int:
-        """The largest number of rows of a batch."""
         return len(self.shared) - 1
 
     @property
     def max_tokens(self) -> int:
-        """The longest request."""
         return len(self.shared[0]) - 1
 
 

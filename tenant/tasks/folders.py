@@ -32,12 +32,8 @@ class Stored:
 
 
 def check_name(name: str) -> str:
-    """Return a task's name.
-
-    Raises:
-        ConfigError: the name is not made of up to 64 ASCII letters, digits, `.`, `_` and `-`, beginning with a letter
-            or digit. So no name leads out of a folder, and no two names look alike.
-    """
+    """Return a task's name. Raises `ConfigError`: the name is not made of up to 64 ASCII letters, digits, `.`, `_` and
+    `-`, beginning with a letter or digit. So no name leads out of a folder, and no two names look alike."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name[:80]!a} is not a task name: write up to 64 of the characters A-Z a-z 0-9 . _ -, "
@@ -66,11 +62,8 @@ def stored(folder: Path, *, within: Path | None = None) -> Stored:
 
 
 def memory_of(source: Stored) -> int:
-    """Return the bytes that a task's tensors take in memory. PEFT loads half precision as float32.
-
-    Raises:
-        CheckpointError: the file of tensors is damaged.
-    """
+    """Return the bytes that a task's tensors take in memory. PEFT loads half precision as float32. Raises
+    `CheckpointError`: the file of tensors is damaged."""
     file = source.folder / TENSORS
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -81,11 +74,8 @@ def memory_of(source: Stored) -> int:
 
 
 def stored_in(repository: Path) -> dict[str, Stored]:
-    """Check every task folder of a folder of tasks. Returns them by name; files and hidden folders are skipped.
-
-    Raises:
-        ConfigError, CheckpointError: one folder is refused (`check_name`, `stored`).
-    """
+    """Check every task folder of a folder of tasks. Returns them by name; files and hidden folders are skipped. Raises
+    `ConfigError`, `CheckpointError`: one folder is refused (`check_name`, `stored`)."""
     if not repository.is_dir():
         raise ConfigError(f"the folder of tasks {repository} does not exist")
     folders = [path for path in sorted(repository.iterdir()) if path.is_dir() and not path.name.startswith(".")]

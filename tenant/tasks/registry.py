@@ -109,11 +109,8 @@ class Tasks:
         return self._add({check_name(name): found})[0]
 
     def register_all(self, repository: str | Path) -> list[TaskId]:
-        """Add every task folder in a folder, under the folders' names; all of them, or none if one is refused.
-
-        Raises:
-            ConfigError, CheckpointError: as for `register`. A symbolic link out of `repository` is refused.
-        """
+        """Add every task folder in a folder, under the folders' names; all of them, or none if one is refused. Raises
+        `ConfigError`, `CheckpointError`: as for `register`. A symbolic link out of `repository` is refused."""
         return self._add(stored_in(Path(repository)))
 
     def unregister(self, name: str, *, discard: bool = False) -> None:
@@ -149,7 +146,6 @@ class Tasks:
 
     @property
     def bytes(self) -> int:
-        """Memory of all loaded adapters."""
         with self._lock:
             return adapters.shared_bytes() + sum(loaded.bytes for loaded in self._loaded.values())
 

@@ -43,8 +43,6 @@ class Example:
 
 
 class ChatMessage(msgspec.Struct):
-    """One turn of a chat."""
-
     role: str
     content: str
 
@@ -66,11 +64,8 @@ class JsonLine(msgspec.Struct):
 
 
 def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
-    """Return the text of a chat in the tokenizer's chat template.
-
-    Raises:
-        ConfigError: there is no template, or it refuses the messages.
-    """
+    """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError`: there is no template, or it
+    refuses the messages."""
     if not (options.get("chat_template") or tokenizer.chat_template):
         raise ConfigError("this model's tokenizer has no chat template; write plain prompts (and completions) instead")
     try:
@@ -145,11 +140,8 @@ def _is_json(text: str) -> bool:
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return the documents of a text file: the parts between blank lines, or the lines if no line is blank.
-
-    Raises:
-        ConfigError: the file is unreadable, not UTF-8, empty, or JSON.
-    """
+    """Return the documents of a text file: the parts between blank lines, or the lines if no line is blank. Raises
+    `ConfigError`: the file is unreadable, not UTF-8, empty, or JSON."""
     text = read_text(path)
     if path.suffix.lower() == ".json" or _is_json(text):
         raise ConfigError(

@@ -163,11 +163,8 @@ def _with_lora(model: Any, options: FineTuning) -> PeftModel:
 
 
 def _targets(model: Any, chosen: str) -> str | list[str]:
-    """Check the chosen module names: PEFT ignores an unknown name without a warning if another name matches.
-
-    Raises:
-        ConfigError: a name matches no linear of the model.
-    """
+    """Check the chosen module names: PEFT ignores an unknown name without a warning if another name matches. Raises
+    `ConfigError`: a name matches no linear of the model."""
     if chosen == ALL_LINEAR:
         return chosen
     names = [name.strip() for name in chosen.split(",")]

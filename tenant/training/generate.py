@@ -107,7 +107,6 @@ class _Generation:
         self._cache: DynamicCache | None = None
 
     def text_after(self, prompt: list[int], *, stream: bool, stop: Callable[[], bool] = lambda: False) -> str:
-        """Return the text after a prompt."""
         model, tokenizer, decoding = self._model, self._tokenizer, self._decoding
         if not prompt:
             raise ConfigError("the prompt has no tokens; there is nothing to continue")

@@ -81,5 +81,4 @@ class Decoding:
 
     @property
     def samples(self) -> bool:
-        """True if tokens are sampled."""
         return bool(self.temperature) or self.top_p is not None

@@ -44,11 +44,8 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: int = 1
 
     def check_continues(self, before: Self) -> None:
-        """Refuse to continue from the checkpoint of a run with other settings.
-
-        Raises:
-            ConfigError: settings differ. The message names every difference.
-        """
+        """Refuse to continue from the checkpoint of a run with other settings. Raises `ConfigError`: settings differ.
+        The message names every difference."""
         was, now = msgspec.structs.asdict(before), msgspec.structs.asdict(self)
         changed = [name for name in was if was[name] != now[name]]
         if changed:
@@ -95,11 +92,7 @@ def check_output(
 
 
 def last_checkpoint(output: Path) -> Path:
-    """Return the newest complete checkpoint.
-
-    Raises:
-        ConfigError: `output` has no complete checkpoint.
-    """
+    """Return the newest complete checkpoint. Raises `ConfigError`: `output` has no complete checkpoint."""
     steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}
     if not steps:
         raise ConfigError(f"there is no checkpoint to resume from in {output}; leave --resume out to start")
@@ -122,11 +115,8 @@ def write_record(checkpoint: Path, record: RunRecord) -> None:
 
 
 def read_record(checkpoint: Path) -> RunRecord:
-    """Read the settings of the run that wrote a checkpoint.
-
-    Raises:
-        ConfigError: the record is missing, damaged, or of another release.
-    """
+    """Read the settings of the run that wrote a checkpoint. Raises `ConfigError`: the record is missing, damaged, or of
+    another release."""
     try:
         return msgspec.json.decode((checkpoint / _RECORD).read_bytes(), type=RunRecord)
     except (OSError, *UNDECODABLE) as error:
@@ -136,11 +126,8 @@ def read_record(checkpoint: Path) -> RunRecord:
 
 
 def save_adapter(model: Any, output: Path) -> None:
-    """Write a PEFT model's folder. The earlier files are replaced once all new files are written.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Write a PEFT model's folder. The earlier files are replaced once all new files are written. Raises
+    `StorageError`: the folder cannot be written."""
     with storing(output):
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:

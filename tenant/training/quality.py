@@ -135,11 +135,7 @@ def compare_outputs(
 
 
 def read_inputs(file: Path) -> dict[str, Tensor]:
-    """Read the inputs for `compare_outputs` from a safetensors file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read the inputs for `compare_outputs` from a safetensors file. Raises `ConfigError`: the file cannot be read."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:

@@ -8,11 +8,8 @@ from symbiosis_priv.errors import ConfigError
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that trackers can be used, before the model is loaded.
-
-    Raises:
-        ConfigError: transformers does not know a tracker, or the tracker's package is not installed.
-    """
+    """Check that trackers can be used, before the model is loaded. Raises `ConfigError`: transformers does not know a
+    tracker, or the tracker's package is not installed."""
     known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in names:
         if name not in known:

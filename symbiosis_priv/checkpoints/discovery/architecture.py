@@ -30,11 +30,8 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The model class of a checkpoint, from its configuration.
-
-    Raises:
-        UnsupportedModelError: transformers knows no class that the configuration names.
-    """
+    """The model class of a checkpoint, from its configuration. Raises `UnsupportedModelError`: transformers knows no
+    class that the configuration names."""
     match config.architectures:
         case [str(name), *_]:
             kind = getattr(transformers, name, None)

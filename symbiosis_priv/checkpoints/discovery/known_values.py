@@ -45,11 +45,8 @@ _SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_ou
 
 
 class KnownValues(TorchDispatchMode):
-    """Context manager in which a model is built and run without weights.
-
-    Raises:
-        UnsupportedModelError: the model takes too many operations, or looks at a large tensor's values.
-    """
+    """Context manager in which a model is built and run without weights. Raises `UnsupportedModelError`: the model
+    takes too many operations, or looks at a large tensor's values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -45,7 +45,6 @@ class Skeleton:
 
     @cached_property
     def group_of(self) -> dict[str, GroupSpec]:
-        """The group of every member."""
         return {member: group for group in self.groups for member in group.members}
 
     @cached_property
@@ -64,12 +63,9 @@ _kept: OrderedDict[tuple[str, Scope], Skeleton] = OrderedDict()
 
 
 def discover(path: Path, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
-    """Find the layer groups of the checkpoint in `path` that are in `scope`, from its config.json.
-
-    Raises:
-        UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
-            quantised already.
-    """
+    """Find the layer groups of the checkpoint in `path` that are in `scope`, from its config.json. Raises
+    `UnsupportedModelError`: the architecture is unknown to transformers or cannot be split, or the weights are
+    quantised already."""
     config = load_config(path)
     settings = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
     skeleton = _kept.pop((settings, scope), None) or traced(config, scope)

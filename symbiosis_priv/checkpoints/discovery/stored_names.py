@@ -39,11 +39,8 @@ class Source:
         return [self.parameter, *(self.parameter.replace(first, other) for other in others)]
 
     def read(self, checkpoint: Checkpoint, parameter: str) -> Tensor:
-        """The value of one of the parameters. The sizes of the stored tensors are checked before they are read.
-
-        Raises:
-            CheckpointError: a stored tensor is missing or damaged, or the tensors do not fit together.
-        """
+        """The value of one of the parameters. The sizes of the stored tensors are checked before they are read. Raises
+        `CheckpointError`: a stored tensor is missing or damaged, or the tensors do not fit together."""
         if self.converter is None:
             return checkpoint.tensor(self.parts[0][1])
         stored = sum(math.prod(checkpoint.shape(name)) for _, name in self.parts)

@@ -91,7 +91,6 @@ class _Trace(TorchFunctionMode):
         self._inside = 0
 
     def within(self, prefix: str) -> set[str]:
-        """The modules whose names begin with `prefix`."""
         return {name for name in self._modules if name.startswith(prefix)}
 
     def share(self) -> float:

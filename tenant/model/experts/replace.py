@@ -58,10 +58,7 @@ def _offloaded(experts: nn.Module) -> list[str]:
 
 def check_stored(model: PreTrainedModel, folder: Path) -> None:
     """Check that the weights of the experts that stay are in the checkpoint: transformers would make them at random.
-
-    Raises:
-        CheckpointError: they are not.
-    """
+    Raises `CheckpointError`: they are not."""
     with Checkpoint(folder) as checkpoint:
         stored = StoredNames(model, ()).by_parameter(checkpoint.names())
     for name, experts in experts_of(model).items():

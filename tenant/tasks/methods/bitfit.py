@@ -45,8 +45,6 @@ class BitFitLayer(MethodLayer):
 
 
 class BitFitTuner(MethodTuner):
-    """PEFT's tuner for `BitFitConfig`."""
-
     prefix = "bitfit_"
     tuner_layer_cls = BitFitLayer
 
@@ -73,7 +71,6 @@ class BitFitTuner(MethodTuner):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Returns True for a linear or a layer norm with a bias."""
         return isinstance(module, nn.Linear | Conv1D | nn.LayerNorm) and module.bias is not None
 
 

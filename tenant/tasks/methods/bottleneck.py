@@ -71,8 +71,6 @@ class BottleneckLayer(MethodLayer):
 
 
 class BottleneckTuner(MethodTuner):
-    """PEFT's tuner for `BottleneckConfig`."""
-
     prefix = "bottleneck_"
     tuner_layer_cls = BottleneckLayer
 

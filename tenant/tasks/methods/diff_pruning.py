@@ -149,8 +149,6 @@ def _add_penalty(model: nn.Module, _: object, output: Any) -> Any:
 
 
 class DiffPruningTuner(MethodTuner):
-    """PEFT's tuner for `DiffPruningConfig`."""
-
     prefix = "diff_pruning_"
     tuner_layer_cls = DiffPruningLayer
 

@@ -62,8 +62,6 @@ def _orthogonal(u: Tensor) -> Tensor:
 
 
 class RemoteHRA(OnOffloadedLayers, HRAModel):
-    """HRA on offloaded layers too."""
-
     def starts_from_weight(self, config: Any) -> bool:
         return False
 

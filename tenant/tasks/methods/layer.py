@@ -78,14 +78,12 @@ class MethodLayer(nn.Module, BaseTunerLayer):
         return {}
 
     def update_layer(self, adapter_name: str, config: Any) -> None:
-        """Add an adapter."""
         self.make(adapter_name, config)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @property
     def widths(self) -> Widths:
-        """Input and output width of the linear."""
         return widths(self.get_base_layer())
 
     @property
@@ -142,7 +140,6 @@ class MethodTuner(BaseTuner):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Returns True if the method works on such a module."""
         return isinstance(module, nn.Linear | Conv1D)
 
     @classmethod

@@ -130,8 +130,6 @@ class _MaskedOut(torch.autograd.Function):
 
 
 class MaskBertTuner(MethodTuner):
-    """PEFT's tuner for `MaskBertConfig`."""
-
     prefix = "maskbert_"
     tuner_layer_cls = MaskBertLayer
 

@@ -15,11 +15,8 @@ from symbiosis_priv.errors import ConfigError
 
 
 def add(name: str, *, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
-    """Add a method to PEFT. The names of its parameters start with `tuner.prefix`.
-
-    Raises:
-        ConfigError: PEFT has a method of this name.
-    """
+    """Add a method to PEFT. The names of its parameters start with `tuner.prefix`. Raises `ConfigError`: PEFT has a
+    method of this name."""
     member = name.upper()
     if member in PeftType.__members__:
         raise ConfigError(f"PEFT has a method {member} of its own; install peft 0.21, which has none")

@@ -92,8 +92,6 @@ class RemoteSupertuningLinear(SupertuningLinear):
 
 
 class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):
-    """SuperTuning on offloaded layers too."""
-
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
         module.__class__ = RemoteSupertuningLinear
         vars(module).setdefault("patterns", Patterns())

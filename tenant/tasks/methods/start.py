@@ -41,11 +41,8 @@ def remote_layer(module: nn.Module) -> RemoteLayer | None:
 
 
 def base_weight(module: nn.Module) -> Tensor:
-    """Return the base weight `[o, d]` of a linear: its parameter, or the checkpoint's for an offloaded layer.
-
-    Raises:
-        UnsupportedMethodError, CheckpointError: as `weight_at_hand`.
-    """
+    """Return the base weight `[o, d]` of a linear: its parameter, or the checkpoint's for an offloaded layer. Raises
+    `UnsupportedMethodError`, `CheckpointError`: as `weight_at_hand`."""
     base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
     weight: Tensor = base.base_weight() if isinstance(base, RemoteLayer) else base.weight.detach()
     return weight if isinstance(base, nn.Linear) else weight.t()

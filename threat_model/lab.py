@@ -35,7 +35,7 @@ from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
-from symbiosis_priv.certificates.issuing import create_authority, create_self_signed, issue
+from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
@@ -155,7 +155,7 @@ class Lab:
         self._federations: list[Path] = []  # federation files by the number of helpers
         roles: dict[str, wire.Role] = {"executor": "executor"}
         roles |= dict.fromkeys(("helper", "second-helper", "third-helper"), "helper")
-        identities = {name: create_self_signed(keys, kind=Kind.PROVIDER, name=name) for name in roles}
+        identities = {name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in roles}
         helpers = [name for name, role in roles.items() if role == "helper"]
         relay = RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
         for name, role in roles.items():

@@ -8,7 +8,6 @@ import inspect
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -33,20 +32,16 @@ _CLOCK_SKEW: Final = timedelta(minutes=5)
 _KEY_USES: Final = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 _USAGES: Final = {
-    reading.Kind.PROVIDER: [
-        ExtendedKeyUsageOID.SERVER_AUTH,
-        ExtendedKeyUsageOID.CLIENT_AUTH,
-    ],  # a helper connects to executors
+    # a helper connects to executors
+    reading.Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
     reading.Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 """Types of public keys that a provider's or a tenant's certificate may have."""
 
 
-@dataclass(frozen=True)
-class _Authority:
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+Signer = reading.Identity | ec.EllipticCurvePrivateKey
+"""An authority; or, for a self-signed certificate, the private key of the certificate."""
 
 
 def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> reading.Identity:
@@ -89,9 +84,8 @@ def issue(
     authority is unusable.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    signer = key if authority is None else _load_authority(authority)
-    certificate = _sign_leaf(
-        key.public_key(), kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days
+    certificate = issue_to_key(
+        key.public_key(), signer=authority or key, kind=kind, name=name, hosts=hosts, operator=operator, days=days
     )
     return _write_pair(directory, name=name, certificate=certificate, key=key)
 
@@ -99,7 +93,7 @@ def issue(
 def issue_to_key(
     public_key: LeafKey,
     *,
-    authority: reading.Identity,
+    signer: Signer,
     kind: reading.Kind,
     name: str,
     hosts: Sequence[str] = (),
@@ -107,15 +101,18 @@ def issue_to_key(
     operator: str | None = None,
 ) -> x509.Certificate:
     """Issues a certificate for an existing public key, without writing a file. Arguments and errors as for `issue`."""
-    signer = _load_authority(authority)
-    return _sign_leaf(public_key, kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days)
-
-
-def create_self_signed(
-    directory: Path, *, kind: reading.Kind, name: str, hosts: Sequence[str] = (), days: int = 365
-) -> reading.Identity:
-    """Creates a self-signed certificate and its key, for peers that pin it. Arguments and errors as for `issue`."""
-    return issue(directory, authority=None, kind=kind, name=name, hosts=hosts, days=days)
+    who = subject(name, unit=kind, operator=operator)
+    names: list[x509.GeneralName]
+    if kind is reading.Kind.TENANT:
+        if hosts:
+            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
+        if operator is not None:
+            raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
+        names = [x509.UniformResourceIdentifier(TENANT_URN + name)]
+    else:
+        names = [_host(host) for host in hosts or DEFAULT_HOSTS]
+    extensions = [x509.SubjectAlternativeName(names), *_leaf_usage(kind)]
+    return _sign(who, public_key=public_key, extensions=extensions, days=days, signer=signer)
 
 
 def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
@@ -190,49 +187,13 @@ def _renewed(
     if authority is None and old.issuer != old.subject:
         raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
     key = ec.generate_private_key(ec.SECP256R1())
-    new = _sign(
-        old.subject,
-        public_key=key.public_key(),
-        extensions=[
-            x509.SubjectAlternativeName(reading.alternative_names(old)),
-            *_leaf_usage(kind),
-        ],
-        days=days,
-        signer=key if authority is None else _load_authority(authority),
+    extensions = [x509.SubjectAlternativeName(reading.alternative_names(old)), *_leaf_usage(kind)]
+    return key, _sign(
+        old.subject, public_key=key.public_key(), extensions=extensions, days=days, signer=authority or key
     )
-    return key, new
 
 
 # Building
-
-
-def _sign_leaf(
-    public_key: LeafKey,
-    *,
-    kind: reading.Kind,
-    name: str,
-    hosts: Sequence[str],
-    operator: str | None,
-    signer: _Authority | ec.EllipticCurvePrivateKey,
-    days: int,
-) -> x509.Certificate:
-    who = subject(name, unit=kind, operator=operator)
-    names: list[x509.GeneralName]
-    if kind is reading.Kind.TENANT:
-        if hosts:
-            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
-        if operator is not None:
-            raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
-        names = [x509.UniformResourceIdentifier(TENANT_URN + name)]
-    else:
-        names = [_host(host) for host in hosts or DEFAULT_HOSTS]
-    return _sign(
-        who,
-        public_key=public_key,
-        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(kind)],
-        days=days,
-        signer=signer,
-    )
 
 
 def _sign(
@@ -241,17 +202,14 @@ def _sign(
     public_key: LeafKey,
     extensions: Sequence[x509.ExtensionType],
     days: int,
-    signer: _Authority | ec.EllipticCurvePrivateKey,
+    signer: Signer,
 ) -> x509.Certificate:
-    """Signs a certificate. For a self-signed certificate, `signer` is the private key of the certificate."""
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
-    not_after = clock.now() + timedelta(days=days)
-    if isinstance(signer, _Authority):
-        not_after = min(not_after, signer.certificate.not_valid_after_utc)
-        issuer, signing_key = signer.certificate.subject, signer.key
-    else:
-        issuer, signing_key = who, signer
+    not_after, issuer = clock.now() + timedelta(days=days), who
+    if isinstance(signer, reading.Identity):
+        authority, signer = _load_authority(signer)
+        not_after, issuer = min(not_after, authority.not_valid_after_utc), authority.subject
     builder = (
         x509.CertificateBuilder()
         .subject_name(who)
@@ -262,12 +220,12 @@ def _sign(
         .not_valid_after(not_after)
         # After a rotation, two certificates have one subject. The key identifiers differ.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     for extension in extensions:
         critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
         builder = builder.add_extension(extension, critical=critical)
-    return builder.sign(signing_key, hashes.SHA256())
+    return builder.sign(signer, hashes.SHA256())
 
 
 def _leaf_usage(kind: reading.Kind) -> list[x509.ExtensionType]:
@@ -294,7 +252,7 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _load_authority(identity: reading.Identity) -> _Authority:
+def _load_authority(identity: reading.Identity) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate = reading.load_certificates(identity.certificate)[0]
     fix = "create an authority with `symbiosis-priv keys authority`"
     if not reading.is_authority(certificate):
@@ -302,7 +260,7 @@ def _load_authority(identity: reading.Identity) -> _Authority:
     key = reading.require_usable(identity, certificate, fix=lambda: fix)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
-    return _Authority(certificate=certificate, key=key)
+    return certificate, key
 
 
 def _fits(identity: reading.Identity, certificate: x509.Certificate) -> bool:

@@ -254,7 +254,7 @@ def show(
 def _identity(directory: Path, name: str) -> Identity:
     if Path(name).name != name:
         raise ConfigError(f"name {name!r}: pass a bare name, and the folder with --directory")
-    return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
+    return reading.pair(directory, name)
 
 
 def _report(identity: Identity) -> None:

@@ -1,15 +1,14 @@
 """Reads and writes PEM files of certificates and keys."""
 
 import os
-import secrets
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.system.files import read_limited
+from symbiosis_priv.errors import CertificateError, StorageError
+from symbiosis_priv.system.files import read_limited, write_atomically
 
 MAX_BYTES = 1 << 20
 """Size limit of a file, far above the size of any bundle of certificates."""
@@ -70,10 +69,7 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
 
 def replace_file(path: Path, content: bytes, *, mode: int) -> None:
     """Replaces a file atomically. Raises `CertificateError` if the file cannot be written."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    create_file(temporary, content, mode=mode)
     try:
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CertificateError(f"cannot replace {path}: {error.strerror}") from error
+        write_atomically(path, content, mode=mode)
+    except StorageError as error:
+        raise CertificateError(str(error)) from error

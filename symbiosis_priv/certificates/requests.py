@@ -134,7 +134,7 @@ def sign_request(
     _require_free(directory, request, renew=renew)
     certificate = issue_to_key(
         request.public_key,
-        authority=authority,
+        signer=authority,
         kind=request.kind,
         name=request.name,
         hosts=hosts,

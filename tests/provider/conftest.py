@@ -154,7 +154,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return Keys(
         authority=authority,
         other_authority=other,
-        provider=issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        provider=issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="alpha"),
         tenants={name: tenant(name) for name in ("alice", "bob", "carol", "dave")},
         stranger=tenant("stranger", other),
         namesake=issuing.issue(folder / "other", authority=other, kind=Kind.TENANT, name="alice"),

@@ -395,7 +395,7 @@ class Identities:
 
     def provider(self) -> Identity:
         self.issued += 1
-        return issuing.create_self_signed(self.folder, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
+        return issuing.issue(self.folder, authority=None, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         checkpoint=make_checkpoint(folder / "model", seed=0),
         other=make_checkpoint(folder / "other", seed=1),
         authority=authority,
-        provider=issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        provider=issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="alpha"),
         tenant=issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice"),
     )
 

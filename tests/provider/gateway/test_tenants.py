@@ -737,7 +737,7 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
 ) -> None:
     """After SIGHUP, existing connections stay open, and new connections see the new certificate."""
     execute, _ = requests
-    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
+    own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="turning")
     config = configure()
     tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)
     service = launch(msgspec.structs.replace(config, tls=tls))

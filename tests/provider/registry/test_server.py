@@ -325,7 +325,7 @@ def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
 
 
 def test_a_registry_needs_a_certificate_of_the_authority(vouching: Vouching, tmp_path: Path) -> None:
-    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
+    own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="registry")
     config = RegistryConfig(
         listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate
     )

@@ -49,7 +49,7 @@ def pair(
 ) -> Iterator[Pair]:
     model = {"checkpoint": store.path}
     folder = tmp_path_factory.mktemp("helper")
-    identity = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="beta")
+    identity = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="beta")
     takes = RelayConfig(helpers=(identity.certificate,), memory_mib=1)
     with Provider(configured(configure, keys.provider, role="executor", relay=takes, **model)) as executor:
         sends = RelayConfig(to=(RelayTarget(address=executor.address, certificate=keys.provider.certificate),))

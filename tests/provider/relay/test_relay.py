@@ -274,7 +274,7 @@ def test_a_tenant_that_has_not_named_the_helper_gets_no_blocks(
     new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, tmp_path: Path
 ) -> None:
     """The operator allows another helper, too. Its permit is of no use to this one, and the other way round."""
-    tenant, other = new_tenant(), issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="gamma")
+    tenant, other = new_tenant(), issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="gamma")
     with allowed(pair, (pair.helper_identity.certificate, other.certificate)):
         permit = tenant.executor.ask(wire.PermitRequest(helpers=(fingerprint(other.certificate),)))
         assert isinstance(permit, wire.Permit)
@@ -307,7 +307,7 @@ class allowed:
 def test_a_link_that_is_not_allowed_any_more_is_closed(
     new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, tmp_path: Path
 ) -> None:
-    tenant, other = new_tenant(), issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="gamma")
+    tenant, other = new_tenant(), issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="gamma")
     assert isinstance(link.deposit(tenant), wire.Deposited)
     with allowed(pair, (other.certificate,)):
         assert link.at_end()
@@ -332,7 +332,7 @@ def test_only_listed_providers_may_connect(pair: Pair, keys: Keys, tmp_path: Pat
     """Neither a certificate of the same name, nor one that the tenants' authority has issued."""
     tenant = new_tenant()
     strangers = [
-        issuing.create_self_signed(tmp_path / "a", kind=Kind.PROVIDER, name="beta"),
+        issuing.issue(tmp_path / "a", authority=None, kind=Kind.PROVIDER, name="beta"),
         issuing.issue(tmp_path / "b", authority=keys.authority, kind=Kind.PROVIDER, name="beta"),
     ]
     for stranger in strangers:
@@ -347,7 +347,7 @@ def test_a_certificate_that_cannot_connect_is_an_error_that_says_so(
     with pytest.raises(CertificateError, match="provider certificate"):
         Credentials.load(tls, helpers=[keys.tenants["alice"].certificate])
     monkeypatch.setitem(issuing._USAGES, Kind.PROVIDER, [ExtendedKeyUsageOID.SERVER_AUTH])
-    old = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="beta")
+    old = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="beta")
     with pytest.raises(CertificateError, match="older release"):
         Credentials.load(tls, helpers=[old.certificate])
     config = configured_links(pair, old)

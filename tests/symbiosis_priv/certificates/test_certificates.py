@@ -71,7 +71,7 @@ def test_tenant_is_named_by_a_uri(tmp_path: Path, authority: Identity) -> None:
 
 
 def test_keys_are_p256_and_private_to_their_owner(tmp_path: Path, authority: Identity) -> None:
-    for identity in (authority, issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")):
+    for identity in (authority, issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")):
         assert stat.S_IMODE(identity.key.stat().st_mode) == 0o600
         key = identity.private_key()
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -102,12 +102,12 @@ def test_names(name: str) -> None:
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root, "keys")
         if GOOD_NAME.fullmatch(name) and not name.endswith(".previous"):
-            identity = issuing.create_self_signed(directory, kind=Kind.TENANT, name=name)
+            identity = issuing.issue(directory, authority=None, kind=Kind.TENANT, name=name)
             assert {identity.certificate, identity.key} == set(directory.iterdir())
             assert reading.tenant_name(leaf(identity.certificate)) == name
         else:
             with pytest.raises(ConfigError, match=r"name .*: "):
-                issuing.create_self_signed(directory, kind=Kind.TENANT, name=name)
+                issuing.issue(directory, authority=None, kind=Kind.TENANT, name=name)
             assert list(Path(root).rglob("*")) == []
 
 
@@ -117,13 +117,13 @@ def test_names(name: str) -> None:
 )
 def test_bad_hosts(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="use a DNS name or an IP address"):
-        issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", hosts=[host])
+        issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p", hosts=[host])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tenant_has_no_hosts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave them out"):
-        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", hosts=["localhost"])
+        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice", hosts=["localhost"])
 
 
 @pytest.mark.parametrize("days", [-1, 0, 36_501])
@@ -140,7 +140,7 @@ def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
 def test_existing_files_are_never_overwritten(tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).write_bytes(b"precious")
     with pytest.raises(CertificateError, match=rf"{taken} exists and is never overwritten"):
-        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice")
     assert [path.name for path in tmp_path.iterdir()] == [taken]
     assert (tmp_path / taken).read_bytes() == b"precious"
 
@@ -149,7 +149,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "alice.key").symlink_to(elsewhere)
     with pytest.raises(CertificateError, match="never overwritten"):
-        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice")
     assert not elsewhere.exists()
 
 
@@ -218,7 +218,7 @@ def pair_bytes(identity: Identity) -> tuple[bytes, bytes]:
 def test_rotation_changes_only_the_key(tmp_path: Path, authority: Identity, kind: Kind, self_signed: bool) -> None:
     hosts = ["a.example.org", "10.0.0.7"] if kind is Kind.PROVIDER else []
     if self_signed:
-        identity = issuing.create_self_signed(tmp_path, kind=kind, name="node.1", hosts=hosts)
+        identity = issuing.issue(tmp_path, authority=None, kind=kind, name="node.1", hosts=hosts)
     else:
         identity = issuing.issue(tmp_path, authority=authority, kind=kind, name="node.1", hosts=hosts)
     old, old_bytes = leaf(identity.certificate), pair_bytes(identity)
@@ -242,7 +242,7 @@ def test_rotation_changes_only_the_key(tmp_path: Path, authority: Identity, kind
 def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: Identity, self_signed: bool) -> None:
     """Tenants can pin it before, and no authority is needed at the rotation."""
     if self_signed:
-        identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+        identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     else:
         identity = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p")
     signer = None if self_signed else authority
@@ -262,7 +262,7 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
     """As a pair, together with earlier certificates, which can be revoked."""
-    identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     first = reading.load_certificates(identity.certificate)
     issuing.rotate(identity.certificate, authority=None)
     second = reading.load_certificates(identity.certificate)
@@ -273,7 +273,7 @@ def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
 
 
 def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
     replace = pem.replace_file
 
@@ -296,7 +296,7 @@ def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: p
 
 def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
-    identity = issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
+    identity = issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice", days=1)
     monkeypatch.undo()
     with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate --name alice"):
         reading.require_identity(identity, kind=Kind.TENANT)
@@ -382,7 +382,7 @@ def use_both_sides(provider: Identity, tenant: Identity, authority: Identity) ->
 def test_readable_keys_are_warned_about_once(
     tmp_path: Path, authority: Identity, warned: Callable[[], list[str]]
 ) -> None:
-    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     use_both_sides(provider, tenant, authority)
     assert warned() == []
@@ -399,7 +399,7 @@ def test_certificates_that_expire_soon_are_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     authority = issuing.create_authority(tmp_path, days=20)
-    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", days=20)
+    provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p", days=20)
     tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=20)
     use_both_sides(provider, tenant, authority)
     assert warned() == []
@@ -492,7 +492,7 @@ def test_an_altered_certificate_or_request_is_parsed_or_a_certificate_error(
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes]:
     """A folder, and the DER of a certificate and of a request."""
     folder = tmp_path_factory.mktemp("parsed")
-    identity = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="gpu")
+    identity = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="gpu")
     request = requests.create_request(folder, name="alice")
     der = serialization.Encoding.DER
     return (

@@ -67,7 +67,7 @@ def test_a_provider_accepts_a_tenant_with_a_signed_request(tmp_path: Path, autho
     assert not (authority.certificate.parent / "alice.key").exists()
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
 
-    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     serving = tls.server_context(
         certificate=provider.certificate, key=provider.key, tenant_authority=authority.certificate
     )
@@ -191,7 +191,7 @@ def test_no_request_replaces_another_tenants_certificate(
 ) -> None:
     operator = authority.certificate.parent
     sign(authority, requests.create_request(tmp_path / "one", name="alice"))
-    issuing.create_self_signed(operator, kind=Kind.PROVIDER, name="alpha")
+    issuing.issue(operator, authority=None, kind=Kind.PROVIDER, name="alpha")
     sign(authority, requests.create_request(tmp_path / "one", name="renamed"))
     (operator / "renamed.pem").rename(operator / "elsewhere.pem")
     before = {path: path.read_bytes() for path in operator.iterdir()}
@@ -206,7 +206,7 @@ def test_a_request_keeps_an_existing_key_but_never_a_providers_key(tmp_path: Pat
     requests.create_request(tmp_path, name="alice")
     assert (tmp_path / "alice.key").read_bytes() == key
     assert requests.load_request(path).fingerprint == fingerprint
-    issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="alpha")
+    issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
     with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
         requests.create_request(tmp_path, name="alpha")
     with pytest.raises(ConfigError, match=r"name '\.\./x'"):
@@ -363,7 +363,7 @@ def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path,
 def test_a_self_signed_certificate_names_no_operator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--self-signed"):
         run("provider", "--name", "p", "--self-signed", "--operator", "P", "--directory", tmp_path)
-    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     assert reading.operator_of(reading.load_certificates(own.certificate)[0]) is None
 
 
@@ -408,7 +408,7 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
 def test_an_operator_from_another_program_is_one_plain_name_or_none(tmp_path: Path, operators: list[str]) -> None:
     """The operator's name is logged, and compared with helpers' operators to separate companies."""
     key = ec.generate_private_key(ec.SECP256R1())
-    issued = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    issued = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     like = reading.load_certificates(issued.certificate)[0]
     names = [x509.NameAttribute(NameOID.COMMON_NAME, "p")]
     subject = x509.Name([*names, *(x509.NameAttribute(NameOID.ORGANIZATION_NAME, operator) for operator in operators)])

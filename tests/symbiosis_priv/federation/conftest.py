@@ -10,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.certificates.issuing import create_self_signed
+from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind, load_certificates
 
 Write = Callable[..., Path]
@@ -24,7 +24,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Self-signed certificates of three providers, and a second one for the first one's key."""
     folder = tmp_path_factory.mktemp("federation") / "keys"
     for name in ("alpha", "beta", "gamma"):
-        create_self_signed(folder, kind=Kind.PROVIDER, name=name)
+        issue(folder, authority=None, kind=Kind.PROVIDER, name=name)
     (folder / "alpha-next.pem").write_bytes(renewed(folder / "alpha"))
     return folder
 

@@ -65,10 +65,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
         authority=authority,
         provider=issuing.issue(d, authority=authority, kind=Kind.PROVIDER, name="provider"),
         sibling=issuing.issue(d, authority=authority, kind=Kind.PROVIDER, name="sibling"),
-        lone=issuing.create_self_signed(d, kind=Kind.PROVIDER, name="lone"),
-        elsewhere=issuing.create_self_signed(d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
+        lone=issuing.issue(d, authority=None, kind=Kind.PROVIDER, name="lone"),
+        elsewhere=issuing.issue(d, authority=None, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
         tenant=issuing.issue(d, authority=authority, kind=Kind.TENANT, name="alice"),
-        lone_tenant=issuing.create_self_signed(d, kind=Kind.TENANT, name="mallory"),
+        lone_tenant=issuing.issue(d, authority=None, kind=Kind.TENANT, name="mallory"),
         stranger=issuing.issue(d, authority=issuing.create_authority(d / "other"), kind=Kind.TENANT, name="stranger"),
         expired_tenant=expired_tenant,
         expired_provider=expired_provider,
@@ -206,7 +206,7 @@ def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
 def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys) -> None:
     other = issuing.create_authority(tmp_path / "other")  # with the same name as keys.authority
     namesake = issuing.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
-    lone = issuing.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
+    lone = issuing.issue(tmp_path / "lone", authority=None, kind=Kind.TENANT, name="alice")
     tenants = tmp_path / "tenants.pem"
     tenants.write_bytes(b"".join(i.certificate.read_bytes() for i in (lone, other, keys.authority)))
     serving, pins = server(keys, tenants=tenants), keys.provider.certificate
@@ -286,7 +286,7 @@ def authority_certificate(
 @pytest.mark.parametrize("old_first", [True, False])
 def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, old_first: bool) -> None:
     if self_signed:
-        provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+        provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     else:
         provider = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
     old_pin = tmp_path / "old.pem"

@@ -89,7 +89,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         )
 
     gamma = issue("gamma")
-    own = issuing.create_self_signed(folder / "own", kind=Kind.PROVIDER, name="gamma", hosts=["gamma.example"])
+    own = issuing.issue(folder / "own", authority=None, kind=Kind.PROVIDER, name="gamma", hosts=["gamma.example"])
     tenant = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
     others = {
         "its certificate is not one": issue("forger", signer=stranger),

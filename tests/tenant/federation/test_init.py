@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates.issuing import create_authority, create_self_signed, issue
+from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind, fingerprint
 from symbiosis_priv.certificates.requests import create_request
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -26,7 +26,7 @@ DIGEST = "sha256:" + "0" * 64
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tenant's folder, with two pinned certificates and the tenant's key."""
     for name in ("alpha", "beta"):
-        create_self_signed(tmp_path / "keys", kind=Kind.PROVIDER, name=name)
+        issue(tmp_path / "keys", authority=None, kind=Kind.PROVIDER, name=name)
     create_request(tmp_path / "keys", name="alice")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -103,7 +103,7 @@ def test_a_name_that_is_not_text_is_an_error_and_leaves_no_file(folder: Path) ->
 
 
 def test_companies_and_pads_are_written(folder: Path) -> None:
-    create_self_signed(folder / "keys", kind=Kind.PROVIDER, name="gamma")
+    issue(folder / "keys", authority=None, kind=Kind.PROVIDER, name="gamma")
     gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")
     companies = ("--company", "Holding SE, alpha, gamma", "--pad-helpers", "1")
     init(*ALPHA, *BETA, *gamma, *companies, "--tenant", "alice", "--digest", DIGEST)

@@ -49,7 +49,7 @@ def federation(vouching: Vouching) -> Federation:
     folder = vouching.folder / "pinned"
 
     def pinned(name: str, role: str, port: int) -> Peer:
-        own = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name=name)
+        own = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name=name)
         assert role in ("executor", "helper")
         return Peer(name, f"{name} AG", role, "localhost", port, own.certificate)  # type: ignore[arg-type]
 

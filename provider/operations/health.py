@@ -31,17 +31,17 @@ def ask_health(
     pins = [provider_certificate]
     context = client_context(certificate=tenant_certificate, key=tenant_key, pins=pins)
     deadline = time.monotonic() + timeout
-    line = ClientConnection(address, host=host, port=port, pins=pins, context=context)
+    connection = ClientConnection(address, host=host, port=port, pins=pins, context=context)
     try:
-        line.open(deadline)
-        line.send(wire.Health(), deadline=deadline)
-        reply, _ = line.receive(max_payload=0, deadline=deadline)
+        connection.open(deadline)
+        connection.send(wire.Health(), deadline=deadline)
+        reply, _ = connection.receive(max_payload=0, deadline=deadline)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(f"{address} gave no report within {timeout:g} s; is it running?") from error
     except TransportError as error:
         raise type(error)(f"{error}; is it running?") from error
     finally:
-        line.close()
+        connection.close()
     if isinstance(reply, wire.Failure):
         raise ProtocolError(f"{address} answered {reply.code}: {reply.detail}")
     if not isinstance(reply, wire.HealthReport):

@@ -15,6 +15,8 @@ import time
 from datetime import UTC, datetime
 from typing import Final, Self
 
+import msgspec
+
 from provider import logs
 from provider.config.reload import Reloader
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
@@ -205,7 +207,7 @@ class RegistryServer:
                 return self._take(payload), b""
             case protocol.List():
                 listed = self.store.listed(request.model_digest, now=time.time())
-                return protocol.Listed(), protocol.encode_listing(listed)
+                return protocol.Listed(), msgspec.msgpack.encode(listed)
 
     def _take(self, data: bytes) -> protocol.Reply:
         now, trust = time.time(), self._trust

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.buffers import large_tensor
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction, row_blocks
+from symbiosis_priv.arithmetic.ring import Bound, Direction, bounds_of, row_blocks
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.native import pointer
@@ -64,20 +64,11 @@ class QuantisedGroup:
     def bound(self, direction: Direction) -> Bound:
         return self.bounds()[direction]
 
-    def bounds(self) -> dict[Direction, Bound]:
-        """The public bounds of both directions, from one pass over the weights."""
-        outputs, inputs = self.weight.shape
-        absmax, row, column = _norms(self.weight) if self.weight.numel() else (0, 0, 0)
-        return {
-            FORWARD: Bound(inputs=inputs, weight_absmax=absmax, weight_norm=math.sqrt(row)),
-            BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=math.sqrt(column)),
-        }
+    def bounds(self, *, experts: int = 1, along_outputs: bool = True) -> dict[Direction, Bound]:
+        """The public bounds of both directions, from one pass over the weights.
 
-    def bounds_by_expert(self, experts: int, *, along_outputs: bool) -> dict[Direction, Bound]:
-        """The public bounds on rows for one expert of a stack.
-
-        The norms are the largest of any expert's matrix, so a row's scale does not depend on its expert, and every
-        product is in range.
+        For rows that each belong to one expert of a stack, the norms are the largest of any expert's matrix, so a row's
+        scale does not depend on its expert, and every product is in range.
 
         Args:
             experts: number of matrices.
@@ -86,10 +77,7 @@ class QuantisedGroup:
         matrices = self.weight.chunk(experts, dim=0 if along_outputs else 1)
         outputs, inputs = matrices[0].shape
         absmax, row, column = (max(norms) for norms in zip(*map(_norms, matrices), strict=True))
-        return {
-            FORWARD: Bound(inputs=inputs, weight_absmax=absmax, weight_norm=math.sqrt(row)),
-            BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=math.sqrt(column)),
-        }
+        return bounds_of(inputs, outputs, absmax=absmax, row_norm=math.sqrt(row), column_norm=math.sqrt(column))
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
@@ -144,6 +132,8 @@ def _norms(weight: Tensor) -> tuple[int, int, int]:
     """Max |w| of int16 `[o, d]`, the largest sum of squares of a row, and the largest of a column."""
     library = native.library()
     outputs, inputs = weight.shape
+    if not weight.numel():
+        return 0, 0, 0
     if library is None:
         low, high = weight.aminmax()
         columns, row = torch.zeros(inputs, dtype=torch.float64, device="cpu"), 0.0

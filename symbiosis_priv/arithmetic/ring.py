@@ -146,6 +146,14 @@ class Bound:
         return replace(self, weight_absmax=absmax, weight_norm=norm)
 
 
+def bounds_of(inputs: int, outputs: int, *, absmax: int, row_norm: float, column_norm: float) -> dict[Direction, Bound]:
+    """The bounds of both directions for a weight `[outputs, inputs]`, from its largest entry and norms."""
+    return {
+        FORWARD: Bound(inputs=inputs, weight_absmax=absmax, weight_norm=row_norm),
+        BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=column_norm),
+    }
+
+
 def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Scale and round float rows so that their product stays inside the range.
 

@@ -44,7 +44,7 @@ class GroupFacts:
         facts = cls(entry, group.channel_scale, bias, group.bounds())
         if entry.experts == 1:
             return facts
-        return facts.as_stack(group.bounds_by_expert(entry.experts, along_outputs=not entry.turned))
+        return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.turned))
 
     def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
         """These facts of a stack, with the bounds on rows for one expert."""

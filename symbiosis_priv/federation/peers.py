@@ -1,11 +1,16 @@
 """Dataclasses for the providers, companies and registries of a federation file."""
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from symbiosis_priv.certificates.reading import Pin, key_fingerprint, load_pin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.limits import Role
+
+if TYPE_CHECKING:
+    from symbiosis_priv.network.dial import ClientConnection
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,23 @@ class Peer:
     def pins(self) -> tuple[Pin, ...]:
         """The pinned certificates: two during a rotation."""
         return (self.certificate,) if self.next_certificate is None else (self.certificate, self.next_certificate)
+
+    @property
+    def label(self) -> str:
+        """Role, name and address, for messages."""
+        return f"{self.role} {self.name!r} at {self.host}:{self.port}"
+
+    def connection(self, context: ssl.SSLContext, **options: Any) -> "ClientConnection":
+        """A connection to this peer, which is not open yet.
+
+        Args:
+            context: `tls.client_context` for `pins`.
+            options: `traffic` and `waiting` of `ClientConnection`.
+        """
+        from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
+
+        options |= {"host": self.host, "port": self.port, "pins": self.pins, "remote_only": self.remote_only}
+        return ClientConnection(self.label, context=context, **options)
 
     @property
     def key_fingerprint(self) -> str:

@@ -30,7 +30,9 @@ block (`FetchBlock`) only to find out who caused a wrong answer. A tenant that r
 Requests and answers without relay have the same bytes as before.
 """
 
+import functools
 import struct
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -400,10 +402,6 @@ LinkReply = Deposited | Failure
 _M = TypeVar("_M")
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_deposit_decoder = msgspec.msgpack.Decoder(Deposit)
-_link_reply_decoder: msgspec.msgpack.Decoder[LinkReply] = msgspec.msgpack.Decoder(LinkReply)
 
 
 def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
@@ -433,26 +431,6 @@ def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
     return header, payload
 
 
-def decode_request(header: Buffer) -> Request:
-    """Parse a tenant's message."""
-    return decode(_request_decoder, header)
-
-
-def decode_reply(header: Buffer) -> Reply:
-    """Parse a provider's message."""
-    return decode(_reply_decoder, header)
-
-
-def decode_deposit(header: Buffer) -> Deposit:
-    """Parse a helper's message to an executor. No other message can be sent on a link."""
-    return decode(_deposit_decoder, header)
-
-
-def decode_link_reply(header: Buffer) -> LinkReply:
-    """Parse an executor's answer to a helper."""
-    return decode(_link_reply_decoder, header)
-
-
 def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
     """Parse a header of these messages, or of other messages in the same frames. Raises `ProtocolError`: not a valid
     header."""
@@ -461,3 +439,13 @@ def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
     except UNDECODABLE as error:
         # the cause is left out, because it may quote received bytes
         raise ProtocolError(f"bad header: {one_line(str(error))}") from error
+
+
+decode_request: Callable[[Buffer], Request] = functools.partial(decode, msgspec.msgpack.Decoder(Request))
+"""Parse a tenant's message."""
+decode_reply: Callable[[Buffer], Reply] = functools.partial(decode, msgspec.msgpack.Decoder(Reply))
+"""Parse a provider's message."""
+decode_deposit: Callable[[Buffer], Deposit] = functools.partial(decode, msgspec.msgpack.Decoder(Deposit))
+"""Parse a helper's message to an executor. No other message can be sent on a link."""
+decode_link_reply: Callable[[Buffer], LinkReply] = functools.partial(decode, msgspec.msgpack.Decoder(LinkReply))
+"""Parse an executor's answer to a helper."""

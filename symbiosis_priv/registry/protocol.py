@@ -8,6 +8,8 @@ Clients show no certificate: descriptors are signed, and every client may read t
 address and the model that the client asks for, but not the client's name.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -49,28 +51,15 @@ class Listed(Message, frozen=True, tag="listed"):
 Request = Announce | List
 Reply = Accepted | Listed | Failure
 
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+decode_request: Callable[[wire.Buffer], Request] = partial(wire.decode, msgspec.msgpack.Decoder(Request))
+"""Parse a client's request. Raises `ProtocolError`."""
+decode_reply: Callable[[wire.Buffer], Reply] = partial(wire.decode, msgspec.msgpack.Decoder(Reply))
+"""Parse a registry's reply. Raises `ProtocolError`."""
+
 _Data = Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 _listing_decoder: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(
     Annotated[list[_Data], msgspec.Meta(max_length=MAX_LISTED)]
 )
-_encoder = msgspec.msgpack.Encoder()
-
-
-def decode_request(header: wire.Buffer) -> Request:
-    """Parse a client's request. Raises `ProtocolError`."""
-    return wire.decode(_request_decoder, header)
-
-
-def decode_reply(header: wire.Buffer) -> Reply:
-    """Parse a registry's reply. Raises `ProtocolError`."""
-    return wire.decode(_reply_decoder, header)
-
-
-def encode_listing(descriptors: list[bytes]) -> bytes:
-    """Make the payload of `Listed`."""
-    return _encoder.encode(descriptors)
 
 
 def decode_listing(payload: wire.Buffer) -> list[bytes]:

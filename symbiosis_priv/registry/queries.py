@@ -30,7 +30,7 @@ class RegistryClient:
     def __init__(self, address: str, context: ssl.SSLContext, *, deadline_s: float) -> None:
         self.address = address
         host, port = parse_address(address)
-        self._line = ClientConnection(f"registry {address}", host=host, port=port, pins=None, context=context)
+        self._connection = ClientConnection(f"registry {address}", host=host, port=port, pins=None, context=context)
         self._deadline_s = deadline_s
         self._deadline = 0.0
 
@@ -43,14 +43,14 @@ class RegistryClient:
         """
         self._deadline = time.monotonic() + self._deadline_s
         try:
-            self._line.open(self._deadline)
+            self._connection.open(self._deadline)
         except BaseException:
-            self._line.close()
+            self._connection.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.close()
+        self._connection.close()
 
     def announce(self, data: bytes) -> None:
         """Send a signed descriptor.
@@ -76,17 +76,17 @@ class RegistryClient:
 
     def close(self) -> None:
         """Close the connection without a message. While another thread uses the connection, call `shut` instead."""
-        self._line.close()
+        self._connection.close()
 
     def shut(self) -> None:
         """Make a running request of another thread fail immediately."""
-        self._line.shut()
+        self._connection.shut()
 
     def _ask(self, request: protocol.Request, payload: bytes = b"") -> tuple[protocol.Reply, bytearray]:
-        self._line.send(request, payload, deadline=self._deadline)
-        header, size = self._line.receive_header(max_payload=protocol.MAX_REPLY, deadline=self._deadline)
+        self._connection.send(request, payload, deadline=self._deadline)
+        header, size = self._connection.receive_header(max_payload=protocol.MAX_REPLY, deadline=self._deadline)
         reply, body = protocol.decode_reply(header), bytearray(size)
-        self._line.fill(body, deadline=self._deadline)
+        self._connection.fill(body, deadline=self._deadline)
         if isinstance(reply, wire.Failure):
             raise ProviderError(code=reply.code, provider=f"registry {self.address}", detail=reply.detail)
         return reply, body

@@ -139,5 +139,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # without it, a power failure could keep the name and lose the content
 
     replace_atomically(path, write)

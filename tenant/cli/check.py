@@ -13,6 +13,7 @@ from rich.table import Table
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
 from tenant.cli.options import Model, loading, table_of
 from tenant.training import corpus
@@ -36,6 +37,9 @@ def check(
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
     ] = False,
+    federation: Annotated[
+        Path | None, typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring and relay.")
+    ] = None,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
@@ -48,6 +52,7 @@ def check(
     reads no weights.
     """
     folder = resolve(model)
+    pinned = None if federation is None else load_federation(federation)
     if text is not None and inputs is not None:
         raise ConfigError("--text and --inputs exclude each other: name one of them")
     if text is not None:
@@ -66,7 +71,7 @@ def check(
         )
         from tenant.training import quality
 
-    terminal.console().print(_division_table(folder, tied_head=tied_head))
+    terminal.console().print(_division_table(folder, tied_head=tied_head, federation=pinned))
     if text is None and inputs is None:
         return
     kind = architecture(load_config(folder))
@@ -105,16 +110,18 @@ def check(
     terminal.console().print(table(models))
 
 
-def _division_table(folder: Path, *, tied_head: bool) -> Table:
+def _division_table(folder: Path, *, tied_head: bool, federation: Federation | None) -> Table:
     from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
     from symbiosis_priv.checkpoints.discovery.skeleton import discover
     from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
     from symbiosis_priv.checkpoints.manifest import GroupEntry
     from tenant.model.division import division
-    from tenant.session.traffic import PredictedTraffic, of_token
+    from tenant.session.traffic import DIRECT, PredictedTraffic, Transport, of_token
+
+    transport = DIRECT if federation is None else Transport(ring_bits=federation.ring_bits, relay=federation.relay)
 
     def traffic(groups: Iterable[GroupSpec]) -> PredictedTraffic:
-        return of_token([GroupEntry(digest="", **vars(group)) for group in groups])
+        return of_token([GroupEntry(digest="", **vars(group)) for group in groups], transport)
 
     groups = discover(folder, Scope(tied_head=tied_head)).groups
     divided = division(build(load_config(folder)), {member for group in groups for member in group.members})

@@ -66,12 +66,12 @@ class Reply(NamedTuple):
         words: CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified. Its
             values are undefined if the effect was relayed.
         relayed: True if an executor has subtracted blocks from it, or if a helper has relayed the effect.
-        line: the connection on which it arrived.
+        connection: the connection on which it arrived.
     """
 
     words: Tensor
     relayed: bool
-    line: ClientConnection
+    connection: ClientConnection
 
 
 class Channel:
@@ -119,16 +119,16 @@ class Channel:
         self._permit = permit
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
-        self._line: ClientConnection | None = None
+        self._name = peer.label
+        self._connection: ClientConnection | None = None
         self._began = 0.0
         self._wanted: Callable[[], bool] = _always
         self._welcome: wire.Welcome | None = None
 
     @property
-    def line(self) -> ClientConnection | None:
+    def connection(self) -> ClientConnection | None:
         """The current connection, or None."""
-        return self._line
+        return self._connection
 
     @property
     def closed(self) -> bool:
@@ -235,14 +235,14 @@ class Channel:
         return self._used(self._once, ask, deadline)
 
     def fetch_block(
-        self, request: wire.FetchBlock, size: int, *, line: ClientConnection, deadline: float
+        self, request: wire.FetchBlock, size: int, *, connection: ClientConnection, deadline: float
     ) -> tuple[wire.Block, bytearray]:
         """Fetch a block that an executor has subtracted from an answer, with its payload.
 
         Args:
             size: bytes of the payload, as it was ordered. The helper may have sent another number of bytes.
-            line: the connection on which the answer arrived. On another connection the provider may be another process,
-                which does not have the block.
+            connection: the one on which the answer arrived. Behind another connection may be another process, which
+                does not have the block.
 
         Raises:
             TransportError: the connection is lost, or the block is late.
@@ -251,13 +251,13 @@ class Channel:
         """
 
         def ask(deadline: float) -> tuple[wire.Block, bytearray]:
-            if self._line is not line:
+            if self._connection is not connection:
                 raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
             reply, payload_size = self._told(request, deadline, max_payload=max(size, _BLOCK_BYTES))
             if not isinstance(reply, wire.Block):
                 raise ProtocolError(f"{self._name} sent something else than a block")
             payload = bytearray(payload_size)
-            line.fill(payload, deadline=deadline)
+            connection.fill(payload, deadline=deadline)
             return reply, payload
 
         return self._used(self._once, ask, deadline)
@@ -266,8 +266,8 @@ class Channel:
         """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
         self._closed.set()
         self.worker.stop()
-        if (line := self._line) is not None:
-            line.shut()
+        if (connection := self._connection) is not None:
+            connection.shut()
         self.drop_if_idle()  # otherwise the request in flight drops the connection when it ends
 
     def drop_if_idle(self) -> None:
@@ -348,18 +348,18 @@ class Channel:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, payload)
-        if self._line is None:
+        if self._connection is None:
             self._connect(deadline)
-        line = self._line
-        assert line is not None
+        connection = self._connection
+        assert connection is not None
         words = None if payload is None else payload.masked_words
         if self._wiretap:
             self._wiretap.sent(self.peer, message, _as_sent(message, words))
-        line.send(message, words, deadline=deadline)
+        connection.send(message, words, deadline=deadline)
         meanwhile()
         encoding = message.encoding
         entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
-        reply, filled = self._receive(line, encoding.space(entries), deadline, message)
+        reply, filled = self._receive(connection, encoding.space(entries), deadline, message)
         if filled:
             encoding.settle(entries)
         answer = torch.from_numpy(entries)
@@ -372,15 +372,15 @@ class Channel:
             raise self._failure(reply)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one that was sent")
-        return Reply(answer, reply.relayed, line)
+        return Reply(answer, reply.relayed, connection)
 
     def _told(
         self, message: wire.PermitRequest | wire.FetchBlock, deadline: float, *, max_payload: int
     ) -> tuple[wire.Reply, int]:
         """Send a message without rows or seeds. Returns the reply and the size of its payload, which follows."""
-        assert self._line is not None
-        self._line.send(message, deadline=deadline)
-        reply, payload_size = self._line.receive(max_payload=max_payload, deadline=deadline)
+        assert self._connection is not None
+        self._connection.send(message, deadline=deadline)
+        reply, payload_size = self._connection.receive(max_payload=max_payload, deadline=deadline)
         self.traffic.round_trips += 1
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
@@ -392,25 +392,16 @@ class Channel:
         self._drop()
         if self._closed.is_set():
             raise ConnectionLostError(f"the channel to {self._name} is closed")
-        line = self._line = ClientConnection(
-            self._name,
-            host=self.peer.host,
-            port=self.peer.port,
-            pins=self.peer.pins,
-            context=self._context,
-            remote_only=self.peer.remote_only,
-            traffic=self.traffic,
-            waiting=self._say,
-        )
+        connection = self._connection = self.peer.connection(self._context, traffic=self.traffic, waiting=self._say)
         if self._closed.is_set():  # `close` ran before this connection existed
-            line.shut()
-        line.open(deadline)
-        line.send(self._hello, deadline=deadline)
-        reply, _ = line.receive(max_payload=0, deadline=deadline)
+            connection.shut()
+        connection.open(deadline)
+        connection.send(self._hello, deadline=deadline)
+        reply, _ = connection.receive(max_payload=0, deadline=deadline)
         if isinstance(reply, wire.Failure) and self._is_too_new(reply):
             self._hello = msgspec.structs.replace(self._hello, version=self._older_version)
-            line.send(self._hello, deadline=deadline)
-            reply, _ = line.receive(max_payload=0, deadline=deadline)
+            connection.send(self._hello, deadline=deadline)
+            reply, _ = connection.receive(max_payload=0, deadline=deadline)
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
         if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
@@ -419,14 +410,14 @@ class Channel:
         return reply
 
     def _probe(self) -> wire.Welcome | None:
-        return None if self._line is None or self._line.peer_left() else self._welcome
+        return None if self._connection is None or self._connection.peer_left() else self._welcome
 
     def _receive(
-        self, line: ClientConnection, space: memoryview, deadline: float, message: wire.Execute | wire.Effect
+        self, connection: ClientConnection, space: memoryview, deadline: float, message: wire.Execute | wire.Effect
     ) -> tuple[wire.Reply, bool]:
         """Receive a reply, and write the payload of a result to `space`. Returns the reply, and True if it was
         written."""
-        reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
+        reply, payload_size = connection.receive(max_payload=len(space), deadline=deadline)
         filled = isinstance(reply, wire.Result) and not (reply.relayed and isinstance(message, wire.Effect))
         if not filled:
             if payload_size:
@@ -434,7 +425,7 @@ class Channel:
             return reply, False
         if payload_size != len(space):
             raise ProtocolError(f"{self._name} sent {payload_size} bytes of payload instead of {len(space)}")
-        line.fill(space, deadline=deadline)
+        connection.fill(space, deadline=deadline)
         return reply, True
 
     def _is_too_new(self, refusal: wire.Failure) -> bool:
@@ -456,9 +447,9 @@ class Channel:
 
     def _drop(self) -> None:
         self._welcome = None
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:

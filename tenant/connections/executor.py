@@ -46,7 +46,7 @@ class Answer:
         """Fetch a block of a relayed answer; see `Channel.fetch_block`."""
         assert self._kept is not None
         request = wire.FetchBlock(block=block_id)
-        return self._kept.channel.fetch_block(request, size, line=self._kept.reply.line, deadline=deadline)
+        return self._kept.channel.fetch_block(request, size, connection=self._kept.reply.connection, deadline=deadline)
 
     def confirm(self) -> None:
         """Let the executor forget the blocks, because the answer was right."""

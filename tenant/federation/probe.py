@@ -111,7 +111,7 @@ class ProviderProbe:
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
         self.finding = Finding(peer)
-        self.name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
+        self.name = peer.label
         self._federation = federation
         self._preparation = preparation
         self._connection: ClientConnection | None = None
@@ -190,15 +190,7 @@ class ProviderProbe:
 
     def _open(self) -> ClientConnection:
         federation, peer = self._federation, self.finding.peer
-        context = federation.tls_context(peer)
-        self._connection = ClientConnection(
-            self.name,
-            host=peer.host,
-            port=peer.port,
-            pins=peer.pins,
-            context=context,
-            remote_only=peer.remote_only,
-        )
+        self._connection = peer.connection(federation.tls_context(peer))
         self._connection.open(self._deadline)
         return self._connection
 

@@ -33,7 +33,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction, bounds_of
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
@@ -265,10 +265,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
 
 def _bounds(entry: GroupEntry, norms: Tensor) -> dict[Direction, Bound]:
     absmax, row, column = norms.tolist()
-    return {
-        FORWARD: Bound(inputs=entry.inputs, weight_absmax=int(absmax), weight_norm=row),
-        BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(absmax), weight_norm=column),
-    }
+    return bounds_of(entry.inputs, entry.stacked_outputs, absmax=int(absmax), row_norm=row, column_norm=column)
 
 
 def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
@@ -285,26 +282,27 @@ def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, chec
         for index, entry in enumerate(manifest.groups)
         if entry.experts > 1
     }
-    with os.fdopen(folder.open_file(_BLAME), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        path = Path(f"/dev/fd/{file.fileno()}")
+    with _digested(folder, _BLAME) as (path, digest):
         return BlameKeys.open(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
 
 
 def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], VerificationKeys], str]:
-    """Open the second verification keys, which are read once they are needed. Returns a function that reads them, and
-    the digest of their file."""
-    with os.fdopen(folder.open_file(_SECOND), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        stored = safe_open(Path(f"/dev/fd/{file.fileno()}"), framework="pt", device="cpu")
+    """Open the second verification keys. Returns a function that reads them, and the digest of their file."""
+    with _digested(folder, _SECOND) as (path, digest):
+        stored = safe_open(path, framework="pt", device="cpu")
 
     @functools.cache
     def read() -> VerificationKeys:
-        return VerificationKeys.from_tensors(
-            {name: stored.get_tensor(name) for name in list(stored.keys())}, groups=groups
-        )
+        return VerificationKeys.from_tensors({name: stored.get_tensor(name) for name in stored.keys()}, groups=groups)  # noqa: SIM118
 
     return read, digest
+
+
+@contextlib.contextmanager
+def _digested(folder: PrivateFolder, name: str) -> Iterator[tuple[Path, str]]:
+    """Context manager: the path of an open file, and its SHA-256."""
+    with os.fdopen(folder.open_file(name), "rb") as file:
+        yield Path(f"/dev/fd/{file.fileno()}"), hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,23 +101,12 @@ def compare_embeddings(
         blocks: token ids; at least one block, none empty.
         progress: called with (blocks done, number of blocks).
     """
-    cosines = []
-    for done, block in enumerate(blocks, start=1):
-        ids = torch.tensor([block], dtype=torch.long, device="cpu")
-        want, got = _hidden(reference, ids), _hidden(model, ids)
-        cosines.append(_cosines(want, got))
-        if progress:
-            progress(done, len(blocks))
-    return _likeness(torch.cat(cosines))
+    return _likeness(reference, model, blocks, _hidden, progress)
 
 
 @torch.no_grad()
 def compare_outputs(
-    reference: Any,
-    model: Any,
-    inputs: Mapping[str, Tensor],
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    reference: Any, model: Any, inputs: Mapping[str, Tensor], *, progress: Callable[[int, int], None] | None = None
 ) -> Likeness:
     """Run both models on the same inputs (pixels, sound) and compare their first outputs: logits, or hidden states.
 
@@ -128,10 +117,7 @@ def compare_outputs(
     Raises:
         ConfigError: the model does not run on these inputs.
     """
-    want, got = _first_output(reference, inputs), _first_output(model, inputs)
-    if progress:
-        progress(1, 1)
-    return _likeness(_cosines(want, got).flatten())
+    return _likeness(reference, model, [inputs], _first_output, progress)
 
 
 def read_inputs(file: Path) -> dict[str, Tensor]:
@@ -142,13 +128,22 @@ def read_inputs(file: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
 
 
-def _cosines(want: Tensor, got: Tensor) -> Tensor:
-    same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
-    return torch.where(same, 1.0, cosine_similarity(want, got, dim=-1))
-
-
-def _likeness(cosines: Tensor) -> Likeness:
-    return Likeness(vectors=len(cosines), min_cosine=float(cosines.min()), mean_cosine=float(cosines.mean()))
+def _likeness(
+    reference: Any,
+    model: Any,
+    inputs: Sequence[Any],
+    vectors: Callable[[Any, Any], Tensor],
+    progress: Callable[[int, int], None] | None,
+) -> Likeness:
+    cosines = []
+    for done, one in enumerate(inputs, start=1):
+        want, got = vectors(reference, one), vectors(model, one)
+        same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
+        cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)).flatten())
+        if progress:
+            progress(done, len(inputs))
+    found = torch.cat(cosines)
+    return Likeness(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
 
 
 def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -168,9 +163,9 @@ def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return first.to(device="cpu", dtype=torch.float64)
 
 
-def _hidden(model: Any, ids: Tensor) -> Tensor:
+def _hidden(model: Any, block: list[int]) -> Tensor:
     """Return the last hidden states: float64 `[tokens, width]`."""
-    ids = ids.to(model.device)
+    ids = torch.tensor([block], dtype=torch.long, device=model.device)
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     output = model(input_ids=ids, output_hidden_states=True, **decoder)
     states = output.decoder_hidden_states if decoder else output.hidden_states

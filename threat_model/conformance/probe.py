@@ -46,7 +46,7 @@ class Dialler:
     until: float = math.inf
 
     def __str__(self) -> str:
-        return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
+        return self.peer.label
 
     def connect(self) -> Probe:
         """An authenticated connection without a hello.
@@ -58,14 +58,7 @@ class Dialler:
         """
         peer = self.peer
         context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
-        connection = ClientConnection(
-            str(self),
-            host=peer.host,
-            port=peer.port,
-            pins=peer.pins,
-            context=context,
-            remote_only=peer.remote_only,
-        )
+        connection = peer.connection(context)
         try:
             connection.open(self.deadline())
         except BaseException as error:

@@ -15,16 +15,14 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
-from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.registration import add
 
 
 @dataclass
 class BitFitConfig(MethodConfig):
     """Configuration of BitFit. Without `target_modules`, all biases of linears and layer norms are trained."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = peft_type("BITFIT")
+    method = "BITFIT"
 
 
 class BitFitLayer(MethodLayer):

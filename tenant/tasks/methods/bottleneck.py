@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from symbiosis_priv.errors import ConfigError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
-from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.registration import add
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -29,13 +29,14 @@ class BottleneckConfig(MethodConfig):
         ConfigError: a value is out of range.
     """
 
+    method = "BOTTLENECK"
+
     bottleneck_dim: int = 64
     activation: str = "gelu"
     init_weights: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = peft_type("BOTTLENECK")
         if self.activation not in _ACTIVATIONS:
             raise ConfigError(f"activation = {self.activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
         if not self.bottleneck_dim >= 1:

@@ -8,7 +8,7 @@ loaded adapter is sparse, and training it further changes the values of its entr
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
-from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.registration import add
 from tenant.tasks.methods.sparse import Pattern, Patterns, version
 
 _BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of the hard concrete distribution
@@ -40,26 +40,21 @@ class DiffPruningConfig(MethodConfig):
         ConfigError: a value is out of range.
     """
 
+    method = "DIFF_PRUNING"
+    learns_with = "learn_support"
+
     density: float = 0.005
     l0_weight: float = 1.25e-7
     learn_support: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = peft_type("DIFF_PRUNING")
         if not 0 < self.density <= 1:
             raise ConfigError(f"density = {self.density} is not in (0, 1]")
 
     def entries(self, widths: Widths) -> int:
         """Entries of the sparse change of a linear."""
         return max(1, round(self.density * math.prod(widths)))
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the configuration of the sparse adapter."""
-        if self.learn_support:
-            replace(self, learn_support=False).save_pretrained(save_directory, **kwargs)
-        else:
-            super().save_pretrained(save_directory, **kwargs)
 
 
 class DiffPruningLayer(MethodLayer):

@@ -2,8 +2,8 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftConfig
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import UnsupportedMethodError
+from tenant.tasks.methods.registration import peft_type
 
 MERGE_AT_HOME = (
     "merging changes base weights, which stay at the providers. Save the adapter, and merge it into the full model, "
@@ -25,11 +26,16 @@ MERGE_AT_HOME = (
 class MethodConfig(PeftConfig):
     """The fields that all methods of this package have.
 
+    `learns_with` names the field that says whether masks or supports are learned. A saved adapter has False there.
+
     Args:
         target_modules: names of the modules to adapt, a regular expression, or "all-linear".
         exclude_modules: names of modules to leave out, or a regular expression.
         modules_to_save: modules of the tenant to train and save, such as a classification head.
     """
+
+    method: ClassVar[str]
+    learns_with: ClassVar[str | None] = None
 
     target_modules: list[str] | set[str] | str | None = None
     exclude_modules: list[str] | set[str] | str | None = None
@@ -37,10 +43,16 @@ class MethodConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self.peft_type = peft_type(self.method)
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, list):
                 setattr(self, name, set(value))
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the configuration of an adapter whose masks or supports are final."""
+        final: dict[str, Any] = {self.learns_with: False} if self.learns_with else {}
+        super(MethodConfig, replace(self, **final)).save_pretrained(save_directory, **kwargs)
 
 
 class MethodLayer(nn.Module, BaseTunerLayer):

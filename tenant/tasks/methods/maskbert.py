@@ -7,7 +7,7 @@ the checkpoint once, when the adapter is first used, and the product with them i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner
-from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.registration import add
 from tenant.tasks.methods.sparse import Pattern, Patterns
 from tenant.tasks.methods.start import base_weight, remote_layer
 
@@ -35,21 +35,16 @@ class MaskBertConfig(MethodConfig):
         ConfigError: a value is out of range.
     """
 
+    method = "MASKBERT"
+    learns_with = "learn_masks"
+
     masked_share: float = 0.05
     learn_masks: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = peft_type("MASKBERT")
         if not 0 <= self.masked_share < 1:
             raise ConfigError(f"masked_share = {self.masked_share} is not in [0, 1)")
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the configuration of binary masks."""
-        if self.learn_masks:
-            replace(self, learn_masks=False).save_pretrained(save_directory, **kwargs)
-        else:
-            super().save_pretrained(save_directory, **kwargs)
 
 
 class MaskBertLayer(MethodLayer):

@@ -342,6 +342,17 @@ def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Pa
     assert "the tied LM head, at providers" in tenant("check", "--model", str(tmp_path), "--tied-head")
 
 
+def test_check_shows_the_traffic_of_the_federations_ring(model: Path, local: LocalFederation, tmp_path: Path) -> None:
+    narrow = changed(local, tmp_path / "federation.toml", r"\[model\]", "[model]\nring_bits = 24")
+    sent = []
+    for federation in (local.federation, narrow):
+        shown = tenant("check", "--model", str(model), "--federation", str(federation))
+        figure = re.search(r"sent and received for a token\D+([\d.]+) MB", shown)
+        assert figure
+        sent.append(float(figure[1]))
+    assert sent[1] < sent[0]
+
+
 def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:
     shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for figure in ("same first choice", "perplexity", "smallest cosine"):

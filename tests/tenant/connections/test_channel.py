@@ -384,7 +384,7 @@ def test_closing_after_an_answer_arrived_leaves_no_connection_open(
     channel = connect(executor, wiretap=Closing())
     request, payload = execute()
     assert channel.request(request, payload, outputs=OUTPUTS).shape == (len(payload), OUTPUTS)
-    assert channel.line is None
+    assert channel.connection is None
 
 
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:
@@ -447,8 +447,8 @@ def test_nonces_never_repeat() -> None:
 def test_tls_1_3_authenticates_both_sides(executor: ScriptedProvider, connect: NewChannel) -> None:
     channel = connect(executor)
     ask(channel)
-    assert channel.line is not None
-    connection = channel.line.tls
+    assert channel.connection is not None
+    connection = channel.connection.tls
     assert connection is not None
     assert connection.version() == "TLSv1.3"
     assert connection.context.verify_mode == ssl.CERT_REQUIRED

@@ -1,11 +1,12 @@
 """A helper's connections to the executors under `[relay] to`.
 
 Theory of operation. The gateway's thread that has made a block sends it itself, on an idle connection or a new one, and
-waits for the executor's receipt. The number of connections to one executor is limited; other threads wait for one of
-them. Every wait has a deadline, after which the tenant gets the effect directly. After a connection has failed, no
-request waits for that executor again: effects go directly to the tenants until a thread in the background has made a
-connection. Its attempts back off. If the executor refuses a tenant's block, the tenant's effects go directly for a
-second, so that a tenant without a permit or without memory there does not take other tenants' turns.
+waits for the executor's receipt. The number of connections to one executor is limited, and no tenant has more of them
+than stay free; other threads wait. Every wait has a deadline, after which the tenant gets the effect directly. After a
+connection has failed, no request waits for that executor again: effects go directly to the tenants until a thread in
+the background has made a connection. Its attempts back off. If the executor refuses a tenant's block, the tenant's
+effects go directly for a second, so that a tenant without a permit or without memory there does not take other tenants'
+turns.
 
 Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
 of a connection show a certificate that the other side has pinned.
@@ -32,7 +33,7 @@ from symbiosis_priv.network.tls import TenantIdentity, client_context
 
 log = logs.EventLog(__name__)
 
-_CONNECTIONS = 8  # to one executor
+_CONNECTIONS = 16  # to one executor
 _CONNECT_S = 5.0
 _DEPOSIT_S = 5.0  # for a block without its bytes
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
@@ -136,8 +137,9 @@ class _Link:
         self._target, self._context, self._key, self._rate = target, context, key, rate
         self._executor = fingerprint(target.certificate)
         self.tally = tally
-        self._places = threading.BoundedSemaphore(_CONNECTIONS)
         self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._in_use: Counter[TenantIdentity] = Counter()  # connections
         self._idle: list[ClientConnection] = []
         self._refused_until: dict[TenantIdentity, float] = {}
         self._pause = 0.0  # seconds between attempts to connect; 0.0 while the link is up
@@ -149,7 +151,7 @@ class _Link:
         if self._pause:
             self._revive()
         elif time.monotonic() >= self._refused_until.get(tenant, 0.0):
-            outcome = self._send_in_turn(block, payload, permit)
+            outcome = self._send_in_turn(tenant, block, payload, permit)
         with self._lock:
             self.tally[outcome] += 1
         if outcome == "refused":
@@ -166,19 +168,26 @@ class _Link:
         for line in idle:
             line.close()
 
-    def _send_in_turn(self, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
+    def _send_in_turn(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
         signature = sign(self._key, statement(block, permit=permit, executor=self._executor, payload=payload))
         deposit = wire.Deposit(**msgspec.structs.asdict(block), permit=permit, signature=signature)
         deadline = time.monotonic() + _DEPOSIT_S + len(payload) / self._rate
-        if not self._places.acquire(timeout=_DEPOSIT_S):
-            return "failed"
+        with self._freed:
+            if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S):
+                return "failed"
+            self._in_use[tenant] += 1
         try:
             return self._send(deposit, payload, deadline)
         except SymbiosisError as error:
             self._mark_down(error)
             return "failed"
         finally:
-            self._places.release()
+            with self._freed:
+                self._in_use[tenant] -= 1
+                self._freed.notify_all()
+
+    def _has_place(self, tenant: TenantIdentity) -> bool:
+        return self._in_use[tenant] < _CONNECTIONS - self._in_use.total()
 
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
         line = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))

@@ -6,6 +6,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.server import CONNECTIONS
 from tenant.endpoint.api.service import Service
 
 
@@ -19,6 +20,7 @@ class Settings:
             machine (DNS rebinding) has another name.
         body_limit: bytes of a request's body.
         body_s: seconds in which a body must arrive.
+        requests: requests in progress; more are refused. No client has more of them than places that stay free.
         drain_s: seconds that answers may go on when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
@@ -29,6 +31,7 @@ class Settings:
     hosts: frozenset[str] = frozenset({"localhost"})
     body_limit: int = 8 << 20
     body_s: float = 30.0
+    requests: int = CONNECTIONS
     drain_s: float = 30.0
     adapters: Path | None = None
     open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})

@@ -1,4 +1,7 @@
-"""Checks every HTTP request before the application sees it: host, origin, key, and the size of the body.
+"""Checks every HTTP request before the application sees it: host, origin, key, the client's share of the requests in
+progress, and the size of the body.
+
+The body of a request without a key is not read: no request without a key is in progress for longer than its answer.
 
 Other users of this machine can connect to loopback, and so can web pages in a browser on this machine. A page cannot
 name the key, but the checks of `Host` and `Origin` do not rely on that.
@@ -8,6 +11,9 @@ import asyncio
 import hmac
 import logging
 import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from urllib.parse import urlsplit
 
@@ -31,6 +37,7 @@ class Guard:
         self.app = app
         self._settings = settings
         self._metrics = metrics
+        self._in_progress = Counter[str]()  # by client
         self._digests = [sha256(key.encode()).digest() for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,10 +56,14 @@ class Guard:
             try:
                 headers = Headers(scope=scope)
                 self._check_host(headers)
-                scope.setdefault("state", {})["client"] = self._client(scope["path"], headers)
-                if scope["path"] not in self._settings.streamed_paths:
-                    receive = await self._whole_body(headers, receive)
-                await self.app(scope, receive, noted)
+                client = self._client(scope["path"], headers)
+                scope.setdefault("state", {})["client"] = client
+                with self._place(client):
+                    if not client:
+                        receive = _no_body
+                    elif scope["path"] not in self._settings.streamed_paths:
+                        receive = await self._whole_body(headers, receive)
+                    await self.app(scope, receive, noted)
             except ApiError as error:
                 if not status:
                     await error.response()(scope, receive, noted)
@@ -64,6 +75,17 @@ class Guard:
                     )
         finally:
             self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
+
+    @contextmanager
+    def _place(self, client: str) -> Iterator[None]:
+        """Count a request of a client in progress."""
+        if self._in_progress[client] >= self._settings.requests - self._in_progress.total():
+            raise ApiError(429, "too many requests of this key are in progress; try again later", code="overloaded")
+        self._in_progress[client] += 1
+        try:
+            yield
+        finally:
+            self._in_progress[client] -= 1
 
     def _check_host(self, headers: Headers) -> None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
@@ -115,6 +137,10 @@ class Guard:
             return {"type": "http.request", "body": bytes(body), "more_body": False}
 
         return replay
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 def _origin_host(origin: str) -> str | None:

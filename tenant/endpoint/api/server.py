@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 32 << 10
 _HEAD_S = 10.0  # seconds in which the head of a request must arrive
-_CONNECTIONS = 512  # one more closes the one that has waited longest for a request
+CONNECTIONS = 512
+"""One more closes the one that has waited longest for a request."""
 
 
 class _Connection(H11Protocol):
@@ -28,7 +29,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
-        if len(self.connections) > _CONNECTIONS:
+        if len(self.connections) > CONNECTIONS:
             waiting = [one for one in self.connections if isinstance(one, _Connection) and one._late is not None]
             min(waiting, key=lambda one: one._since).transport.abort()
 

@@ -55,7 +55,8 @@ class Limits:
         step_work: floating-point operations of a step for the attention of prompts while other requests run. A long
             prompt gets fewer rows the more tokens it has behind it, so that the tokens of others keep coming.
         running: requests that run at the same time.
-        waiting: requests that wait; more are refused.
+        waiting: requests that wait; more are refused. No client has more of them than places that stay free, so one
+            client finds a place whatever the others do.
     """
 
     memory: int = 1 << 30
@@ -63,7 +64,7 @@ class Limits:
     prompt_rows: int = 64
     step_work: int = 20_000_000_000
     running: int = 128
-    waiting: int = 256
+    waiting: int = 512
 
 
 class ContinuousEngine(Engine):
@@ -106,7 +107,7 @@ class ContinuousEngine(Engine):
         with self._changed:
             if self._closed:
                 raise OverloadedError("the endpoint is stopping")
-            if len(self._waiting) >= self._limits.waiting:
+            if self._waiting.count(request.client) >= self._limits.waiting - len(self._waiting):
                 raise OverloadedError(f"{len(self._waiting)} requests are waiting; try again later")
             self._waiting.add(sequence)
             self._changed.notify_all()

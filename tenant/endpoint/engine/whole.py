@@ -40,7 +40,7 @@ class WholeEngine(Engine):
         model: a split or whole model that generates.
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
-        max_waiting: number of requests that may wait.
+        max_waiting: number of requests that may wait; no client has more of them than places that stay free.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class WholeEngine(Engine):
             )
         job = _Job(Answer(request, sink, self._tokenizer), self)
         with self._changed:
-            waiting = sum(map(len, self._waiting.values()))
-            if self._closed or waiting >= self._max_waiting:
+            waiting, own = sum(map(len, self._waiting.values())), len(self._waiting.get(request.client, ()))
+            if self._closed or own >= self._max_waiting - waiting:
                 raise OverloadedError("the endpoint is stopping" if self._closed else f"{waiting} requests are waiting")
             self._waiting.setdefault(request.client, deque()).append(job)
             self._changed.notify_all()

@@ -5,6 +5,7 @@ closes, the endpoint has ended: the process gets SIGTERM, and saves the complete
 no command line has a name of the tenant's, and no process outlives its endpoint by more than a step.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -53,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def main() -> None:
     """Run the work that stdin describes."""
     work = msgspec.json.decode(sys.stdin.buffer.readline(), type=Work)
-    os.nice(_NICE)
+    _give_way()
     when_stdin_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))
     output = Path(work.output)
     try:
@@ -63,6 +64,13 @@ def main() -> None:
     except SymbiosisError as error:
         _say(Report(error=one_line(str(error))))
         raise SystemExit(1) from None
+
+
+def _give_way() -> None:
+    """Let the endpoint go first: on the processors, and when this machine runs out of memory (Linux)."""
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _run(work: Work, output: Path, *, resume: bool) -> None:

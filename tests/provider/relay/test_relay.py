@@ -17,6 +17,7 @@ from provider.gateway.credentials import Credentials
 from provider.relay import links
 from provider.relay.matrices import without_blocks
 from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates
@@ -25,7 +26,7 @@ from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.network.blocks import block_id, statement
-from symbiosis_priv.network.tls import client_context
+from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tests.provider.conftest import Client
 from tests.provider.relay.conftest import configured
 from tests.waiting import until
@@ -390,6 +391,47 @@ def test_a_refused_block_gives_the_effect_and_delays_no_other_tenant(new_tenant:
     assert after.refused - before.refused + after.failed - before.failed == 20
     assert after.failed > before.failed  # later ones were not even sent
     bob.relay(GROUP, 2, first_row=778)
+
+
+def test_a_tenant_does_not_take_all_connections_to_an_executor(
+    keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant with many large blocks, or an executor that takes long with them, delays no other tenant's block."""
+    sent, let_go = threading.Semaphore(0), threading.Event()
+
+    def send(link: Any, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
+        if bytes(payload) == b"large":
+            sent.release()
+            assert let_go.wait(60)
+        return "deposits"
+
+    monkeypatch.setattr(links._Link, "_send", send)
+    order = wire.RelayOrder(permit=bytes(32), executor=pair.executor_certificate)
+    effect = wire.Effect(
+        nonce=bytes(16),
+        group=0,
+        rows=1,
+        direction="forward",
+        arithmetic="ring",
+        seed=Seed(bytes(32)),
+        first_row=0,
+        relay=order,
+    )
+    to = RelayTarget(address="127.0.0.1:1", certificate=keys.provider.certificate)
+    config = msgspec.structs.replace(pair.helper.config, relay=RelayConfig(to=(to,)))
+    own = links.Links(config)
+
+    def deposit(name: str, payload: bytes) -> bool:
+        return own.deposit(TenantIdentity(name, "authority"), effect, order, memoryview(payload))
+
+    greedy = [threading.Thread(target=deposit, args=("greedy", b"large")) for _ in range(links._CONNECTIONS)]
+    for thread in greedy:
+        thread.start()
+    assert all(sent.acquire(timeout=60) for _ in range(links._CONNECTIONS // 2))
+    assert deposit("modest", b"small")
+    let_go.set()
+    for thread in greedy:
+        thread.join()
 
 
 @pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])

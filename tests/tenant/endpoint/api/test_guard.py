@@ -1,14 +1,19 @@
 """Hostile requests: other users of the machine, web pages, and clients that ask for too much."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from tenant.endpoint.api.guard import Guard
+from tenant.endpoint.api.metrics import Metrics
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.waiting import until
 
@@ -129,12 +134,62 @@ def test_late_bodies_and_long_heads_are_refused(served: Served) -> None:
 
 def test_connections_without_a_request_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant.endpoint.api.server._HEAD_S", 0.2)
-    monkeypatch.setattr("tenant.endpoint.api.server._CONNECTIONS", 8)
+    monkeypatch.setattr("tenant.endpoint.api.server.CONNECTIONS", 8)
     idle = [connected(served, b"GET /health HTTP/1.1\r\n" * (place % 2)) for place in range(12)]
     assert ask(served, "GET", "/health")[0] == 200
     for one in idle:
         with one, contextlib.suppress(ConnectionResetError):
             assert one.recv(10) == b""
+
+
+def test_bodies_hold_no_connection_without_a_key(served: Served) -> None:
+    """Otherwise anybody on this machine could hold all connections with bodies that never come."""
+    for path in ("/health", "/openapi.json"):
+        with connected(
+            served, f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode()
+        ) as open_one:
+            assert b" 405 " in open_one.recv(1000).splitlines()[0]
+
+
+def test_a_key_leaves_places_for_other_keys(served: Served) -> None:
+    """The requests of a key wait for their bodies, and another key's request is answered."""
+
+    def head(key: str) -> dict[str, Any]:
+        sent = {"host": "localhost", "authorization": f"Bearer {key}"}
+        headers = [(name.encode(), value.encode()) for name, value in sent.items()]
+        return {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def asked() -> list[int]:
+        guard, statuses = (
+            Guard(app, replace(served.settings, requests=8, body_s=60.0), Metrics(served.service.engine)),
+            [],
+        )
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        async def never() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def at_once() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        waiting = [asyncio.ensure_future(guard(head(KEY), never, send)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert statuses == [429] * 16
+        await guard(head("sk-other"), at_once, send)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await guard(head(KEY), at_once, send)
+        return statuses[16:]
+
+    assert asyncio.run(asked()) == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,8 @@ import http.client
 import io
 import json
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,9 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
     parent.chmod(0o777)
     with pytest.raises(ConfigError, match="other users"):
         Files(parent / "files")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the file is Linux's")
+def test_a_job_that_takes_all_memory_is_killed_before_the_endpoint() -> None:
+    code = "from tenant.endpoint.jobs import child; child._give_way(); print(open('/proc/self/oom_score_adj').read())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"1000"

@@ -25,15 +25,11 @@ from tenant.core.pads import Pad
 from tenant.core.secret import SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
-from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.collusion import Collusion
-from threat_model.attacks.differencing import Differencing
-from threat_model.attacks.parity import EvenMasks
+from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
+from threat_model.attacks.generators import SamplerGrid, SeedRecovery
 from threat_model.attacks.relayed import RelayedAnswers
-from threat_model.attacks.row_scale import RowScale
-from threat_model.attacks.sampler_grid import SamplerGrid
-from threat_model.attacks.seeds import SeedRecovery
-from threat_model.attacks.subspace import SubspaceProjection
+from threat_model.attacks.reused_noise import Differencing
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import CollusionView, Exchange, ExecutorView
 from threat_model.lab import Recording

@@ -1,6 +1,7 @@
 """The commands of `symbiosis-priv bench`. A command imports its measurement when it runs, because that needs torch."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,8 @@ import typer
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import RingBits
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
 from symbiosis_priv.system.files import output_file, read_text, write_atomically
-from tenant.bench import result_file, tables
-from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import (
     HALF_THE_CORES,
     Batch,
@@ -39,9 +38,9 @@ from tenant.bench.cli_options import (
     show,
     widths,
 )
-from tenant.bench.kernels_cli import kernels
-from tenant.bench.llama import Llama
-from tenant.bench.result_file import Row
+from tenant.bench.models import Bert, Llama, Traffic
+from tenant.bench.results import result_file, tables
+from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
 
 if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
@@ -51,7 +50,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure the cost of split execution, compared with whole-model execution in the same run.",
 )
-app.command()(kernels)
 
 _SHAPE = Llama(width=2048, layers=4, inner=5632)
 _SMALL = Llama(width=512, layers=4, inner=1408)
@@ -80,8 +78,8 @@ def step(
     json: Json = None,
 ) -> None:
     """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
+    from tenant.bench.processes.tenant_process import Step
     from tenant.bench.steps_and_tokens import measure_step
-    from tenant.bench.tenant_process import Step
 
     task = Step(batch=batch, tokens=tokens)
     _contest("step", partial(measure_step, shape=shape, task=task), shape, masking, effort, json)
@@ -99,8 +97,8 @@ def token(
     json: Json = None,
 ) -> None:
     """A generated token of a Llama, whole and split."""
+    from tenant.bench.processes.tenant_process import Generate
     from tenant.bench.steps_and_tokens import measure_token
-    from tenant.bench.tenant_process import Generate
 
     task = Generate(prompt=prompt, tokens=tokens)
     _contest("token", partial(measure_token, shape=shape, task=task), shape, masking, effort, json)
@@ -109,12 +107,12 @@ def token(
 def _contest(
     benchmark: str, work: Callable[..., list[Row]], shape: Llama, masking: str, effort: Effort, json: Path | None
 ) -> None:
-    from tenant.bench import contest
+    from tenant.bench.steps_and_tokens import contest
 
     maskings = [scheme(name) for name in masking.split(",")]
 
     def run(folder: Path, tell: Tell) -> list[Row]:
-        with contest.contest(folder, shape, maskings, effort) as running:
+        with contest(folder, shape, maskings, effort) as running:
             return work(running, maskings=maskings, repeat=effort.repeat, on_turn=tell)
 
     measure(benchmark, json, run)
@@ -222,9 +220,9 @@ def network(
     The tenant's link is emulated with a bandwidth, a delay and losses: in a
     network namespace if this machine can make one, else by a proxy.
     """
-    from tenant.bench.link.condition import Condition
-    from tenant.bench.link.emulation import KINDS
-    from tenant.bench.slow_network import measure_network
+    from tenant.bench.network.condition import Condition
+    from tenant.bench.network.emulation import KINDS
+    from tenant.bench.network.slow_network import measure_network
 
     if link not in (*KINDS, "auto"):
         raise ConfigError(f"--link {link!r}: choose one of auto, {', '.join(KINDS)}")
@@ -258,7 +256,7 @@ def network(
 @app.command("bytes")
 def moved(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -> None:
     """Bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B, computed from their shapes."""
-    from tenant.bench.moved_bytes import moved_bytes
+    from tenant.bench.network.moved_bytes import moved_bytes
 
     maskings = [scheme(name) for name in masking.split(",")]
     measure("bytes", json, lambda folder, tell: moved_bytes(maskings))
@@ -399,6 +397,34 @@ def bits(
 
 
 @app.command()
+def kernels(
+    *,
+    rows: Rows = "1,8,64,256",
+    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
+    repeat: Repeat = 10,
+    threads: Threads = HALF_THE_CORES,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+    device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
+    json: Json = None,
+) -> None:
+    """Time every exact kernel and float32 in both directions, and show which kernel is chosen."""
+    import torch
+
+    from tenant.bench.kernels import measure_kernels
+
+    counts, shapes = numbers(rows, "--rows"), _shapes(shape)
+    torch.set_num_threads(threads)
+    timed = partial(measure_kernels, row_counts=counts, repeat=repeat, weight_bits=weight_bits, device=device)
+    measure(
+        "kernels",
+        json,
+        lambda folder, tell: (row for inputs, outputs in shapes for row in timed(inputs=inputs, outputs=outputs)),
+    )
+
+
+@app.command()
 def quality(
     *,
     model: Annotated[
@@ -448,6 +474,15 @@ def report(
         typer.echo("\n".join(map(tables.render, reports)), nl=False)
     else:
         tables.update(markdown, reports)
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """Parse `2048x2048,2048x11264`."""
+    found = [re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", part) for part in text.split(",")]
+    shapes = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    if len(shapes) < len(found):
+        raise ConfigError(f"--shape {text!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
+    return shapes
 
 
 def _scenarios(tenants: str) -> "list[Scenario]":

@@ -8,7 +8,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,36 +15,14 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from tenant.bench.result_file import Row
+from tenant.bench.results.result_file import Row
 
 log = logging.getLogger(__name__)
 
 _SLOW_S = 0.5  # a product that takes longer is measured once
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelTiming:
-    """One product of one shape.
-
-    Args:
-        kernels: median microseconds by kernel; kernels that are not exact or do not run here are missing.
-        float32: median microseconds of the float32 product.
-    """
-
-    inputs: int
-    outputs: int
-    rows: int
-    direction: Direction
-    weight_bits: int
-    kernels: dict[str, float]
-    chosen: str
-    float32: float
-
-    def ratio(self, kernel: str) -> float:
-        """A kernel's time divided by float32's."""
-        return self.kernels[kernel] / self.float32
 
 
 def measure_kernels(
@@ -56,9 +33,16 @@ def measure_kernels(
     repeat: int,
     weight_bits: int = DEFAULT_WEIGHT_BITS,
     device: str = "cpu",
-) -> Iterator[KernelTiming]:
-    """Time every exact kernel on one shape, in both directions, by turns."""
-    where = torch.device(device)
+) -> Iterator[Row]:
+    """Time every exact kernel on one shape, in both directions, by turns.
+
+    Yields:
+        A row per direction, row count and kernel. Kernels that are not exact or do not run here are missing.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    where = _device(device)
     top = (1 << (weight_bits - 1)) - 1
     weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device="cpu")
     kernels = {name: kernel for name, kernel in KERNELS.items() if kernel.supports(where)}
@@ -84,34 +68,27 @@ def measure_kernels(
                 },
             }
             times = _median_us(runs, repeat=repeat, device=where)
-            yield KernelTiming(
-                inputs=inputs,
-                outputs=outputs,
-                rows=count,
-                direction=direction,
-                weight_bits=weight_bits,
-                float32=times.pop("float32"),
-                kernels=times,
-                chosen=matrix.chosen(count, direction).name,
-            )
+            float32, chosen = times.pop("float32"), matrix.chosen(count, direction).name
+            for name, micros in times.items():
+                yield {
+                    "weight_bits": weight_bits,
+                    "inputs": inputs,
+                    "outputs": outputs,
+                    "direction": direction,
+                    "rows": count,
+                    "kernel": name,
+                    "chosen": "yes" if name == chosen else "",
+                    "product_us": micros,
+                    "over_float32": micros / float32,
+                }
 
 
-def kernel_rows(timing: KernelTiming) -> list[Row]:
-    """A row per kernel, for a report."""
-    return [
-        {
-            "weight_bits": timing.weight_bits,
-            "inputs": timing.inputs,
-            "outputs": timing.outputs,
-            "direction": timing.direction,
-            "rows": timing.rows,
-            "kernel": name,
-            "chosen": "yes" if name == timing.chosen else "",
-            "product_us": micros,
-            "over_float32": timing.ratio(name),
-        }
-        for name, micros in timing.kernels.items()
-    ]
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name, dtype=torch.int32).device
+    except (RuntimeError, AssertionError) as error:  # the latter error if torch was built without CUDA
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
 
 
 def _is_exact(

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from tenant.bench import process_costs
-from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import Effort
-from tenant.bench.providers import provide, remote_config
-from tenant.bench.result_file import Row
+from tenant.bench.models import Bert, Traffic
+from tenant.bench.processes import process_costs
+from tenant.bench.processes.providers import provide, remote_config
+from tenant.bench.results.result_file import Row
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model

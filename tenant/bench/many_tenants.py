@@ -19,11 +19,11 @@ from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import figures
 from symbiosis_priv.harness.local import METRICS
-from tenant.bench.children import Child
-from tenant.bench.llama import small_llama
-from tenant.bench.providers import provide
-from tenant.bench.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
-from tenant.bench.result_file import Row, number, percentile
+from tenant.bench.models import small_llama
+from tenant.bench.processes.children import Child
+from tenant.bench.processes.providers import provide
+from tenant.bench.processes.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
+from tenant.bench.results.result_file import Row, number, percentile
 
 _CHECKED_S = 2.0
 _POLICIES: Final = ("none", "lockstep", "opportunistic")

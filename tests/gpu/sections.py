@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +126,19 @@ def products(options: Options) -> Iterator[Row]:
     import torch
 
     from symbiosis_priv.arithmetic.ring import FORWARD
-    from tenant.bench.kernels import kernel_rows, measure_kernels
+    from tenant.bench.kernels import measure_kernels
+    from tenant.bench.results.result_file import number
 
     counts = [1, 4] if options.small else [1, 16, 64, 256, 1024]
     for inputs, outputs in [(64, 96)] if options.small else [(4096, 28672), (14336, 4096)]:
-        for timing in measure_kernels(
-            inputs=inputs, outputs=outputs, row_counts=counts, repeat=5, device=options.device
-        ):
-            width, columns = (inputs, outputs) if timing.direction == FORWARD else (outputs, inputs)
-            left = torch.randn(timing.rows, width, dtype=torch.bfloat16, device=options.device)
+        timed = measure_kernels(inputs=inputs, outputs=outputs, row_counts=counts, repeat=5, device=options.device)
+        for (direction, count), found in groupby(timed, key=itemgetter("direction", "rows")):
+            width, columns = (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+            left = torch.randn(count, width, dtype=torch.bfloat16, device=options.device)
             right = torch.randn(width, columns, dtype=torch.bfloat16, device=options.device)
             micros = 1e6 * _median_s(partial(torch.mm, left, right), options.device, repeat=5)
-            for row in kernel_rows(timing):
-                over = timing.kernels[str(row["kernel"])] / micros
-                yield {**row, "bfloat16_us": micros, "over_bfloat16": over}
+            for row in found:
+                yield {**row, "bfloat16_us": micros, "over_bfloat16": number(row["product_us"]) / micros}
 
 
 def transfers(options: Options) -> Iterator[Row]:

@@ -14,14 +14,11 @@ import torch
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import RoleConflictError
 from threat_model.attacks import Attack, Outcome
-from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.collusion import Collusion
-from threat_model.attacks.differencing import Differencing
-from threat_model.attacks.parity import EvenMasks
+from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale
+from threat_model.attacks.generators import SamplerGrid, SeedRecovery
 from threat_model.attacks.relayed import RelayedAnswers
-from threat_model.attacks.row_scale import RowScale
-from threat_model.attacks.sampler_grid import SamplerGrid
-from threat_model.attacks.seeds import SeedRecovery
+from threat_model.attacks.reused_noise import Differencing
 from threat_model.evidence.public import alone
 from threat_model.evidence.schemes import LOCAL, PAD, PAD_RELAY, PADS, AttackedScheme, paper_pool
 from threat_model.evidence.views import CollusionView, ExecutorView

@@ -1,25 +1,18 @@
-"""All attacks, in the order of the report. A new attack is a module with a class, and an entry in this list."""
+"""All attacks, in the order of the report. A new attack is a class in one of the modules, and an entry in this list."""
 
 from typing import Any
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks.adapter import AdapterExtraction
-from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.base import Attack, Outcome
-from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.clustering import BlindClustering
-from threat_model.attacks.collusion import Coalition, Collusion, PartialCollusion
-from threat_model.attacks.differencing import Differencing
+from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
+from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
+from threat_model.attacks.generators import SamplerGrid, SeedRecovery
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
-from threat_model.attacks.other_parties import HelperAlone, MixedBatches
-from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.relayed import RelayedAnswers
-from threat_model.attacks.repeats import RepeatedRows
-from threat_model.attacks.row_scale import RowScale
-from threat_model.attacks.sampler_grid import SamplerGrid
-from threat_model.attacks.seeds import SeedRecovery
-from threat_model.attacks.side_channels import ExecutorShapes, NeighbourCounts, NetworkShapes
-from threat_model.attacks.subspace import SubspaceProjection
+from threat_model.attacks.reused_noise import CandidateSubtraction, Differencing, RepeatedRows
+from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
 from threat_model.attacks.tokens import DeepLayerTokens, FirstLayerTokens
 from threat_model.attacks.uniformity import Distinguisher, Uniformity
 

@@ -1,4 +1,4 @@
-"""Executor and helpers together: they expand the seeds, and subtract the pads.
+"""A helper alone, and the executor and helpers together: they expand the seeds, and subtract the pads.
 
 With all helpers the attack must succeed, because `pad` assumes that they do not all collude. With all helpers except
 one it must fail, because one unknown share hides the sum. The attack need not know which pad row belongs to which
@@ -10,13 +10,16 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import DirectedAttack, Outcome, Rows, RowsAttack
+from threat_model.attacks.base import Attack, DirectedAttack, Outcome, Rows, RowsAttack
+from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.evidence.public import Public
+from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 
@@ -58,6 +61,31 @@ class PartialCollusion(_Collusion):
     party = "all but a helper"
     sees = "masked rows, seeds and row ranges of all helpers but one"
     source = "threat model, pad"
+
+
+class HelperAlone(Attack[HelperView, Tensor]):
+    """Treats the pad rows that a helper expands as rows, and matches them with the vocabulary in order."""
+
+    name = "helper's pads as rows"
+    family = "collusion"
+    party = "helper"
+    sees = "seeds, row ranges, effects"
+    source = "threat model, pad"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: HelperView, public: Public, rng: torch.Generator) -> Tensor | None:
+        pads = pad_rows([view], public, FIRST, FORWARD)[1].double()
+        if not len(pads):
+            return None
+        table = normalize(public.vocabulary_rows.double(), dim=1)
+        return (normalize(pads, dim=1) @ table.t()).argmax(dim=1)
+
+    def score(self, guess: Tensor, truth: Truth) -> Outcome:
+        real = torch.cat(list(first_layer_tokens(truth).values()))
+        n = min(len(real), len(guess))
+        hits, chance = int((guess[:n] == real[:n]).sum()), agreement_by_chance(guess[:n], real[:n])
+        return Outcome(hits, n, chance, binomial_tail(hits, n, chance))
 
 
 class Coalition(DirectedAttack[CollusionView, Verdicts]):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD
 from symbiosis_priv.network import wire
@@ -135,3 +136,23 @@ class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
         said, real = guess["requests"], len(truth.calls)
         right = isinstance(said, int) and abs(said - real) <= _TOLERANCE * real
         return Outcome(int(right), 1, 0.0, 0.0 if right else 1.0)
+
+
+class MixedBatches(Attack[NeighbourView, Tensor]):
+    """A second tenant's rows share products with the victim's. Tests if the victim's rows change the second tenant's
+    answers."""
+
+    name = "neighbour in the same batch"
+    family = "protocol"
+    party = "neighbour"
+    sees = "its own rows and answers"
+    source = "threat model, between tenants"
+    metric = "answers that are not its own product"
+    chance = "0"
+
+    def run(self, view: NeighbourView, public: Public, rng: torch.Generator) -> Tensor:
+        return (view.own != 0).any(dim=1)
+
+    def score(self, guess: Tensor, truth: Truth) -> Outcome:
+        hits = int(guess.sum())
+        return Outcome(hits, len(guess), 0.0, 0.0 if hits else 1.0)

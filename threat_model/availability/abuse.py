@@ -21,11 +21,11 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
-from tenant.bench import process_costs
-from tenant.bench.children import Child
-from tenant.bench.llama import small_llama
-from tenant.bench.process_costs import Held
-from tenant.bench.result_file import Row, percentile
+from tenant.bench.models import small_llama
+from tenant.bench.processes import process_costs
+from tenant.bench.processes.children import Child
+from tenant.bench.processes.process_costs import Held
+from tenant.bench.results.result_file import Row, percentile
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.availability.abusers import DEADLINE_S, Abuse, Client, abuses, request_of, serve_abuse
 

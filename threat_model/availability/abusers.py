@@ -20,7 +20,7 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import client_context
-from tenant.bench import process_costs
+from tenant.bench.processes import process_costs
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 

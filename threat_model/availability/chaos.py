@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.wiretaps import AnswerTimes
-from tenant.bench.llama import Llama
-from tenant.bench.providers import START_S, provide
-from tenant.bench.result_file import Row
+from tenant.bench.models import Llama
+from tenant.bench.processes.providers import START_S, provide
+from tenant.bench.results.result_file import Row
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
@@ -45,26 +45,14 @@ class RunResult:
     """The results of a run.
 
     Args:
-        texts: token ids of every generation.
+        bits: the losses, the adapter's tensors and the token ids of every generation, by name.
         ledger: ledger of the session; zeros without a session.
     """
 
-    losses: list[float]
-    adapter: dict[str, Tensor]
-    texts: list[Tensor]
+    steps: int
+    bits: dict[str, Tensor]
     ledger: Ledger
     seconds: float
-
-    def equals(self, other: Self) -> bool:
-        """True if every bit is equal."""
-        return (
-            bool(self.adapter)
-            and self.losses == other.losses
-            and self.adapter.keys() == other.adapter.keys()
-            and all(torch.equal(tensor, other.adapter[name]) for name, tensor in self.adapter.items())
-            and len(self.texts) == len(other.texts)
-            and all(torch.equal(mine, its) for mine, its in zip(self.texts, other.texts, strict=True))
-        )
 
 
 @dataclass(frozen=True)
@@ -92,31 +80,27 @@ class Chaos:
 
     @property
     def identical(self) -> bool:
-        """True if both runs have the same results."""
-        return self.disturbed.equals(self.undisturbed)
+        """True if both runs have the same bits."""
+        mine, its = self.disturbed.bits, self.undisturbed.bits
+        return mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
 
-    def rows(self, *, every_s: float) -> list[Row]:
-        """Return a row for each role."""
-        rows: list[Row] = []
+    def rows(self, *, generations: int, every_s: float) -> Iterator[Row]:
+        """A row for each role."""
+        kills = list(zip(self.kills, self.pauses_s, strict=True))
         for role in ("executor", "helper"):
-            pauses = [
-                pause for kill, pause in zip(self.kills, self.pauses_s, strict=True) if kill.name.startswith(role)
-            ]
-            rows.append(
-                {
-                    "steps": len(self.disturbed.losses),
-                    "generations": len(self.disturbed.texts),
-                    "bits": "identical" if self.identical else "DIFFERENT",
-                    "one_killed_every_s": every_s,
-                    "disturbed_s": self.disturbed.seconds,
-                    "longest_pause_before_the_first_kill_s": self.usual_s,
-                    "killed": role,
-                    "kills": len(pauses),
-                    "pause_median_s": statistics.median(pauses) if pauses else None,
-                    "pause_longest_s": max(pauses, default=None),
-                }
-            )
-        return rows
+            pauses = [pause for kill, pause in kills if kill.name.startswith(role)]
+            yield {
+                "steps": self.disturbed.steps,
+                "generations": generations,
+                "bits": "identical" if self.identical else "DIFFERENT",
+                "one_killed_every_s": every_s,
+                "disturbed_s": self.disturbed.seconds,
+                "longest_pause_before_the_first_kill_s": self.usual_s,
+                "killed": role,
+                "kills": len(pauses),
+                "pause_median_s": statistics.median(pauses) if pauses else None,
+                "pause_longest_s": max(pauses, default=None),
+            }
 
 
 def run_chaos(
@@ -141,10 +125,9 @@ def run_chaos(
         )
         with _killed(local, killing, on_event) as kills:
             disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
-    steps = len(disturbed.losses)
-    on_event(f"the undisturbed run of {steps} steps")
+    on_event(f"the undisturbed run of {disturbed.steps} steps")
     simulated = RemoteConfig(masking="simulate", cache=directory / "cache")
-    undisturbed = _do(model, simulated, work, goes_on=lambda step: step < steps)
+    undisturbed = _do(model, simulated, work, goes_on=lambda step: step < disturbed.steps)
     ends = [*(kill.at for kill in kills[1:]), math.inf][: len(kills)]
     pauses = [answers.longest_pause(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
     return Chaos(
@@ -164,11 +147,12 @@ def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int
         peft: Any = get_peft_model(base, lora)
         began = time.monotonic()
         losses = list(_train(peft, goes_on))
-        texts = [_continue(peft, seed) for seed in range(work.generations)]
+        bits = {"losses": torch.tensor(losses, dtype=torch.float64, device="cpu")}
+        bits |= {name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad}
+        bits |= {f"text {seed}": _continue(peft, seed) for seed in range(work.generations)}
         return RunResult(
-            losses=losses,
-            adapter={name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad},
-            texts=texts,
+            steps=len(losses),
+            bits=bits,
             ledger=ledger_of(peft) or Ledger(),
             seconds=time.monotonic() - began,
         )

@@ -1,12 +1,25 @@
 """The commands `bench abuse`, `bench chaos` and `bench ranks`. A command imports its measurement when it runs."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from symbiosis_priv.errors import ProtocolError
-from tenant.bench.cli_options import HALF_THE_CORES, Json, Seconds, Threads, measure, numbers, refuse_wrong, scheme
-from tenant.bench.llama import Llama
+from tenant.bench.cli_options import (
+    HALF_THE_CORES,
+    Json,
+    Seconds,
+    Tell,
+    Threads,
+    measure,
+    numbers,
+    refuse_wrong,
+    scheme,
+)
+from tenant.bench.models import Llama
+from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
 from threat_model.availability.options import Killing, Sharding, Work
 
@@ -38,9 +51,11 @@ def chaos(*, work: Work = _WORK, killing: Killing = _KILLING, json: Json = None)
     """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs."""
     from threat_model.availability.chaos import run_chaos
 
-    found = measure(
-        "chaos", json, lambda folder, tell: run_chaos(folder, work, killing, on_event=tell).rows(every_s=killing.every)
-    )
+    def run(folder: Path, tell: Tell) -> Iterable[Row]:
+        found = run_chaos(folder, work, killing, on_event=tell)
+        return found.rows(generations=work.generations, every_s=killing.every)
+
+    found = measure("chaos", json, run)
     if found[0]["bits"] != "identical":
         raise ProtocolError("the disturbed run has ended with other bits than the undisturbed one")
 

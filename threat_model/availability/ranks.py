@@ -22,15 +22,15 @@ import numpy as np
 
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
 from symbiosis_priv.harness.local import METRICS, LocalFederation
-from tenant.bench import process_costs
-from tenant.bench.children import Child
-from tenant.bench.llama import Llama
-from tenant.bench.process_costs import Held
-from tenant.bench.providers import provide
-from tenant.bench.result_file import Row
+from tenant.bench.models import Llama
+from tenant.bench.processes import process_costs
+from tenant.bench.processes.children import Child
+from tenant.bench.processes.process_costs import Held
+from tenant.bench.processes.providers import provide
+from tenant.bench.results.result_file import Row
 from tenant.masking.registry import session_scheme
 from threat_model.availability.options import Sharding
-from threat_model.availability.request_loop import PATIENCE_S, Answer, Requests, serve_requests
+from threat_model.availability.request_loop import PATIENCE_S, Answer, serve_requests
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
 """What happens to a rank, and by which signal."""
@@ -96,16 +96,10 @@ def measure_ranks(
         with local, contextlib.ExitStack() as running:
             children: list[Child[None, list[Answer]]] = []
             for tenant in range(sharding.tenants):
-                requests = Requests(
-                    federation=local.federation,
-                    model=local.model,
-                    cache=local.cache,
-                    identity=local.issue_tenant(f"tenant-{tenant}"),
-                    masking=sharding.masking,
-                    rows=sharding.rows,
-                    pause_s=sharding.pause_s,
-                )
-                children.append(running.enter_context(Child(f"tenant {tenant}", serve_requests, requests)))
+                identity = local.issue_tenant(f"tenant-{tenant}")
+                where = local.federation, local.model, local.cache
+                child = Child(f"tenant {tenant}", serve_requests, *where, identity, sharding)
+                children.append(running.enter_context(child))
             for child in children:
                 child.wait_ready()
             loss = _lose(local, what, seconds=sharding.seconds, apart=sharding.apart and executors > 1)

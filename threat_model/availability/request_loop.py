@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,27 +20,11 @@ from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from threat_model.availability.options import Sharding
 
 PATIENCE_S = 120.0
 _GROUP = 0  # the group of q, k and v
 _LARGEST = 100  # largest entry of a row, so that the exact product is in the range
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requests:
-    """The requests of a tenant.
-
-    Args:
-        federation, model, cache: paths of the federation file, the checkpoint and the cache.
-    """
-
-    federation: Path
-    model: Path
-    cache: Path
-    identity: Identity
-    masking: str
-    rows: int
-    pause_s: float
 
 
 class Answer(NamedTuple):
@@ -52,20 +36,23 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def serve_requests(requests: Requests) -> Iterator[Callable[[None], list[Answer]]]:
-    """For `Child`: sends requests until the parent's first question, and answers it with the times of all answers."""
+def serve_requests(
+    path: Path, model: Path, cache: Path, identity: Identity, options: Sharding
+) -> Iterator[Callable[[None], list[Answer]]]:
+    """For `Child`: sends requests until the parent's first question, and answers it with the times of all answers.
+
+    Args:
+        path: the federation file.
+        options: masking, rows of each request, and the pause between two of them.
+    """
     torch.set_num_threads(1)
-    federation = replace(
-        load_federation(requests.federation),
-        tenant_certificate=requests.identity.certificate,
-        tenant_key=requests.identity.key,
-    )
-    store = WeightStore(requests.model, cache=requests.cache)
-    preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=requests.cache)
+    federation = replace(load_federation(path), tenant_certificate=identity.certificate, tenant_key=identity.key)
+    store = WeightStore(model, cache=cache)
+    preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=cache)
     inputs, _ = preparation.facts[_GROUP].entry.columns(FORWARD)
-    rows = torch.randint(-_LARGEST, _LARGEST + 1, (requests.rows, inputs), dtype=torch.int32, device="cpu")
+    rows = torch.randint(-_LARGEST, _LARGEST + 1, (options.rows, inputs), dtype=torch.int32, device="cpu")
     expected = store.matrix(_GROUP).product(rows)
-    options = SessionOptions(masking=requests.masking, deadline_s=PATIENCE_S)
+    session_options = SessionOptions(masking=options.masking, deadline_s=PATIENCE_S)
     stopped = threading.Event()
 
     def ask_repeatedly(session: Session) -> list[Answer]:
@@ -74,12 +61,12 @@ def serve_requests(requests: Requests) -> Iterator[Callable[[None], list[Answer]
             asked = time.monotonic()
             product = session.product(_GROUP, FORWARD, rows)
             answers.append(Answer(asked, time.monotonic(), torch.equal(product, expected)))
-            if requests.pause_s:
-                stopped.wait(requests.pause_s)
+            if options.pause_s:
+                stopped.wait(options.pause_s)
         return answers
 
     with (
-        contextlib.closing(Session(federation, preparation, options=options, store=store)) as session,
+        contextlib.closing(Session(federation, preparation, options=session_options, store=store)) as session,
         ThreadPoolExecutor(1) as thread,
     ):
         session.product(_GROUP, FORWARD, rows)

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import cli as bench_cli
-from tenant.bench import contest as contests
+from tenant.bench import steps_and_tokens
 from tenant.bench.cli_options import Effort
-from tenant.bench.contest import Contest, contest
-from tenant.bench.llama import Llama
-from tenant.bench.result_file import Row, number, read
-from tenant.bench.tenant_process import Generate
+from tenant.bench.models import Llama
+from tenant.bench.processes.tenant_process import Generate
+from tenant.bench.results.result_file import Row, number, read
+from tenant.bench.steps_and_tokens import Contest, contest
 from tenant.session import spans
 
 
@@ -44,7 +44,7 @@ def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
         yield running
 
-    monkeypatch.setattr(contests, "contest", already)
+    monkeypatch.setattr(steps_and_tokens, "contest", already)
 
 
 def check_step(rows: list[Row], folder: Path, shown: str) -> None:

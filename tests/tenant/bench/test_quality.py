@@ -7,10 +7,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from tenant.bench.bert import Bert
-from tenant.bench.goals import goals
+from tenant.bench.models import Bert
 from tenant.bench.quality import measure_quality
-from tenant.bench.result_file import number
+from tenant.bench.results.goals import goals
+from tenant.bench.results.result_file import number
 
 
 def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:

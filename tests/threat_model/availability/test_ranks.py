@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tenant.bench.llama import Llama
-from tenant.bench.result_file import number
+from tenant.bench.models import Llama
+from tenant.bench.results.result_file import number
 from tests import warm
 from threat_model.availability.options import Sharding
 from threat_model.availability.ranks import measure_ranks

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.children import Child, leave_network
-from tenant.bench.link.condition import Condition
-from tenant.bench.link.emulation import KINDS, Kind, Link, open_link
-from tenant.bench.link.proxy import Direction
+from tenant.bench.network.condition import Condition
+from tenant.bench.network.emulation import KINDS, Kind, Link, open_link
+from tenant.bench.network.proxy import Direction
+from tenant.bench.processes.children import Child, leave_network
 
 TIMEOUT_S = 60.0
 PETALS = (

@@ -9,10 +9,10 @@ from typing import Final, Literal, get_args
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.files import write_atomically
-from tenant.bench.children import Child
-from tenant.bench.link.condition import Condition
-from tenant.bench.link.netem import Interfaces, connected_namespace
-from tenant.bench.link.proxy import serve_proxy
+from tenant.bench.network.condition import Condition
+from tenant.bench.network.netem import Interfaces, connected_namespace
+from tenant.bench.network.proxy import serve_proxy
+from tenant.bench.processes.children import Child
 
 Kind = Literal["netem", "proxy"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, SymbiosisError
-from tenant.bench.children import Child
+from tenant.bench.processes.children import Child
 
 TIMEOUT_S = 60.0
 
@@ -64,8 +64,8 @@ def test_an_answer_has_a_deadline() -> None:
 
 PARENT = """
 import signal, time
-from tenant.bench.children import Child
-from tenant.bench.link.proxy import serve_proxy
+from tenant.bench.processes.children import Child
+from tenant.bench.network.proxy import serve_proxy
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it
     with Child("proxy", serve_proxy) as child:

@@ -15,16 +15,16 @@ from statistics import fmean
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant.bench import process_costs
-from tenant.bench.children import Child
 from tenant.bench.cli_options import Effort
-from tenant.bench.contest import TURN_S
-from tenant.bench.link.condition import Condition
-from tenant.bench.link.emulation import Kind, Link, open_link
-from tenant.bench.llama import Llama
-from tenant.bench.providers import parsed, provide, relayed, remote_config
-from tenant.bench.result_file import Row
-from tenant.bench.tenant_process import Cost, Generate, Step, Task, serve_tenant
+from tenant.bench.models import Llama
+from tenant.bench.network.condition import Condition
+from tenant.bench.network.emulation import Kind, Link, open_link
+from tenant.bench.processes import process_costs
+from tenant.bench.processes.children import Child
+from tenant.bench.processes.providers import parsed, provide, relayed, remote_config
+from tenant.bench.processes.tenant_process import Cost, Generate, Step, Task, serve_tenant
+from tenant.bench.results.result_file import Row
+from tenant.bench.steps_and_tokens import TURN_S
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 WARM_UP = 2

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.bench import result_file
-from tenant.bench.goals import Goal, goals
-from tenant.bench.result_file import Row
-from tenant.bench.tables import update
+from tenant.bench.results import result_file
+from tenant.bench.results.goals import Goal, goals
+from tenant.bench.results.result_file import Row
+from tenant.bench.results.tables import update
 
 BEYOND = 1.01
 

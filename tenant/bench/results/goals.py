@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from tenant.bench.result_file import Row, Value
+from tenant.bench.results.result_file import Row, Value
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench import result_file
 from tenant.bench.cli_options import measuring
+from tenant.bench.results import result_file
+from tenant.bench.results.tables import Table, render, update
 from tenant.bench.scaling import picture, slope
-from tenant.bench.tables import Table, render, update
 from tenant.session import spans
 
 ROWS: list[result_file.Row] = [

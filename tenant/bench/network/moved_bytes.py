@@ -11,9 +11,9 @@ from typing import Final
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from tenant.bench.llama import Llama
-from tenant.bench.providers import parsed
-from tenant.bench.result_file import Row
+from tenant.bench.models import Llama
+from tenant.bench.processes.providers import parsed
+from tenant.bench.results.result_file import Row
 from tenant.session.traffic import PredictedTraffic, of_pass
 
 MODELS: Final = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.children import Child, leave_network
-from tenant.bench.link.condition import Condition
+from tenant.bench.network.condition import Condition
+from tenant.bench.processes.children import Child, leave_network
 
 _COMMAND_S = 20.0
 _BENCHMARKS = 198 << 24 | 18 << 16  # 198.18.0.0/15 is set aside for benchmarks (RFC 2544)

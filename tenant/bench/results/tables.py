@@ -12,8 +12,8 @@ from typing import Self
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import read_text, write_atomically
-from tenant.bench.goals import goals
-from tenant.bench.result_file import ResultFile, Row, Value
+from tenant.bench.results.goals import goals
+from tenant.bench.results.result_file import ResultFile, Row, Value
 
 _UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB", "_mb": " MB"}
 _MARK = "<!-- bench:{kind}:{end} -->"

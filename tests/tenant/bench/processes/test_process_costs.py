@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tenant.bench import process_costs
+from tenant.bench.processes import process_costs
 
 _LOWER = """
 import os
 from pathlib import Path
-from tenant.bench import process_costs
+from tenant.bench.processes import process_costs
 before = os.getpriority(os.PRIO_PROCESS, 0)
 process_costs.lower_own_priority(7)
 group = Path("/proc/self/autogroup")

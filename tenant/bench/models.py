@@ -1,4 +1,4 @@
-"""The measured Llamas: random weights, and a small vocabulary because the head stays with the tenant."""
+"""The shapes of the measured models, which get random weights, and requests that wait for one of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from symbiosis_priv.errors import ConfigError
 if TYPE_CHECKING:  # imports torch: not for --help
     from transformers import LlamaConfig
 
+_VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
 
@@ -29,7 +30,7 @@ class Llama:
     inner: Annotated[int, Option(min=8, help="Width inside the MLP.")]
     heads: int | None = None
     key_heads: int | None = None
-    vocabulary: int = 4096
+    vocabulary: int = 4096  # small, because the head stays with the tenant
 
     def __post_init__(self) -> None:
         if self.heads is None:
@@ -60,12 +61,51 @@ class Llama:
         return folder
 
 
+def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
+    """A Llama with four heads, for benchmarks that send requests to its layer groups without running the model."""
+    return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bert:
+    """The shape of a BERT; BERT-base by default. ConfigError if the width is not a multiple of HEAD."""
+
+    width: Annotated[int, Option(min=HEAD, help=f"Width of the BERT, a multiple of {HEAD}.")] = 768
+    layers: Annotated[int, Option(min=1, help="Layers of the BERT.")] = 12
+    inner: Annotated[int, Option(min=8, help="Width inside the MLP.")] = 3072
+
+    def __post_init__(self) -> None:
+        check_width(self.width)
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint with random weights, always the same, and return its folder."""
+        import torch
+        from transformers import BertConfig, BertModel
+
+        torch.manual_seed(0)
+        config = BertConfig(
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.inner,
+            num_attention_heads=self.width // HEAD,
+            vocab_size=_VOCABULARY if self.width > _SMALL else _SMALL_VOCABULARY,
+        )
+        BertModel(config).save_pretrained(folder)
+        return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Requests that wait, as in the PetS paper: their lengths follow a normal distribution, their tasks a uniform
+    one."""
+
+    requests: Annotated[int, Option(min=1, help="Queued requests.")] = 256
+    mean: Annotated[float, Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0
+    sigma: Annotated[float, Option(min=0, help="Standard deviation of their lengths, in tokens.")] = 8.0
+    size: Annotated[int, Option(min=1, help="Requests in a batch of fixed size.")] = 32
+
+
 def check_width(width: int) -> None:
     """Raise ConfigError unless a width is a multiple of HEAD."""
     if width % HEAD:
         raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")
-
-
-def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
-    """A Llama with four heads, for benchmarks that send requests to its layer groups without running the model."""
-    return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)

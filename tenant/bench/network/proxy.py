@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from tenant.bench.link.condition import Condition
+from tenant.bench.network.condition import Condition
 
 _HERE = "127.0.0.1"
 _CHUNK = 32 << 10

@@ -1,0 +1,110 @@
+"""Masks from a weak generator: torch's random numbers instead of a cipher (rule 1)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from threat_model.attacks.base import Labels, Rows, RowsAttack
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
+from threat_model.attacks.reading import carriers, deal, first_rows, noises, stack
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import Exchange, ExecutorView
+
+_SEEDS, _SMALL, _ALIKE = 2048, 1 << 27, 0.5
+_SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
+_MAX_ROWS, _SCALE_ROWS = 300, 32
+_GRID, _TURN = float(1 << 24), 2 * math.pi
+
+
+class SeedRecovery(RowsAttack[ExecutorView]):
+    """Tries seeds 0..2047 of torch's generator, as integers and as normals, in the order of requests.
+
+    `torch.manual_seed(small)` has a few thousand possible streams. One request identifies the stream: in the ring the
+    right stream leaves small integers, in floats it leaves vectors in the direction of the rows. The stream then
+    unmasks every other request. Without a matching seed there is no guess.
+    """
+
+    name = "seed of the generator"
+    family = "generator"
+    party = "executor"
+    sees = "rows, in order"
+    source = "rule 1"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
+        online = carriers(view)
+        for seed in range(_SEEDS):
+            stream = torch.Generator().manual_seed(seed)
+            if _taken_off(online[0], stream) is not None:
+                stream = torch.Generator().manual_seed(seed)
+                rows = {e.order: _taken_off(e, stream) for e in online}
+                return {order: part for order, part in rows.items() if part is not None}
+        return {}
+
+
+def _taken_off(exchange: Exchange, stream: torch.Generator) -> Tensor | None:
+    x = exchange.rows
+    if exchange.arithmetic == "ring":
+        mask = torch.randint(-(1 << 31), 1 << 31, x.shape, generator=stream).to(torch.int32)
+        left = (x - mask).double()
+        return left if float(left.abs().max()) < _SMALL else None
+    noise = torch.randn(x.shape, generator=stream).double()
+    rows = x.double()
+    scale = float((rows * noise).sum() / noise.square().sum())
+    if abs(scale) * float(noise.norm()) < _ALIKE * float(rows.norm()):
+        return None
+    power = 2.0 ** round(math.log2(abs(scale)))  # people choose round numbers
+    return rows - (power if abs(scale / power - 1) < 0.05 else scale) * noise
+
+
+class SamplerGrid(FirstLayerAttack):
+    """Scores every token by the distance of the implied uniform numbers to multiples of 2^-24.
+
+    torch makes float32 normals by Box-Muller from uniform numbers with 24 bits: elements j and j + 8 of a block of 16
+    are `r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that
+    grid; for a wrong x it does not. Each pair of coordinates gives a fraction of a bit, and there are d / 2 pairs.
+    Noise of real numbers would hide the row up to `gaussian_channel_bits`, but float32 numbers are not real numbers
+    (Mironov, CCS 2012).
+    """
+
+    name = "sampler grid"
+    family = "generator"
+    sees = "rows of the first layer group, no noise"
+    source = "rule 1; Mironov, CCS 2012"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
+        _, online = noises(view, FIRST, FORWARD)
+        kept = first_rows(online, _MAX_ROWS)
+        x = stack(kept)
+        table = public.vocabulary_rows.double()
+        # a few rows suffice to estimate the scale of the noise
+        loud = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
+        return deal(_fits(x, table, (_SCALES[int(loud)],))[0].argmax(dim=1), kept)
+
+
+def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:
+    """The fit of every token to every row for each noise scale: `[scales, n, v]`."""
+    return torch.stack([_on_grid(row - table, scales) for row in x], dim=1)
+
+
+def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
+    """Log-likelihood ratio, up to a factor, that each noise row `[v, d]` came from the sampler; `[scales, v]`."""
+    width = noise.shape[1] // 16 * 16
+    blocks = noise[:, :width].view(len(noise), -1, 2, 8)
+    cosine, sine = blocks[:, :, 0], blocks[:, :, 1]
+    angle = torch.remainder(torch.atan2(sine, cosine), _TURN)
+    nearest = (angle / _TURN * _GRID).round()
+    # the sampler multiplies in float32 and rounds intermediate values, and so does this code
+    angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
+    off_angle = torch.cos(_GRID * (angles - angle).abs().amin(dim=0))
+    square = cosine.square() + sine.square()
+    return torch.stack([(off_angle + _radius_on_grid(square / scale**2)).sum(dim=(1, 2)) for scale in scales])
+
+
+def _radius_on_grid(square: Tensor) -> Tensor:
+    # 1 - u of the radius is exp(-r^2/2); rounding of r hides it unless r is small
+    inner = torch.exp(-0.5 * square)
+    sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
+    return torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp

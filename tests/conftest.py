@@ -183,15 +183,25 @@ def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return save
 
 
+def _base_model(tmp_path_factory: pytest.TempPathFactory, **recipe: Any) -> Path:
+    """A base model that the workers of pytest-xdist share. No test changes it."""
+    from symbiosis_priv.harness.base_model import Pretraining, cached_base_model
+
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return cached_base_model(shared / "base-models", tmp_path_factory.mktemp("base"), recipe=Pretraining(**recipe))
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama trained on the demo's text, with its tokenizer."""
-    from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+    return _base_model(tmp_path_factory, steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2)
 
-    return make_base_model(
-        tmp_path_factory.mktemp("trained") / "base",
-        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2),
-    )
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that is hardly trained, with a byte-level tokenizer: 2 blocks of 4 layer groups, and a tied head."""
+    return _base_model(tmp_path_factory, steps=4, batch=2, window=16, sentences=300, vocab=320, width=64, blocks=2)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The distribution: public names, types, one version, declared dependencies, and the direction of imports."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -35,14 +36,21 @@ EXPORTS = {
 }
 
 
+@functools.cache  # parsing takes longer than everything else here
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a module, at its top, in a function or only for types."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(package: str) -> set[str]:
     """Top-level names of everything that a package imports, anywhere in its code."""
     names: set[str] = set()
     for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(path):
             if isinstance(node, ast.Import):
                 names.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
+            elif not node.level:
                 names.add(str(node.module).partition(".")[0])
     return names
 
@@ -53,12 +61,12 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 
 def modules_it_imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of this project that one imports, at its top, in a function or only for types."""
+    """The modules of this project that one imports."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             within = {f"{node.module}.{alias.name}" for alias in node.names}
             names.update(within & modules.keys() or {str(node.module)})
     return names & modules.keys()

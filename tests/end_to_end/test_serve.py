@@ -1,6 +1,7 @@
 """`tenant serve` over real providers with pads, and the official client."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import torch
 from openai import OpenAI
 from peft import LoraConfig, get_peft_model
 
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
@@ -24,12 +24,10 @@ SECRET = "zyxwvut"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model `tiny` and an adapter `lora`."""
     folder = tmp_path_factory.mktemp("serve")
-    make_base_model(
-        folder / "tiny", recipe=Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320, width=64, blocks=2)
-    )
+    shutil.copytree(tiny, folder / "tiny")
     torch.manual_seed(0)
     adapted: Any = get_peft_model(load_language_model(folder / "tiny"), LoraConfig(target_modules="all-linear"))
     with torch.no_grad():

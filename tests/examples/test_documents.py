@@ -1,5 +1,6 @@
 """The commands, options, `make` targets and files in the documents exist."""
 
+import functools
 import itertools
 import re
 import shlex
@@ -23,11 +24,16 @@ def typed(text: str) -> list[list[str]]:
     return [shlex.split(re.sub(r"\\\n|\|\w+", " ", words)) for words in found]
 
 
+@functools.cache  # showing help takes longer than everything else here
+def options_of(*command: str) -> set[str]:
+    shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, command
+    return set(re.findall(r"--[\w-]+", shown.output))
+
+
 def check(words: list[str]) -> None:
-    path = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
-    shown = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, words
-    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", shown.output)), words
+    command = itertools.takewhile(lambda word: not word.startswith("--"), words)
+    assert {word for word in words if word.startswith("--")} <= options_of(*command), words
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

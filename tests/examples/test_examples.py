@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,20 +19,22 @@ from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tests import warm
 from tests.warm import Popen
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    own = {"SYMBIOSIS_PRIV_CACHE": str(folder / "cache")}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def start_provider(folder: Path, config: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "symbiosis_priv.cli", "provider", "serve"]
     arguments = ["--config", str(folder / config), "--ready-file", str(folder / f"{config}.ready")]
-    return Popen([*command, *arguments], env=ENVIRONMENT, cwd=folder)
+    return Popen([*command, *arguments], env=environment(folder), cwd=folder)
 
 
 def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> str:
@@ -45,10 +48,10 @@ def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the examples, a model and keys, and running providers."""
     folder = tmp_path_factory.mktemp("examples")
-    make_base_model(folder / "model", recipe=TINY)
+    shutil.copytree(tiny, folder / "model")
     authority = create_authority(folder / "keys")
     for name in ("alpha", "beta"):
         issue(folder / "keys", authority=authority, kind=Kind.PROVIDER, name=name)
@@ -78,7 +81,7 @@ def run(folder: Path, *arguments: str) -> str:
     done = warm.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=ENVIRONMENT,
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=120,

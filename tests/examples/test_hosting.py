@@ -18,12 +18,10 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tests import warm
 
 README = Path(__file__).parents[2] / "README.md"
-TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 CARRIED = {  # files that a party receives before its n-th block, and from whom
     ("beta", 0): [("alpha", "keys/authority.pem", "keys/authority.pem")],
     ("alpha", 1): [("alice", "keys/alice.csr", "alice.csr")],
@@ -94,8 +92,8 @@ def blocks() -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    make_base_model(tmp_path / "model", recipe=TINY)
+def place(tiny: Path, tmp_path: Path) -> Iterator[Place]:
+    shutil.copytree(tiny, tmp_path / "model")
     place = Place(tmp_path)
     for party in ("alpha", "beta", "alice"):
         (tmp_path / party / "keys").mkdir(parents=True, mode=0o700)

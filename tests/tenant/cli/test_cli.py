@@ -25,7 +25,6 @@ from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import private_text
 from tenant.cli import app as cli
@@ -39,12 +38,10 @@ from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
 from tests.warm import Popen
 
-TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
-
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("cli") / "model", recipe=TINY)
+def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path_factory.mktemp("cli") / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +291,7 @@ def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
 ) -> None:
     slim = tmp_path / "slim"
     shown = tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(slim))
-    assert "prepared 16 layer groups" in shown
+    assert "prepared 8 layer groups" in shown
     with safe_open(slim / "model.safetensors", framework="pt") as file:
         assert not [name for name in file.keys() if "_proj" in name]  # noqa: SIM118  # not a dict
 

@@ -13,17 +13,14 @@ from typer.testing import CliRunner
 
 from symbiosis_priv import cli
 from symbiosis_priv.display import terminal
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.local import LocalFederation
 
 
-def test_the_demo_serves_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_serves_until_ctrl_c(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path / "cache"))
-    recipe = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320, width=64, blocks=1)
-    model = make_base_model(tmp_path / "tiny", recipe=recipe)
     federations: list[LocalFederation] = []
     found: list[Any] = []
-    start = LocalFederation.start
+    start, name = LocalFederation.start, tiny.name
 
     def started(self: LocalFederation) -> LocalFederation:
         federations.append(self)
@@ -36,7 +33,7 @@ def test_the_demo_serves_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monkey
     def use(url: str, key: str) -> None:
         try:
             with OpenAI(base_url=url, api_key=key) as client:
-                found.append(client.completions.create(model="tiny", prompt="The weather", max_tokens=4, temperature=0))
+                found.append(client.completions.create(model=name, prompt="The weather", max_tokens=4, temperature=0))
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -45,7 +42,7 @@ def test_the_demo_serves_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.Monkey
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        shown = CliRunner().invoke(cli.app, ["serve-demo", "--model", str(model), "--listen", "127.0.0.1:0"])
+        shown = CliRunner().invoke(cli.app, ["serve-demo", "--model", str(tiny), "--listen", "127.0.0.1:0"])
     finally:
         signal.signal(signal.SIGINT, before)
         signal.signal(signal.SIGTERM, sigterm)

@@ -1,4 +1,4 @@
-"""A tiny Llama with a byte-level tokenizer, for the endpoint."""
+"""A tiny Llama for the endpoint, and adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.model.loading import load_language_model, load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320, width=64, blocks=2)
-    return make_base_model(tmp_path_factory.mktemp("endpoint") / "tiny", recipe=recipe)
+def checkpoint(tiny: Path) -> Path:
+    return tiny
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,9 @@ def load(llama: Path) -> Callable[..., Any]:
     def load(path: Path = llama) -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
         torch.manual_seed(1)
-        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        lora = LoraConfig(  # one linear of a group of three, and one that is alone
+            target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False
+        )
         return get_peft_model(model, lora)
 
     return load

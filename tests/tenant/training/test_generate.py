@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import adapter_chat_template
 from tenant.training.generate import Chat, generate, open_model
@@ -17,10 +16,8 @@ FEW = Decoding(max_new_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    recipe = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
-    path = make_base_model(tmp_path_factory.mktemp("generate") / "model", recipe=recipe)
-    model, tokenizer = open_model(path, remote=RemoteConfig(masking="simulate"))
+def opened(tiny: Path) -> Any:
+    model, tokenizer = open_model(tiny, remote=RemoteConfig(masking="simulate"))
     tokenizer.chat_template = TEMPLATE
     return model, tokenizer
 

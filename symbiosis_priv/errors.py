@@ -116,12 +116,7 @@ class FrameTooLargeError(ProtocolError):
 
 
 class ProviderError(SymbiosisError):
-    """A provider answered with an error.
-
-    Args:
-        provider: the provider's name in the federation file.
-        detail: the provider's own text; it is shown and never trusted.
-    """
+    """A provider answered with an error. The message shows the provider's own text, `detail`, which is not trusted."""
 
     def __init__(self, *, code: str, provider: str, detail: str) -> None:
         next_step = f"; {_NEXT_STEP[code]}" if code in _NEXT_STEP else ""

@@ -23,11 +23,7 @@ _ONE_BYTE_BITS = 8  # weights of up to 8 bits are packed into one byte, others i
 
 @dataclass(frozen=True)
 class Need:
-    """Memory for one purpose.
-
-    Args:
-        place: "cpu", or a torch device.
-    """
+    """Memory for one purpose. `place` is "cpu", or a torch device."""
 
     what: str
     place: str

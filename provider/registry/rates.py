@@ -24,11 +24,7 @@ class Rates:
         self._lock = threading.Lock()
 
     def take(self, client: str, *, now: float) -> bool:
-        """Take a token from the client's bucket. Returns False if there is none.
-
-        Args:
-            now: seconds of a monotonic clock.
-        """
+        """Take a token from the client's bucket. Returns False if there is none. `now` is on a monotonic clock."""
         with self._lock:
             bucket = self._buckets.pop(client, None) or TokenBucket(per_s=self._per_s, burst=self._burst, now=now)
             self._buckets[client] = bucket

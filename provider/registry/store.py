@@ -95,11 +95,8 @@ class Store:
             return [data for (data,) in rows]
 
     def drop_unless(self, good: Callable[[bytes, float], bool]) -> int:
-        """Remove the descriptors for which `good` returns False. Returns their number.
-
-        Args:
-            good: called with a descriptor's data and its time of issue in seconds since 1970.
-        """
+        """Remove the descriptors for which `good(data, time of issue in seconds since 1970)` is False. Returns their
+        number."""
         with self._transaction():
             rows = self._execute("SELECT key, data, issued FROM newest").fetchall()
             bad = [key for key, data, issued in rows if not good(data, issued / MS)]

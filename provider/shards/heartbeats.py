@@ -29,12 +29,8 @@ class Counters(Protocol):
 
 
 class Heartbeats:
-    """Sends the heartbeat of this rank, and watches other ranks.
-
-    Args:
-        lost: called once, in the heartbeat's thread, with the ranks whose heartbeat has stopped; with an empty list if
-            the counters cannot be reached any more.
-    """
+    """Sends the heartbeat of this rank, and watches other ranks. `lost` is called once, in the heartbeat's thread, with
+    the ranks whose heartbeat has stopped; with an empty list if the counters cannot be reached any more."""
 
     def __init__(self, *, rank: int, world: int, counters: Counters, lost: Callable[[list[int]], None]) -> None:
         self._rank, self._world, self._counters, self._lost = rank, world, counters, lost

@@ -25,11 +25,8 @@ _STEPS = 8  # sizes between a power of two and the next
 
 
 class Buffers:
-    """A pool of uninitialised memory. Safe under threads and in finalisers.
-
-    Args:
-        limit: bytes of unused blocks. Beyond the limit the block that was unused for longest is freed.
-    """
+    """A pool of uninitialised memory. Safe under threads and in finalisers. Beyond `limit` bytes of unused blocks, the
+    block that was unused for longest is freed."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
@@ -87,11 +84,8 @@ class Buffers:
 
 
 def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous CPU tensor outside the pool, on huge pages if the system has them.
-
-    Args:
-        dtype: a dtype that numpy has.
-    """
+    """An uninitialised contiguous CPU tensor outside the pool, on huge pages if the system has them. numpy must have
+    the dtype."""
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

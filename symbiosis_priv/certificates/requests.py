@@ -34,11 +34,7 @@ _MAKE = "make one with `symbiosis-priv keys request`"
 
 @dataclass(frozen=True)
 class Request:
-    """A request with a valid signature.
-
-    Args:
-        fingerprint: fingerprint of the key; `keys request` shows the same one to the owner of the key.
-    """
+    """A request with a valid signature. `keys request` shows the same fingerprint to the owner of the key."""
 
     kind: reading.Kind
     name: str

@@ -63,11 +63,8 @@ class GroupSpec:
         return self.members[0] if len(self.members) == 1 else f"{self.members[0]}+{len(self.members) - 1}"
 
     def shape(self, outputs: int, *, transposed: bool) -> tuple[int, ...]:
-        """The shape of a member's weight in the model: `[out, in]`, or `[experts, out, in]` for a stack.
-
-        Args:
-            transposed: True if the model holds `[in, out]` or `[experts, in, out]`.
-        """
+        """The shape of a member's weight in the model: `[out, in]`, or `[experts, out, in]` for a stack. If the model
+        holds it `transposed`, the last two are exchanged."""
         inputs = self.inputs
         if self.joined == "outputs":
             outputs //= self.experts
@@ -83,11 +80,7 @@ def is_offloaded(parameter: str, members: Collection[str]) -> bool:
 
 
 def layers_of(names: Iterable[str]) -> tuple[int, ...]:
-    """The layer number of every group.
-
-    Args:
-        names: the groups' names or their first members' names, in the manifest's order.
-    """
+    """The layer number of every group, from the groups' names or their first members' names in the manifest's order."""
     seen: set[str] = set()
     layers = []
     for name in names:

@@ -51,12 +51,8 @@ class Peer:
         return f"{self.role} {self.name!r} at {self.host}:{self.port}"
 
     def connection(self, context: ssl.SSLContext, **options: Any) -> "ClientConnection":
-        """A connection to this peer, which is not open yet.
-
-        Args:
-            context: `tls.client_context` for `pins`.
-            options: `traffic` and `waiting` of `ClientConnection`.
-        """
+        """A connection to this peer, which is not open yet. `context` is a `tls.client_context` for `pins`; `options`
+        are `traffic` and `waiting` of `ClientConnection`."""
         from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
 
         options |= {"host": self.host, "port": self.port, "pins": self.pins, "remote_only": self.remote_only}
@@ -70,12 +66,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class Company:
-    """Providers that count as one party although their operators have different names.
-
-    Args:
-        operators: names of operators, whose providers may be in the file or come from registries. The company's own
-            name is one of them.
-    """
+    """Providers that count as one party although their operators have different names. The providers of `operators` may
+    be in the file or come from registries. The company's own name is an operator too."""
 
     name: str
     members: tuple[str, ...]

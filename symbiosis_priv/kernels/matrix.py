@@ -58,12 +58,8 @@ class RingMatrix:
         return matrix
 
     def as_stack(self, experts: int, *, turned: bool) -> Self:
-        """The same packed weights as a stack of experts, which are joined along the packed outputs.
-
-        Args:
-            experts: number of matrices.
-            turned: True if the packed weights are the transposed stack.
-        """
+        """The same packed weights as a stack of experts, which are joined along the packed outputs. `turned`: the
+        packed weights are the transposed stack."""
         stack = copy.copy(self)
         stack.experts, stack._turned = experts, turned
         return stack

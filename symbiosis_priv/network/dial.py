@@ -141,11 +141,8 @@ class ClientConnection:
         return wire.decode_reply(header), payload_size
 
     def receive_header(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
-        """Receive the header of a message that `wire` does not define. Parse it before anything else is read.
-
-        Returns:
-            The header's bytes, and the number of payload bytes that follow.
-        """
+        """Receive the header of a message that `wire` does not define. Parse it before anything else is read. Returns
+        the header's bytes, and the number of payload bytes that follow."""
         assert self._stream is not None
         head = partial(self._stream.receive_head, max_payload=max_payload, deadline=deadline)
         header, payload_size = self._guarded(head)

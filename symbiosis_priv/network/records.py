@@ -150,12 +150,9 @@ class RecordStream:
         return time.monotonic() + timeout
 
     def _take_in(self, *, promised: int = 1) -> int:
-        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream.
-
-        Args:
-            promised: bytes that are expected. If many are expected, the call waits up to `_GATHER_S` until a full read
-                has arrived: waking the thread for a few bytes costs more than the wait.
-        """
+        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream. If many bytes are
+        `promised`, the call waits up to `_GATHER_S` until a full read has arrived: waking the thread for a few bytes
+        costs more than the wait."""
         to_arrive = promised - self._incoming.pending - _BEGUN
         much = to_arrive >= self._at_once
         if (size := self._at_once if much else 1) != self._awaited:

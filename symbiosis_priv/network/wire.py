@@ -211,23 +211,16 @@ class Execute(Binding, frozen=True, tag="execute"):
 
 
 class RelayOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Send an effect to an executor as a block, instead of answering with it. `blocks.block_id` is the block's id.
-
-    Args:
-        permit: the executor's permit for the tenant.
-        executor: the executor's certificate.
-    """
+    """Send an effect to an executor as a block, under the executor's permit for the tenant, instead of answering with
+    it. `blocks.block_id` is the block's id."""
 
     permit: Token
     executor: Fingerprint
 
 
 class Effect(Binding, frozen=True, kw_only=True, tag="effect"):
-    """Expand keystream rows under a seed and return their product. No payload; ring path only.
-
-    Args:
-        relay: send the product to an executor. None answers with the product.
-    """
+    """Expand keystream rows under a seed and return their product, or relay it to an executor. No payload; ring path
+    only."""
 
     seed: Seed
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -290,11 +283,7 @@ def may_be_relayed(request: Binding) -> bool:
 
 
 class PermitRequest(Message, frozen=True, tag="permit_request"):
-    """Ask an executor to accept blocks of these helpers for the tenant.
-
-    Args:
-        helpers: the helpers' certificates.
-    """
+    """Ask an executor to accept blocks of the helpers with these certificates for the tenant."""
 
     helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(min_length=1, max_length=MAX_HELPERS)]
 
@@ -322,12 +311,8 @@ class Permit(Message, frozen=True, tag="permit"):
 
 
 class Deposit(Binding, frozen=True, kw_only=True, tag="deposit"):
-    """A block, from a helper to an executor. `nonce` is the block's id. Payload: `[rows, outputs]` of `e + m`.
-
-    Args:
-        permit: the token of the tenant's permit.
-        signature: the helper's, of `blocks.statement`.
-    """
+    """A block, from a helper to an executor. `nonce` is the block's id, `signature` the helper's, of
+    `blocks.statement`. Payload: `[rows, outputs]` of `e + m`."""
 
     permit: Token
     signature: Signature
@@ -346,12 +331,7 @@ class FetchBlock(Message, frozen=True, tag="fetch_block"):
 
 
 class Block(Binding, frozen=True, kw_only=True, tag="block"):
-    """A block as the helper sent it. `nonce` is the block's id. Payload: as in `Deposit`.
-
-    Args:
-        helper: the certificate of the connection on which the block came.
-        permit, signature: as in `Deposit`.
-    """
+    """A block as the helper sent it; see `Deposit`. `helper` is the certificate of the connection on which it came."""
 
     helper: Fingerprint
     permit: Token
@@ -382,11 +362,8 @@ class HealthReport(Message, frozen=True, tag="health_report"):
 
 
 class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
-    """The request was not carried out. The connection stays open unless the frame itself was broken.
-
-    Args:
-        limit: the tenant's quota, if the request was over it.
-    """
+    """The request was not carried out, because of the tenant's quota if there is a `limit`. The connection stays open
+    unless the frame itself was broken."""
 
     code: ErrorCode
     detail: Text

@@ -22,12 +22,8 @@ _MOST_TIMES_USUAL: Final = 4.0
 
 
 class Served(NamedTuple):
-    """The number of operators and the capacity that serve a layer.
-
-    Args:
-        operators: number of operators that serve the layer, at most 2: the rule counts no further operators.
-        capacity: sum of their executors' capacities.
-    """
+    """The operators that serve a layer, at most 2 because the rule counts no further ones; and the sum of their
+    capacities."""
 
     operators: int = 0
     capacity: float = 0.0
@@ -50,11 +46,7 @@ def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Serve
 
 
 def most_needed(served: Sequence[Served], length: int) -> LayerRange:
-    """The contiguous range of `length` layers that is served least.
-
-    Args:
-        length: number of layers of the range; all layers if the model has fewer.
-    """
+    """The contiguous range of `length` layers that is served least; all layers if the model has fewer."""
     length = min(length, len(served))
     starts = range(len(served) - length + 1)
     first = min(starts, key=lambda start: sorted(served[start : start + length]))

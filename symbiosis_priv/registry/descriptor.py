@@ -103,12 +103,7 @@ class _Signed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class VerifiedDescriptor:
-    """A descriptor that has passed `verify`.
-
-    Args:
-        data: bytes of the signed descriptor, for forwarding.
-        digest: SHA-256 of the signed body.
-    """
+    """A descriptor that has passed `verify`, with its signed bytes for forwarding, and the SHA-256 of the signed body."""
 
     descriptor: Descriptor
     certificate: x509.Certificate

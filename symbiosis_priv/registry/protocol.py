@@ -31,11 +31,7 @@ class Announce(Message, frozen=True, tag="announce"):
 
 
 class List(Message, frozen=True, tag="list"):
-    """List the executors of a model, or all executors.
-
-    Args:
-        model_digest: None lists the executors of all models.
-    """
+    """List the executors of a model, or of all models if it is None."""
 
     model_digest: Digest | None = None
 

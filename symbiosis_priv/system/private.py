@@ -29,12 +29,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 class PrivateFolder:
-    """An open folder that no other user can replace. A context manager.
-
-    Args:
-        path: the folder's path, for messages.
-        descriptor: file descriptor of the folder; `close` closes it.
-    """
+    """An open folder that no other user can replace. A context manager. `close` closes the descriptor."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path

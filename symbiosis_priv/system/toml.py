@@ -18,11 +18,8 @@ T = TypeVar("T")
 
 
 def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
-    """Read a TOML file into a typed, closed structure. Fields of type `Path` are read relative to the file.
-
-    Args:
-        whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
-    """
+    """Read a TOML file into a typed, closed structure. Fields of type `Path` are read relative to the file. With
+    `whole`, a file that ends in the middle of a line is refused: half a file may be a valid one, with fewer limits."""
     try:
         text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
         if whole and not text.endswith("\n"):

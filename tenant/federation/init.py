@@ -17,12 +17,7 @@ _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
 
 @dataclass(frozen=True)
 class ProviderArgument:
-    """One provider, as given on the command line.
-
-    Args:
-        address: host:port.
-        certificate: file of the pinned certificate; its name is the provider's name in the federation.
-    """
+    """One provider, as given on the command line. The name of its certificate's file is its name in the federation."""
 
     role: Role
     address: str

@@ -40,11 +40,7 @@ class OneTimePads(SessionScheme):
 
 
 class PadSource(EffectSource):
-    """Gets effects from helpers. A pad is the sum of one share for each helper.
-
-    Args:
-        holders: chooses the helpers of a group's next pad, and the executor to which they relay effects.
-    """
+    """Gets effects from helpers. A pad is the sum of one share for each helper that `holders` returns."""
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, holders: Holders) -> None:
         super().__init__(facts, secret)

@@ -109,11 +109,7 @@ class BackendScheme(Scheme):
 
     @abstractmethod
     def open(self, opening: Opening) -> Backend:
-        """Open the scheme's backend for one model.
-
-        Args:
-            opening: the user's options, and on request the federation, the model's facts and the tenant's weights.
-        """
+        """Open the scheme's backend for one model."""
 
 
 Holders = Callable[[int, Peer | None], tuple[Sequence[HelperClient], RelayTarget | None]]

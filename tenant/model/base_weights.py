@@ -22,11 +22,7 @@ from tenant.options import Options
 
 
 class BaseWeights:
-    """The float weights of the public checkpoint.
-
-    Args:
-        model: the checkpoint that was loaded, full or slim.
-    """
+    """The float weights of the public checkpoint of a model that was loaded from a full or slim checkpoint."""
 
     def __init__(self, options: Options, model: Path) -> None:
         self._options = options

@@ -100,11 +100,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """At most one part of a batch has the turn.
-
-    Args:
-        devices: CUDA devices whose random generators are exchanged with the turn.
-    """
+    """At most one part of a batch has the turn. The random generators of `devices` (CUDA) are exchanged with the turn."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         self.lock = threading.Lock()
@@ -131,11 +127,7 @@ class _Turns:
 
 
 class _Part:
-    """One part of a batch.
-
-    Attributes:
-        gradients: the parameters and gradients that `backward` has yielded, in order.
-    """
+    """One part of a batch, with the parameters and gradients that `backward` has yielded, in order."""
 
     def __init__(self, turns: _Turns, seed: int) -> None:
         self.gradients: list[tuple[Tensor, Tensor]] = []

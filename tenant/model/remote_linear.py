@@ -46,11 +46,8 @@ class Rider(Protocol):
 
 
 class LayerGroup:
-    """The linears of one layer group. Calls the backend once per distinct input.
-
-    Args:
-        weights: reads base weights from the public checkpoint; None if there is no checkpoint.
-    """
+    """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights from the
+    public checkpoint, if there is one."""
 
     def __init__(self, backend: Backend, index: int, weights: BaseWeights | None = None) -> None:
         self.backend = backend

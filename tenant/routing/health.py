@@ -63,11 +63,8 @@ class State(StrEnum):
 
 
 class ProviderHealth:
-    """The health of one provider; see the module's docstring. Not thread-safe.
-
-    Args:
-        jitter: returns another number in [0, 1) each time.
-    """
+    """The health of one provider; see the module's docstring. Not thread-safe. `jitter` returns another number in [0,
+    1) each time."""
 
     def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
         self.state = State.UP
@@ -81,11 +78,8 @@ class ProviderHealth:
         self._dearest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
-        """Record that a request was lost, late or refused. Returns True if that opened the breaker.
-
-        Args:
-            wasted_s: the time spent waiting for the provider while others could have been asked.
-        """
+        """Record that a request was lost, late or refused, and how long the session waited for it while others could
+        have been asked. Returns True if that opened the breaker."""
         self.failures += 1
         penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:

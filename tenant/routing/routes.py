@@ -268,13 +268,8 @@ class Routes:
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
     def wanted(self, group: int, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
-        """Return helpers that should replace `holders`, if those are away or late; else none.
-
-        Args:
-            waited_s: seconds spent waiting. If helpers were replaced sooner, a helper that is slow on purpose would be
-                chosen
-                again for every product.
-        """
+        """Return helpers that should replace `holders`, if those are away or late after `waited_s`; else none. If
+        helpers were replaced sooner, a helper that is slow on purpose would be chosen again for every product."""
         if self._federation.pad_helpers is None:
             return []
         away = any(not route.is_up for route in self.helpers if route.peer in holders)
@@ -353,11 +348,8 @@ class Routes:
             route.health.connected()
 
     def to_probe(self, urgent: Collection[Route] = ()) -> list[Route]:
-        """Providers to connect to: those whose pause is over, or that have never answered.
-
-        Args:
-            urgent: providers to include before their pause is over, because no other one can be asked.
-        """
+        """Providers to connect to: those whose pause is over, or that have never answered, and `urgent` ones before
+        their pause is over, because no other one can be asked."""
         now, routes = self._clock(), (*self.executors, *self.helpers)
         with self._lock:
             self.calm = not self.quarantined and all(route.is_up for route in routes)

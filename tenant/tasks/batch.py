@@ -145,12 +145,8 @@ class Composition:
 
 
 class Batch:
-    """One use of a composition: the rows of a forward pass.
-
-    Args:
-        composition: which rows belong to which task.
-        rows_first: names of layers whose rows are known to be the first dimension; grows.
-    """
+    """One use of a composition: the rows of a forward pass. `rows_first` collects the names of layers whose rows are
+    known to be the first dimension."""
 
     def __init__(self, composition: Composition, rows_first: set[str]) -> None:
         self._composition = composition

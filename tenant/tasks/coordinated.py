@@ -21,13 +21,7 @@ from symbiosis_priv.errors import TaskError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A request for one row.
-
-    Args:
-        task: name of the task.
-        method: the task's PEFT method, as in `Costs.own`.
-        input_ids: token ids `[tokens]`.
-    """
+    """A request for one row: token ids `[tokens]`, for a task and its PEFT method as in `Costs.own`."""
 
     task: str
     method: str

@@ -31,12 +31,8 @@ _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"r
 
 @dataclass(frozen=True)
 class Example:
-    """One training example.
-
-    Args:
-        input_ids: token ids, at least two.
-        labels: for each token, its id if the model learns to predict it, else NOT_LEARNED.
-    """
+    """One training example of at least two tokens. A label is the token's id if the model learns to predict it, else
+    NOT_LEARNED."""
 
     input_ids: list[int]
     labels: list[int]

@@ -65,12 +65,8 @@ def generate(
 
 
 class Chat:
-    """A conversation. The model reads each message once: keys and values of earlier messages are kept.
-
-    Args:
-        model: a split model, for instance from `open_model`.
-        tokenizer: its tokenizer, with a chat template.
-    """
+    """A conversation. The model reads each message once: keys and values of earlier messages are kept. The tokenizer
+    has a chat template."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, decoding: Decoding = _GREEDY) -> None:
         self._generation = _Generation(model, tokenizer, decoding)

@@ -19,12 +19,8 @@ _SHOWN = 200  # characters shown of an error of the model's own code
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Comparison of a model with the unquantised fp32 model on the same tokens.
-
-    Args:
-        top1: share of positions where both models rank the same token first.
-        min_cosine: smallest cosine between the two models' logits of one position.
-    """
+    """Comparison of a model with the unquantised fp32 model on the same tokens. `top1` is the share of positions where
+    both rank the same token first, `min_cosine` the smallest cosine between their logits of one position."""
 
     tokens: int
     top1: float
@@ -79,12 +75,8 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines of vectors.
-
-    Args:
-        vectors: number of vectors compared: hidden states of tokens, or rows of the model's first output.
-        min_cosine: smallest cosine between the two models' vectors.
-    """
+    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines of their vectors: hidden
+    states of tokens, or rows of the first output."""
 
     vectors: int
     min_cosine: float
@@ -95,12 +87,7 @@ class Likeness:
 def compare_embeddings(
     reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
 ) -> Likeness:
-    """Run both models on blocks of token ids and compare the last hidden states.
-
-    Args:
-        blocks: token ids; at least one block, none empty.
-        progress: called with (blocks done, number of blocks).
-    """
+    """Run both models on blocks of token ids, at least one, and compare the last hidden states."""
     return _likeness(reference, model, blocks, _hidden, progress)
 
 

@@ -49,11 +49,7 @@ def is_stacked(experts: nn.Module) -> bool:
 
 
 def stacks_of(name: str, experts: nn.Module) -> tuple[GroupSpec, GroupSpec]:
-    """The layer groups of a module's two stacks, in the order of their products.
-
-    Args:
-        experts: a module that `is_stacked`.
-    """
+    """The layer groups of the two stacks of a module that `is_stacked`, in the order of their products."""
     up, down = stacks_in(experts)
     count, outputs, inputs = _shape(experts, up)
     _, last, hidden = _shape(experts, down)

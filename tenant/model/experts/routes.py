@@ -17,11 +17,7 @@ from tenant.model.remote_linear import LayerGroup, output_dtype
 
 
 class Route(ABC):
-    """The routes of one forward pass.
-
-    Args:
-        index: int64 `[t, k]`, the experts of each token.
-    """
+    """The routes of one forward pass: `index`, int64 `[t, k]`, holds the experts of each token."""
 
     def __init__(self, index: Tensor, *, experts: int) -> None:
         self.index, self.experts = index, experts

@@ -47,12 +47,7 @@ class Factors:
 
 
 class OffloadedStack(OffloadedWeight):
-    """The stack of one product of all experts of a layer.
-
-    Attributes:
-        group: the layer group of the stack.
-        factors: what LoRA adds; empty outside a forward pass.
-    """
+    """The stack of one product of all experts of a layer. `factors` is what LoRA adds during a forward pass."""
 
     group: LayerGroup
     factors: tuple[Factors, ...] = ()

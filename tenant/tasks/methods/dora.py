@@ -20,13 +20,8 @@ from tenant.model.remote_linear import RemoteLayer
 
 
 class RemoteDora(DoraLinearLayer):
-    """Computes the term that DoRA adds to the output of an offloaded layer. Replaces PEFT's module of one adapter.
-
-    Args:
-        module: PEFT's LoRA module around the layer.
-        adapter: name of the adapter.
-        layer: the offloaded layer, while its weight can be read.
-    """
+    """Computes the term that DoRA adds to the output of an offloaded layer, whose weight can be read now. Replaces
+    PEFT's module of one adapter."""
 
     squares: Tensor
 

@@ -33,13 +33,8 @@ class RemoteHRALinear(HRALinear):
 
 
 def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
-    """Rotate rows x `[..., d]` by the reflections along the columns of u `[d, r]`: `H x` for each row.
-
-    Args:
-        x: the rows.
-        u: directions of any length.
-        gram_schmidt: whether the directions are made orthogonal first.
-    """
+    """Rotate rows x `[..., d]` by the reflections along the columns of u `[d, r]`, of any length: `H x` for each row.
+    `gram_schmidt` makes the columns orthogonal first."""
     if gram_schmidt:
         directions = _orthogonal(u)
         return x - 2 * (x @ directions) @ directions.t()

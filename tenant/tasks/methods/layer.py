@@ -56,13 +56,8 @@ class MethodConfig(PeftConfig):
 
 
 class MethodLayer(nn.Module, BaseTunerLayer):
-    """A linear with adapters: `y = base(x) + sum of change(adapter, x, base(x))`.
-
-    Args:
-        base_layer: the linear, or another adapter's module around it.
-        adapter_name: name of the first adapter.
-        config: its configuration.
-    """
+    """A linear, or another adapter's module around it, with adapters: `y = base(x) + sum of change(adapter, x,
+    base(x))`."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any) -> None:
         super().__init__()

@@ -95,13 +95,7 @@ class Patterns(dict[str, "_Made"]):
     change."""
 
     def of(self, adapter: str, places: Tensor, make: Callable[[], tuple[Pattern, Tensor]]) -> tuple[Pattern, Tensor]:
-        """Return the pattern of an adapter and a tensor that goes with it.
-
-        Args:
-            adapter: name of the adapter.
-            places: the tensor that the pattern is made of.
-            make: makes the pattern and the tensor.
-        """
+        """Return the pattern of an adapter, made of the tensor `places`, and a tensor that goes with it."""
         found = self.get(adapter)
         if found is None or found.places() is not places or found.version != version(places):
             found = self[adapter] = _Made(weakref.ref(places), version(places), *make())

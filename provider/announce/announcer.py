@@ -34,15 +34,9 @@ def trust_of(config: AnnounceConfig) -> Trust:
 
 
 class Announcer:
-    """Announces one executor from a background thread.
-
-    Args:
-        served: indices of the layer groups that the executor serves.
-
-    Raises:
-        CertificateError: the authority's certificate cannot be read.
-        ConfigError: tenants would refuse this executor's descriptor; the message says why.
-    """
+    """Announces one executor, which serves the layer groups `served`, from a background thread. Raises
+    `CertificateError` if the authority's certificate cannot be read, `ConfigError` if tenants would refuse this
+    executor's descriptor."""
 
     def __init__(self, config: ProviderConfig, *, address: str, manifest: Manifest, served: range) -> None:
         self._registry = config.registry

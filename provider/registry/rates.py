@@ -7,14 +7,8 @@ from provider.fairness.token_bucket import TokenBucket
 
 
 class Rates:
-    """Token buckets by client. Thread-safe. The caller passes the time.
-
-    Args:
-        per_s: tokens that a bucket regains per second.
-        burst: tokens that a full bucket holds.
-        most: largest number of buckets. One more drops the least recently used bucket; its client gets a full bucket
-            later.
-    """
+    """Token buckets by client, at most `most`: one more drops the least recently used bucket, and its client gets a
+    full bucket later. Thread-safe."""
 
     def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:
         self._per_s = per_s

@@ -30,14 +30,8 @@ CREATE TABLE newest (
 
 
 class Store:
-    """The stored descriptors. Thread-safe. Every failure of the disk raises `StorageError`.
-
-    Args:
-        database: a file, created if it does not exist; None keeps the descriptors in memory.
-
-    Raises:
-        ConfigError: the file is not a registry's, or cannot be used.
-    """
+    """The stored descriptors, in a file that is created if it does not exist, or in memory. Thread-safe. Raises
+    `ConfigError` if the file is not a registry's; every failure of the disk raises `StorageError`."""
 
     def __init__(self, database: Path | None, *, limit: int = MAX_LISTED) -> None:
         self._limit = limit

@@ -73,13 +73,7 @@ def expand(key: StreamKey, *, first_row: int, rows: int, width: int) -> Tensor:
 
 class Keystream:
     """One keystream. Keeps its cipher contexts, because setting up a key takes as long as many rows. Thread-safe.
-
-    Args:
-        key, width: as for `expand`.
-
-    Raises:
-        RangeError: the key is not 32 bytes, or the width is below 1.
-    """
+    Raises `RangeError` if the key is not 32 bytes, or the width is below 1."""
 
     def __init__(self, key: StreamKey, *, width: int) -> None:
         if len(key) != SEED_BYTES or width < 1:
@@ -102,14 +96,8 @@ class Keystream:
             self._ahead = first_row, self._expanded(first_row, rows)
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
-        """Add rows to a matrix modulo 2^32, block by block, without allocating a mask as large as the matrix.
-
-        Args:
-            matrix: int32 `[rows, d]` on the CPU; changed in place.
-
-        Raises:
-            RangeError: as for `expand`; nothing was changed.
-        """
+        """Add rows to a matrix, int32 `[rows, d]` on the CPU, modulo 2^32 and in place: block by block, without
+        allocating a mask as large as the matrix. Raises `RangeError` as `expand`; nothing was changed."""
         entries = matrix.numpy()  # numpy adds in this thread, without torch's start-up cost
         rows = len(entries)
         if (ahead := self._made_ahead(first_row, rows)) is not None:

@@ -219,14 +219,8 @@ def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
 
 
 def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: Callable[[], str]) -> PrivateKeyTypes:
-    """The private key of a pair.
-
-    Args:
-        fix: returns what the message tells the user to do.
-
-    Raises:
-        CertificateError: the certificate is not valid now, or the key does not fit it or cannot be read.
-    """
+    """The private key of a pair. Raises `CertificateError`, with the advice that `fix` returns, if the certificate is
+    not valid now, or the key does not fit it or cannot be read."""
     if not is_current(certificate):
         raise CertificateError(
             f"{identity.certificate} is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "

@@ -127,14 +127,8 @@ class LayerRange:
         return self.first <= layer <= self.last
 
     def groups(self, layers: Sequence[int]) -> range:
-        """The layer groups of this range.
-
-        Args:
-            layers: the layer number of every group of the whole model, from `layers_of`.
-
-        Raises:
-            ConfigError: the model has no such layers.
-        """
+        """The layer groups of this range, given the layer number of every group of the whole model (`layers_of`).
+        Raises `ConfigError` if the model has no such layers."""
         if not layers or self.last > layers[-1]:
             there = str(LayerRange(0, layers[-1])) if layers else "none"
             raise ConfigError(f"layers = '{self}' goes beyond this model, whose layers are {there}")

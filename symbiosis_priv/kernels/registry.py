@@ -36,16 +36,9 @@ def kernel_of(layout: str) -> Kernel:
 
 
 def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
-    """Kernels that pass the self-test on a device and may be the fastest there, the probably fastest first.
-
-    Among kernels of one layout, the first is probably the fastest for few rows and the last for many.
-
-    Args:
-        kernel: "auto", or the only name to consider.
-
-    Raises:
-        ConfigError: no such kernel, or it does not run here or is not exact.
-    """
+    """Kernels that pass the self-test on a device and may be the fastest there, the probably fastest first; or the one
+    that `kernel` names. Among kernels of one layout, the first is probably the fastest for few rows and the last for
+    many. Raises `ConfigError` if there is none."""
     if kernel != "auto" and kernel not in KERNELS:
         raise ConfigError(f"kernel = {kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
     considered = KERNELS.values() if kernel == "auto" else [KERNELS[kernel]]

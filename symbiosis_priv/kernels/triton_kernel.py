@@ -38,14 +38,8 @@ _ALIGNED = 16  # bytes that a GPU copies to shared memory at once
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a product that one Triton program computes.
-
-    Args:
-        rows: rows of the result.
-        columns: columns of the result.
-        warps: warps of the program.
-        stages: steps whose loads are in flight at the same time.
-    """
+    """The part of a product that one Triton program computes: rows and columns of the result. The loads of `stages`
+    steps are in flight at the same time."""
 
     rows: int
     columns: int

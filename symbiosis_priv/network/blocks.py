@@ -32,14 +32,8 @@ def block_id(effect: wire.Effect) -> bytes:
 
 
 def statement(block: wire.Binding, *, permit: bytes, executor: str, payload: wire.Buffer) -> bytes:
-    """The message that the helper signs (`certificates.signing`).
-
-    Args:
-        block: the binding of the block; its nonce is the block's id.
-        permit: token of the tenant's permit.
-        executor: `fingerprint` of the executor's certificate.
-        payload: the block's matrix in its encoding.
-    """
+    """The message that the helper signs (`certificates.signing`): the block's binding, whose nonce is its id, the
+    tenant's permit, the `fingerprint` of the executor's certificate, and the block's matrix in its encoding."""
     digest = hashlib.sha256(payload).digest()
     terms = (block.nonce, block.group, block.direction, block.arithmetic, block.rows, block.counts, block.ring_bits)
     return _DOMAIN + _encoder.encode((*terms, permit, executor, digest))

@@ -55,7 +55,6 @@ class ClientConnection:
         context: `tls.client_context` for the same pins.
         remote_only: do not connect to an address of this machine, of its link or of a metadata service, even if the
             host's name resolves to one.
-        traffic: counts bytes.
         waiting: called after every slice of a wait.
     """
 

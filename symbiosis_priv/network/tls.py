@@ -96,8 +96,6 @@ def server_context(
     """The provider's context: TLS 1.3 only, and every client must be a tenant or one of the helpers.
 
     Args:
-        certificate: the provider's certificate.
-        key: its private key.
         tenant_authority: the authorities that issue tenant certificates (several while one is replaced),
             or self-signed tenant certificates.
         helpers: certificates of providers that may connect as helpers. Compare the certificate after the handshake.
@@ -131,8 +129,6 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     Call `check_pin` after the handshake.
 
     Args:
-        certificate: the client's certificate.
-        key: its private key.
         pins: the provider's certificate, self-signed or not; two during a rotation.
         kind: the kind of the client's certificate.
 
@@ -160,14 +156,8 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """A registry's context: TLS 1.3 only. Clients show no certificate: their descriptors are signed, and other requests
-    only read.
-
-    Args:
-        certificate: a provider certificate for the registry's hosts, issued by the federation's authority.
-        key: its private key.
-
-    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
-    """
+    only read. The federation's authority has issued the certificate for the registry's hosts. Raises `CertificateError`
+    if a file is missing, expired, of the wrong kind, or the key does not fit."""
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key)))

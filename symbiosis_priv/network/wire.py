@@ -181,14 +181,7 @@ class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BlockRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
-    """Rows of a block that the executor subtracts from rows of an answer.
-
-    Args:
-        block: id of the block.
-        start: first row in the block.
-        first: first row in the request.
-        rows: number of rows.
-    """
+    """Rows of a block, from `start` on, that the executor subtracts from rows of an answer, from `first` on."""
 
     block: Nonce
     start: Rows

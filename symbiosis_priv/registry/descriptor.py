@@ -103,7 +103,7 @@ class _Signed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class VerifiedDescriptor:
-    """A descriptor that has passed `verify`, with its signed bytes for forwarding, and the SHA-256 of the signed body."""
+    """A descriptor that has passed `verify`, with its signed bytes and the SHA-256 of the signed body."""
 
     descriptor: Descriptor
     certificate: x509.Certificate
@@ -142,16 +142,9 @@ def describe(
     lifetime_s: float,
     draining: bool = False,
 ) -> bytes:
-    """Makes the signed descriptor of an executor.
-
-    Args:
-        identity: the executor's certificate, which the federation's authority has issued, and its key.
-        issued: milliseconds since 1970.
-
-    Raises:
-        CertificateError: the files cannot be used.
-        ConfigError: a value is out of its bounds.
-    """
+    """Makes the signed descriptor of an executor whose certificate the federation's authority has issued. `issued` is
+    in milliseconds since 1970. Raises `CertificateError` if the files cannot be used, `ConfigError` if a value is out
+    of its bounds."""
     host, port = address
     fields = {
         "issued": issued,
@@ -191,16 +184,9 @@ def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
 
 
 def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
-    """Checks size, canonical form, certificate, signature, operator, host and times of a descriptor.
-
-    Args:
-        data: bytes of a signed descriptor, untrusted.
-        trust: the authorities that sign executors' certificates.
-        now: seconds since 1970.
-
-    Raises:
-        DescriptorError: a check fails. The message says which one and quotes no received data.
-    """
+    """Checks size, canonical form, certificate, signature, operator, host and times of an untrusted descriptor at
+    `now`, in seconds since 1970. Raises `DescriptorError`: the message says which check failed, and quotes no received
+    data."""
     try:
         if len(data) > MAX_BYTES:
             raise DescriptorError("it is too large")

@@ -27,16 +27,8 @@ class Trust:
 
     @classmethod
     def load(cls, authority: Path, revoked: Path | None = None, *, known: frozenset[str] = frozenset()) -> Self:
-        """Read the files.
-
-        Args:
-            authority: PEM file of CA certificates.
-            revoked: list of marks, as `symbiosis-priv keys revoke` writes it.
-            known: marks that were read before; they stay revoked.
-
-        Raises:
-            CertificateError: a file cannot be read, or `authority` holds no CA certificate.
-        """
+        """Read a PEM file of CA certificates and a list that `symbiosis-priv keys revoke` has written; `known` marks
+        stay revoked. Raises `CertificateError` if a file cannot be read, or `authority` holds no CA certificate."""
         found = tuple(certificate for certificate in load_certificates(authority) if is_authority(certificate))
         if not found:
             raise CertificateError(
@@ -46,15 +38,8 @@ class Trust:
         return cls(found, load_revoked(revoked, known=known))
 
     def check(self, certificate: x509.Certificate, *, at: datetime) -> None:
-        """Check that an authority has issued a provider's certificate.
-
-        Args:
-            at: the time at which both certificates must be valid.
-
-        Raises:
-            DescriptorError: no authority has issued the certificate, it is not a provider's, one of the two
-                certificates is not valid, or the certificate was revoked.
-        """
+        """Check that an authority has issued a provider's certificate, that both were valid at a time, and that the
+        certificate was not revoked. Raises `DescriptorError`."""
         issuers = [authority for authority in self.authorities if is_issued_by(certificate, authority)]
         if not issuers:
             raise DescriptorError("its certificate is not one that the federation's authority has issued")

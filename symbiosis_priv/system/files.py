@@ -55,14 +55,8 @@ def read_text(path: Path) -> str:
 
 
 def decode_text(data: bytes, *, name: str) -> str:
-    r"""Decode UTF-8 without a byte order mark, and turn every line end into `\n`.
-
-    Args:
-        name: the file's name, for messages.
-
-    Raises:
-        ConfigError: not UTF-8.
-    """
+    """Decode UTF-8 without a byte order mark, and turn every line end into a newline. `name` is for messages. Raises
+    `ConfigError` if the bytes are not UTF-8."""
     try:
         return io.IncrementalNewlineDecoder(None, translate=True).decode(data.decode("utf-8-sig"), final=True)
     except UnicodeDecodeError as error:

@@ -37,15 +37,9 @@ class PrivateFolder:
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
-        """Open a folder whose parents are all safe. Links in `path` are followed first, and their target is checked.
-
-        Args:
-            create: make the folders that are missing, with mode 0755.
-
-        Raises:
-            ConfigError: another user could replace the folder or something above it.
-            OSError: the folder does not exist, or cannot be made or opened.
-        """
+        """Open a folder whose parents are all safe; `create` makes those that are missing, with mode 0755. Links in
+        `path` are followed first, and their target is checked. Raises `ConfigError` if another user could replace the
+        folder or something above it, OSError if it cannot be made or opened."""
         path = path.resolve()
         folder = cls(Path(path.anchor), os.open(path.anchor, _FOLDER))
         for name in path.parts[1:]:
@@ -63,15 +57,9 @@ class PrivateFolder:
         return folder
 
     def subfolder(self, name: str, *, create: bool = False) -> Self:
-        """Open a folder in this one that no other user can write to.
-
-        Args:
-            create: make it, with mode 0700. It must not exist yet.
-
-        Raises:
-            ConfigError: the folder belongs to another user, or other users can write to it, or it is a link.
-            OSError: it does not exist, or exists already, or cannot be made or opened.
-        """
+        """Open a folder in this one that no other user can write to; `create` makes it, with mode 0700, and it must not
+        exist yet. Raises `ConfigError` if it is a link or other users own or can change it, OSError if it cannot be
+        made or opened."""
         if create:
             os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:

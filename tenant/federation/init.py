@@ -59,7 +59,6 @@ def write_federation(
     """Write a new federation.toml and read it back. An invalid federation leaves no file.
 
     Args:
-        path: the file, which must not exist.
         providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
             file gets paths relative to its own folder.
         scope: the optional layer groups that the providers serve.

@@ -38,15 +38,8 @@ WARNING = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPoolOptions:
-    """Options of the scheme.
-
-    Args:
-        pool_size: number of noise rows per (layer group, direction).
-        noise_scale: standard deviation of the noise, as a multiple of the activations'.
-
-    Raises:
-        ConfigError: `pool_size` is below 1, or `noise_scale` is not above 0.
-    """
+    """Options of the scheme: the number of noise rows per (layer group, direction), and their standard deviation as a
+    multiple of the activations'. Raises `ConfigError` if `pool_size` is below 1, or `noise_scale` is not above 0."""
 
     pool_size: int = 4
     noise_scale: float = 16.0
@@ -93,17 +86,8 @@ class PaperPool(BackendScheme):
 
 class PaperPoolBackend(Backend):
     """A float path that reuses a pool of noise, at one executor: the first in the federation file that has all layers.
-
-    No other executor can take over, because the executor that is asked knows the noise.
-
-    Args:
-        pool_size: number of noise rows per (layer group, direction).
-        noise_scale: standard deviation of the noise, as a multiple of the first rows' root mean square.
-        row_bucket: row counts are rounded up to a multiple of this before anything is sent.
-
-    Raises:
-        ConfigError: every executor is listed with a part of the layers.
-    """
+    No other executor can take over, because the executor that is asked knows the noise. Raises `ConfigError` if every
+    executor is listed with a part of the layers."""
 
     def __init__(
         self,

@@ -68,14 +68,8 @@ class Scheme(ABC):
         return self.error is None
 
     def read_options(self, values: Mapping[str, object]) -> Any:
-        """Check the options of the scheme, and return them as an `options_type`.
-
-        Args:
-            values: option values by name; an option that is missing has its default.
-
-        Raises:
-            ConfigError: the scheme has no option of a name, or a value is out of range.
-        """
+        """Check the options of the scheme by name, and return them as an `options_type`. Raises `ConfigError` if the
+        scheme has no option of a name, or a value is out of range."""
         known = [field.name for field in fields(self.options_type)]
         if unknown := sorted(values.keys() - set(known)):
             raise ConfigError(

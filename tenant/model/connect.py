@@ -13,16 +13,9 @@ from tenant.session.session import Session
 
 
 def open_backend(options: Options, model: str | Path) -> Backend:
-    """Open the backend of the masking scheme that `options` name.
-
-    Args:
-        model: the checkpoint being loaded. The verification keys are made from it unless `options.checkpoint` names
-            another checkpoint.
-
-    Raises:
-        RoleConflictError, ConfigError: the scheme or an option does not fit the federation.
-        CheckpointError: the scheme multiplies on the tenant, and the tenant lacks the weights.
-    """
+    """Open the backend of the masking scheme that `options` name, for the checkpoint that is being loaded. Raises
+    `RoleConflictError` or `ConfigError` if the scheme or an option does not fit the federation, `CheckpointError` if
+    the scheme multiplies on the tenant and the tenant lacks the weights."""
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
         scheme.check(opening.federation)  # before the checkpoint is read and before any provider is contacted

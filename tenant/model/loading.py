@@ -73,7 +73,6 @@ def load_model(
     """Load a model in evaluation mode.
 
     Args:
-        model: a checkpoint folder, or a name on the hub.
         remote: how to split the model; None loads the whole model.
         dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
         kind: a class with `from_pretrained`.

@@ -43,15 +43,8 @@ NO_DISK = (
 
 
 class OffloadedParameter(nn.Parameter):
-    """A frozen parameter without values.
-
-    Args:
-        dtype, device: those of the parameter.
-        requires_grad: ignored; the parameter is frozen.
-
-    Raises:
-        UnsupportedMethodError: `shape` is a tensor, because accelerate tries to offload the parameter to disk.
-    """
+    """A frozen parameter without values. Raises `UnsupportedMethodError` if `shape` is a tensor, because accelerate
+    tries to offload the parameter to disk."""
 
     _is_hf_initialized = True  # transformers must not initialise the parameter
     _whole: torch.Size

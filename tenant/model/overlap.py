@@ -100,7 +100,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """At most one part of a batch has the turn. The random generators of `devices` (CUDA) are exchanged with the turn."""
+    """At most one part of a batch has the turn. The generators of `devices` (CUDA) are exchanged with the turn."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         self.lock = threading.Lock()

@@ -37,8 +37,6 @@ def rounded_model(
     Args:
         model: the full checkpoint's folder, or a name on the hub.
         weight_bits: weight bits of the federation that serves the model.
-        dtype: dtype of all parameters.
-        kind: a class with `from_pretrained`.
         experts: as in `RemoteConfig`. Experts that stay with the tenant keep their weights.
         tied_head: as in `RemoteConfig`. With True, the LM head is a rounded copy of the embedding table.
         cache: folder for quantised weights; the user's cache folder if None.

@@ -15,15 +15,9 @@ from tenant.model.remote_linear import RemoteLayer
 
 
 def untie_head(model: PreTrainedModel, tied: Mapping[str, str]) -> list[nn.Module]:
-    """Stop transformers from tying an offloaded head to the embeddings on loading.
-
-    Args:
-        model: the split model, before its tensors are loaded.
-        tied: the tied parameters of the head and their sources (`discovery.skeleton.tied_head`).
-
-    Returns:
-        The modules whose `weight` is the head's table; none if the head stays with the tenant.
-    """
+    """Stop transformers from tying an offloaded head to the embeddings on loading. `tied` is from
+    `discovery.skeleton.tied_head`. Returns the modules whose `weight` is the head's table; none if the head stays with
+    the tenant."""
     tables = []
     for parameter, source in tied.items():
         owner, _, leaf = parameter.rpartition(".")

@@ -314,16 +314,9 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
-    """Write a preparation into a new folder, and replace the earlier folder by the new one.
-
-    Returns:
-        `prepared` with blame keys and second keys that are read from disk, through the new folder's descriptor. No
-        other file is read back.
-
-    Raises:
-        StorageError: the folder cannot be written.
-        ConfigError: other users can change a parent folder.
-    """
+    """Write a preparation into a new folder, and replace the earlier folder by the new one. Returns `prepared` with
+    blame keys and second keys that are read from disk, through the new folder's descriptor. No other file is read back.
+    Raises `StorageError` if the folder cannot be written, `ConfigError` if other users can change a parent folder."""
     tensors = {}
     for i, fact in enumerate(prepared.facts):
         tensors[f"{i}.norms"] = _norms(fact.bounds)

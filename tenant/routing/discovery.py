@@ -118,17 +118,9 @@ def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
 
 
 class Discovery:
-    """Asks the registries of a federation: first in `refresh`, later in a background thread.
-
-    A `Discovery` belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
-
-    Args:
-        changed: called in any thread with the executors after they have changed.
-        deadline_s: time for one registry's answer.
-
-    Raises:
-        CertificateError: the authority's certificate cannot be read.
-    """
+    """Asks the registries of a federation: first in `refresh`, later in a background thread, which calls `changed` with
+    the executors after they have changed. A `Discovery` belongs to one process: a forked child makes another one, and
+    calls `abandon` on its parent's. Raises `CertificateError` if the authority's certificate cannot be read."""
 
     def __init__(
         self,

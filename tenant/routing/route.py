@@ -13,7 +13,6 @@ class ProviderFigures:
     """Figures of one provider in a session, for progress displays.
 
     Args:
-        address: `host:port`.
         state: the provider's state, in a word or two.
         latency_s: smoothed latency of a small request; None before the first answer.
         verified, rejected: number of its answers that passed the check, and that failed it.

@@ -41,7 +41,6 @@ class Routes:
 
     Attributes:
         executors: the executors of the federation in its order, then discovered ones.
-        helpers: the helpers of the federation.
         version: changes whenever executors join or leave.
         quarantined: the providers that receive no more requests.
         calm: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
@@ -228,13 +227,8 @@ class Routes:
     # Helpers
 
     def holders(self, group: int, executor: Route | None = None, *, without: Collection[Peer] = ()) -> list[Route]:
-        """Choose the helpers that share the next pad of a group, each of another company.
-
-        Args:
-            executor: the executor that will see rows under the pad; None for any executor that serves the group.
-
-        Returns:
-            Healthy and quick helpers first; fewer than a pad needs if there are no more.
+        """Choose the helpers that share the next pad of a group, each of another company, for rows that `executor`, or
+        any that serves the group, will see. Healthy and quick helpers come first; there may be fewer than a pad needs.
         """
         with self._lock:
             return self._holders(group, executor, without)

@@ -51,7 +51,6 @@ class Adapter:
 
     Args:
         peft: the skeleton with the adapter.
-        skeleton: the model inside `peft`.
         trainable: True if the adapter's parameters get gradients.
         on_disk: True if a folder holds the same parameters.
 

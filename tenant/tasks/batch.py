@@ -161,10 +161,8 @@ class Batch:
         """Return the base layer's input at the layer `name`: `x` itself if no task changes it.
 
         Args:
-            name: the layer.
             siblings: the layers that are called with the same `x` and computed in one request (q/k/v), `name` included.
                 All of them get one tensor, which holds the rows that any of them needs.
-            x: the layer's input.
 
         Raises:
             UnsupportedModelError: the rows are not the first dimension of `x`.

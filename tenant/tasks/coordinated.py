@@ -79,14 +79,8 @@ def by_length(requests: Sequence[Request], costs: Costs) -> Batches:
 
 
 def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
-    """Divide requests into batches by both costs.
-
-    Returns:
-        Batches that hold every request once, of at most `costs.max_rows` rows.
-
-    Raises:
-        TaskError: a request is longer than the measured costs, or its method was not measured.
-    """
+    """Divide requests into batches of at most `costs.max_rows` rows by both costs. Raises `TaskError` if a request is
+    longer than the measured costs, or its method was not measured."""
     return _joined(by_task(requests, costs), costs)
 
 

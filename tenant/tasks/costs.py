@@ -26,7 +26,6 @@ def measure_costs(
     """Measure some sizes of batches and interpolate between them.
 
     Args:
-        tasks: the tasks.
         run: computes the model on a batch of (rows, tokens).
         examples: the name of one task of each PEFT method, by method.
         rows: measured numbers of rows, ascending; the last one is the largest batch.

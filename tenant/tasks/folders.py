@@ -16,14 +16,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A task's PEFT folder.
-
-    Args:
-        folder: the folder.
-        method: name of the PEFT method, in capitals.
-        bytes: size of the file of tensors.
-        within: the folder of tasks that the files must lie in; None if the user named `folder`.
-    """
+    """A task's PEFT folder, the PEFT method in capitals, and the size of the file of tensors. The files must lie in the
+    folder of tasks `within`; None if the user named `folder`."""
 
     folder: Path
     method: str
@@ -43,16 +37,9 @@ def check_name(name: str) -> str:
 
 
 def stored(folder: Path, *, within: Path | None = None) -> Stored:
-    """Check a task's folder and return what is known without reading its tensors.
-
-    Args:
-        folder: the task's PEFT folder.
-        within: folder that no symbolic link may lead out of.
-
-    Raises:
-        ConfigError: `folder` is not a PEFT folder.
-        CheckpointError: the folder is refused (`vet_adapter`), or a file lies outside `within`.
-    """
+    """Check a task's folder and return what is known without reading its tensors. No symbolic link may lead out of
+    `within`. Raises `ConfigError` if it is not a PEFT folder, `CheckpointError` if it is refused (`vet_adapter`) or a
+    file lies outside."""
     for path in (folder, folder / CONFIG, folder / TENSORS) if within else ():
         if not path.resolve().is_relative_to(within.resolve() if within else path):
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")

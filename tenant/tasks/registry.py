@@ -42,7 +42,6 @@ class TaskInfo:
     """The state of one task.
 
     Args:
-        id: the task's id.
         folder: the PEFT folder; None for a task that was never saved.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter and of what was made of it for its products, without the buffers that tasks
@@ -153,7 +152,6 @@ class Tasks:
         """Load a task's adapter ahead of its first batch.
 
         Args:
-            name: the task.
             trainable: True to train the adapter of a folder. A task from a configuration is always trainable.
 
         Raises:
@@ -168,15 +166,8 @@ class Tasks:
             self._load(name, trainable=trainable)
 
     def unload(self, name: str, *, discard: bool = False) -> None:
-        """Free the memory of a task's adapter; nothing happens if it is not loaded.
-
-        Args:
-            name: the task.
-            discard: True to lose parameters that were not saved.
-
-        Raises:
-            TaskError: the task is unknown or in use, or has parameters that were not saved.
-        """
+        """Free the memory of a task's adapter; nothing happens if it is not loaded. `discard` loses parameters that
+        were not saved. Raises `TaskError` if the task is unknown or in use, or has parameters that were not saved."""
         with self._lock:
             self._source(name)
             if self._used[name]:
@@ -207,15 +198,8 @@ class Tasks:
 
     @contextmanager
     def hold(self, name: str) -> Iterator[int | None]:
-        """Context manager: loads a task, and keeps this load for any number of batches.
-
-        Yields:
-            A number that no other load of a task has; None if the task can be trained, so that its parameters may
-            change.
-
-        Raises:
-            TaskError, CheckpointError, UnsupportedMethodError: as for `load`.
-        """
+        """Context manager: loads a task, and keeps this load for any number of batches. Yields a number that no other
+        load of a task has; None if the task can be trained, so that its parameters may change. Raises as `load`."""
         with self._held([name]) as loaded:
             yield None if loaded[name].trainable else loaded[name].number
 

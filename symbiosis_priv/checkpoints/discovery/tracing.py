@@ -147,13 +147,8 @@ class _Trace(TorchFunctionMode):
 
 def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
     """Run the model on its main input, then on all its inputs, and what is not reached then by its own functions.
-
-    Models of several modalities skip the towers that get no input, and want as many image tokens as there are features.
-    So their `get_image_features` and the like run on their own.
-
-    Returns:
-        The runs that went through.
-    """
+    Returns the runs that went through. Models of several modalities skip the towers that get no input, and want as many
+    image tokens as there are features. So their `get_image_features` and the like run on their own."""
     runs: list[_Run] = []
     failures: list[str] = []
 

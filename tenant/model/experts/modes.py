@@ -22,15 +22,8 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: Experts | None) -> Experts:
-    """Choose where the experts of a model run, and log the choice and its cost.
-
-    Args:
-        model: a model, on the meta device.
-        wanted: the user's choice; None for the default.
-
-    Raises:
-        UnsupportedModelError: experts are to be offloaded, and providers do not serve them.
-    """
+    """Choose where the experts of a model run, as the user wants or by default, and log the choice and its cost. Raises
+    `UnsupportedModelError` if experts are to be offloaded, and providers do not serve them."""
     experts = experts_of(model)
     if not experts:
         return "local"

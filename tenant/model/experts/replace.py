@@ -19,14 +19,8 @@ from tenant.options import Experts
 
 
 def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -> None:
-    """Replace one stack of an expert module by a parameter without values.
-
-    Args:
-        mode: where the experts run; not "local".
-
-    Raises:
-        CheckpointError: the module has no such stack, or one of another shape.
-    """
+    """Replace one stack of an expert module by a parameter without values. `mode` is not "local". Raises
+    `CheckpointError` if the module has no such stack, or one of another shape."""
     owner, _, stack = entry.members[0].rpartition(".")
     spec = GroupSpec(entry.members, entry.inputs, entry.outputs, entry.experts, entry.joined)
     if not is_stacked(experts) or spec not in stacks_of(owner, experts):

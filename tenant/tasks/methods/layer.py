@@ -24,15 +24,9 @@ MERGE_AT_HOME = (
 
 @dataclass
 class MethodConfig(PeftConfig):
-    """The fields that all methods of this package have.
-
-    `learns_with` names the field that says whether masks or supports are learned. A saved adapter has False there.
-
-    Args:
-        target_modules: names of the modules to adapt, a regular expression, or "all-linear".
-        exclude_modules: names of modules to leave out, or a regular expression.
-        modules_to_save: modules of the tenant to train and save, such as a classification head.
-    """
+    """The fields that all methods of this package have. `modules_to_save` are modules of the tenant, such as a
+    classification head. `learns_with` names the field that says whether masks or supports are learned; a saved adapter
+    has False there."""
 
     method: ClassVar[str]
     learns_with: ClassVar[str | None] = None

@@ -24,15 +24,9 @@ _BLOCK = 1 << 22  # products of one step in `entries_of`, to bound the memory of
 
 
 class Pattern:
-    """The places of a sparse matrix's entries. Takes 4 bytes per entry, and 12 more once gradients are computed.
-
-    Args:
-        places: integer `[n]`, ascending positions in the row-major matrix, without duplicates.
-        shape: (o, d).
-
-    Raises:
-        CheckpointError: `places` are out of range or not ascending, so the adapter is damaged.
-    """
+    """The places of the entries of a sparse matrix of this shape: ascending positions in the row-major matrix, integer
+    `[n]`. Takes 4 bytes per entry, and 12 more once gradients are computed. Raises `CheckpointError` if they are out of
+    range or not ascending, so the adapter is damaged."""
 
     def __init__(self, places: Tensor, shape: tuple[int, int]) -> None:
         outputs, inputs = shape

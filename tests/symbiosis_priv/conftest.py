@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.kernels import KERNELS
+from symbiosis_priv.kernels import KERNELS, registry
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +20,15 @@ def _interpreter_without_unused_checks() -> None:
         from triton.runtime.interpreter import interpreter_builder
 
         interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _slow_self_test_is_run_once() -> Iterator[None]:
+    """In Triton's interpreter, the self-test takes seconds; `test_triton_kernel.py` runs it once."""
+    real = registry.self_test
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "self_test", lambda kernel, device: kernel.name == "triton" or real(kernel, device))
+        yield
 
 
 @pytest.fixture(scope="session")

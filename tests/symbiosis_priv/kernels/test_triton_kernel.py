@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.kernels import KERNELS, RingMatrix, triton_kernel
+from symbiosis_priv.kernels import KERNELS, RingMatrix, self_test, triton_kernel
 from symbiosis_priv.kernels.registry import probe_rows
 from symbiosis_priv.kernels.triton_kernel import LEAST_MEMORY, MAX_TERMS, TILES, Tile, TritonKernel, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
@@ -74,6 +74,11 @@ def test_every_tile_is_exact(tile: Tile, direction: Direction, monkeypatch: pyte
         TRITON.product(TRITON.pack(weight.to(torch.int16), weight_bits=bits), rows, direction, got)
         want = rows.long() @ (weight.t() if direction == FORWARD else weight).long()
         assert torch.equal(got, want.to(torch.int32))
+
+
+@needs_interpreter
+def test_it_passes_the_self_test() -> None:
+    assert self_test(TRITON, CPU)
 
 
 def test_the_fastest_tile_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

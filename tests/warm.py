@@ -14,6 +14,7 @@ processes.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import inspect
@@ -75,6 +76,7 @@ _STANDARD = 3  # stdin, stdout, stderr
 CHILDREN = "SYMBIOSIS_PRIV_TESTS_CHILDREN"
 """The environment variable that says how many processes a provider starts as forks. torchrun starts all ranks so."""
 
+_MMAP_THRESHOLD = -3  # a parameter of mallopt(3)
 _NewProcess = subprocess.Popen
 
 
@@ -336,6 +338,8 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
         os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    if threshold := environment.get("MALLOC_MMAP_THRESHOLD_"):  # the C library reads it when a new process starts
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, int(threshold))
     tempfile.tempdir = None  # a library may have asked for the parent's
     os.chdir(folder)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115

@@ -257,13 +257,9 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
 
 
 class Service:
-    """A provider in a separate process, started with `provider serve`.
+    """A provider in a separate process, started with `provider serve`."""
 
-    Args:
-        forked: False starts a new process, which reads settings of the C library from the environment.
-    """
-
-    def __init__(self, config: ProviderConfig, folder: Path, *, forked: bool = True) -> None:
+    def __init__(self, config: ProviderConfig, folder: Path) -> None:
         self.config_file = folder / "provider.toml"
         self.config_file.write_text(_toml(config), encoding="utf-8")
         self.ready_file = folder / "address"
@@ -271,8 +267,7 @@ class Service:
         python = [sys.executable, "-W", "error", "-m", "symbiosis_priv.cli"]
         command = [*python, "provider", "serve", "-c", str(self.config_file)]
         with self.log_file.open("wb") as log:
-            popen = Popen if forked else subprocess.Popen
-            self.process = popen([*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log)
+            self.process = Popen([*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log_file.read_text()
@@ -312,8 +307,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """Start `provider serve` in a process of its own; stopped after the module if it still runs."""
     with contextlib.ExitStack() as services:
 
-        def launch(config: ProviderConfig, *, forked: bool = True) -> Service:
-            service = Service(config, tmp_path_factory.mktemp("service"), forked=forked)
+        def launch(config: ProviderConfig) -> Service:
+            service = Service(config, tmp_path_factory.mktemp("service"))
             services.callback(service.stop)
             return service
 

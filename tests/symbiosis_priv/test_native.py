@@ -103,8 +103,11 @@ def test_a_wheel_installs_with_and_without_a_compiler(
     pytest.importorskip("hatchling")  # the build backend, offline; `make` installs it
     if compiler == "present" and shutil.which("cc") is None:
         pytest.skip("no C compiler here")
-    environment = {"absent": {"CC": "/nonexistent/cc"}, "broken": {"CC": "false"}}.get(compiler, {})
-    wheel = build_wheel(tmp_path, **environment)
+    quick = tmp_path / "cc"
+    quick.write_text('#!/bin/sh\nexec cc "$@" -O0\n', encoding="utf-8")  # the last -O counts
+    quick.chmod(0o700)
+    command = {"present": str(quick), "absent": "/nonexistent/cc", "broken": "false"}[compiler]
+    wheel = build_wheel(tmp_path, CC=command)
     compiled = compiler == "present"
     assert wheel.name.endswith("-py3-none-any.whl") is not compiled
     with zipfile.ZipFile(wheel) as archive:

@@ -146,7 +146,7 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
-    service = launch(configure(checkpoint=forty_eight_mib, executor=executor), forked=False)
+    service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
     client = connect(to=service)
     grown = ask_every_group(service, client, store, requests)
     # while a group is loaded, its copy in the checkpoint's dtype exists, too

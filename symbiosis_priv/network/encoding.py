@@ -49,7 +49,9 @@ class Encoding:
         array = np.ascontiguousarray(matrix)
         if not array.size:  # a memoryview with a zero in its shape cannot be cast
             return memoryview(b"")
-        return _pack24(array) if self.item_bits == _NARROW else _ordered(array).data.cast("B")
+        if self.item_bits == _NARROW:
+            return _pack24(array)
+        return (array if sys.byteorder == "little" else array.byteswap()).data.cast("B")
 
     def unpack(self, payload: bytearray | memoryview | np.ndarray, *, rows: int) -> Tensor:
         """The matrix `[rows, width]` of a writable payload. With 32 bits it is not a copy on little-endian machines.

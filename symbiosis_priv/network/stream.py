@@ -100,7 +100,9 @@ class FrameStream(RecordStream):
     def receive(self, view: memoryview, *, deadline: float) -> None:
         """Read exactly the bytes that fill `view`."""
         while view:
-            if self._unread or len(view) < _RECORD:
+            if self._unread:
+                count = self._copy_unread(view)
+            elif len(view) < _RECORD:
                 count = self._copy_unread(view) if self.begin(deadline=deadline) else 0
             else:
                 count = self._read(view, deadline)
@@ -126,7 +128,7 @@ class FrameStream(RecordStream):
 
     def _next(self, size: int, deadline: float) -> memoryview:
         """The next `size` bytes. They are not copied if they have arrived together."""
-        if self.begin(deadline=deadline) and len(self._unread) >= size:
+        if (self._unread or self.begin(deadline=deadline)) and len(self._unread) >= size:
             part, self._unread = self._unread[:size], self._unread[size:]
             return part
         part = memoryview(bytearray(size))

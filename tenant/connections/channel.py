@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -163,8 +164,7 @@ class Channel:
 
     def probe(self) -> wire.Welcome | None:
         """Return the provider's layers and limits without waiting; None without an open connection."""
-        with self._lock:
-            return self._probe()
+        return self._probe()
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -213,9 +213,7 @@ class Channel:
             ProviderError, ProtocolError: as for `request`.
         """
 
-        def ask(deadline: float) -> Reply:
-            return self._round_trip(message, payload, outputs, deadline, meanwhile)
-
+        ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._used(self._once, ask, deadline, began=since)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
@@ -410,7 +408,8 @@ class Channel:
         return reply
 
     def _probe(self) -> wire.Welcome | None:
-        return None if self._connection is None or self._connection.peer_left() else self._welcome
+        connection = self._connection  # another thread may close it
+        return None if connection is None or connection.peer_left() else self._welcome
 
     def _receive(
         self, connection: ClientConnection, space: memoryview, deadline: float, message: wire.Execute | wire.Effect

@@ -174,10 +174,10 @@ class ExecutorClient:
                     direction=part.direction,
                     arithmetic="ring",
                     rows=min(limit, part.count - first),
-                    counts=part.counts_of(first, limit),
+                    counts=part.counts and part.counts_of(first, limit),
                     ring_bits=part.rows.ring_bits,
                     blocks=blocks,
-                    confirms=tuple(self._to_confirm()),
+                    confirms=tuple(self._to_confirm()) if self.confirms else (),
                 )
                 for first in range(0, part.count, limit)
             ]

@@ -82,7 +82,8 @@ class Share(NamedTuple):
     def later(self, rows: int) -> Self:
         """The share without its first `rows` rows."""
         block = self.block and self.block._replace(start=self.block.start + rows)
-        return self._replace(first_row=self.first_row + rows, offset=self.offset + rows, block=block)
+        first, offset = self.first_row + rows, self.offset + rows
+        return type(self)(self.holder, self.keystream, first, self.effect, offset, block, self.fetch)
 
 
 class Pad:
@@ -153,11 +154,6 @@ class Pad:
         effects = [(share.effect.result(), share.offset) for share in self.shares]
         return [effect[first : first + self.rows] for effect, first in effects if effect is not None]
 
-    @property
-    def has_effects(self) -> bool:
-        """True if every effect has arrived here; False also if that is not known without a lock."""
-        return all(share.effect.kept is not None for share in self.shares)
-
     def fetch_effects(self) -> None:
         """Request the effects that lie at an executor, so that they can be subtracted from an answer without blocks."""
         self.shares = tuple(
@@ -190,7 +186,7 @@ class Pad:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
         self._use()
         kind = type(self)
-        return kind(rows, self.shares), kind(self.rows - rows, tuple(share.later(rows) for share in self.shares))
+        return kind(rows, self.shares), kind(self.rows - rows, tuple([share.later(rows) for share in self.shares]))
 
     def _use(self) -> None:
         try:

@@ -75,6 +75,11 @@ class Part:
         """All shares of the pads."""
         return [share for pad in self.pads for share in pad.shares]
 
+    @property
+    def has_effects(self) -> bool:
+        """True if every effect has arrived here; False also if that is not known without a lock."""
+        return all(share.effect.kept is not None for pad in self.pads for share in pad.shares)
+
     def mask(self) -> None:
         """Mask the rows. Afterwards the part holds no unmasked rows.
 

@@ -102,11 +102,12 @@ class RingBackend(Backend):
     ) -> None:
         if not inputs[0].shape[0]:
             return
-        here = [out if out.is_cpu else _host_like(out) for out in outputs]
-        near = _on_host(inputs)
+        near, here = inputs, outputs
+        if not inputs[0].is_cpu:
+            near, here = _on_host(inputs), [_host_like(out) for out in outputs]
         self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here, counts))
-        for out, result in zip(outputs, here, strict=True):
-            if out is not result:
+        if here is not outputs:
+            for out, result in zip(outputs, here, strict=True):
                 out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class RingBackend(Backend):
 
 def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors to the CPU. All copies are started before the first one is waited for."""
-    near = [part if part.is_cpu else _host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
+    near = [_host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
     for device in {part.device for part in parts if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return near

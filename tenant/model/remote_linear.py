@@ -68,10 +68,13 @@ class LayerGroup:
         of_thread = self._of_thread
         pending = of_thread.pending
         if pending is None or not pending.is_for(x) or pending.parts[member] is None:
+            parts: tuple[Tensor, ...]
             if torch.is_grad_enabled():
                 parts = _GroupLinear.apply(x, self)  # type: ignore[no-untyped-call]
             else:  # `apply` takes 60 µs, as long as the product of a small layer
                 parts = compiled.forward(self, x, output_dtype(x))
+            if len(parts) == 1:  # there are no siblings
+                return parts[0]
             pending = of_thread.pending = _Pending(x, list(parts))
         part, pending.parts[member] = pending.parts[member], None
         if all(p is None for p in pending.parts):
@@ -90,7 +93,7 @@ class LayerGroup:
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
-        self.multiply(FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
+        self.multiply(FORWARD, [rows], [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)])
         return parts
 
     def _forward_with(self, riders: list[tuple[Rider, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -124,7 +127,7 @@ class LayerGroup:
         counts: Counts | None = None,
     ) -> None:
         """Call the backend. Other parts of an overlapped batch compute meanwhile."""
-        with waiting():
+        with waiting:
             self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

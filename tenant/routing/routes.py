@@ -115,7 +115,7 @@ class Routes:
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
         serving = [route for route in self.executors if route.serves(group)]
-        if self.quarantined:
+        if not self.calm and self.quarantined:
             serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
@@ -183,6 +183,8 @@ class Routes:
 
     def patience_s(self, route: Route, group: int, size: int, *, left_s: float) -> float:
         """Seconds to wait for an executor's answer. All the time left if no other executor may serve the group."""
+        if len(self.executors) == 1:
+            return left_s
         others = [
             other
             for other in self.executors

@@ -116,7 +116,7 @@ class Failover:
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
         """
-        if not retry.late and all(pad.has_effects for pad in part.pads):
+        if not retry.late and part.has_effects:
             return True
         self._wait_for_effects(part, retry)
         for share in part.shares:

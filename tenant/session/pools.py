@@ -100,7 +100,10 @@ class PadPool:
 
     def order(self, rows: int) -> None:
         """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
-        up."""
+        up. Products of few rows get the next block when half of a block is left, so that they do not wait for it."""
+        rows = max(rows, self._min_block // 2)
+        if self._ahead >= rows:
+            return
         block = min(max(rows, self._min_block), self._max_rows())
         while self._is_short_of(rows, block):
             self._refill.submit(self._draw_ahead, block)

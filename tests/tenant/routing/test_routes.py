@@ -409,3 +409,42 @@ def test_each_piece_is_taken_once_by_many_threads() -> None:
         thread.join(20)
     assert {id(piece) for piece in taken} == {id(piece) for piece in pieces}
     assert len(taken) == 500
+
+
+EVENTS: dict[str, Callable[[Routes], None]] = {
+    "an executor fails": lambda routes: routes.failed(routes.executors[0], "lost"),
+    "a helper fails": lambda routes: routes.failed(routes.helpers[0], "lost"),
+    "a helper is late": lambda routes: routes.late([routes.helpers[0].peer]),
+    "quarantine": lambda routes: routes.quarantine(routes.executors[1].peer),
+    "executors join": lambda routes: routes.update([]),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_calm_ends_with_every_event_that_needs_attention(new_routes: NewRoutes, event: str) -> None:
+    """While `calm`, a product skips `to_probe` and `check`."""
+    routes = new_routes("AB", "C")
+    assert not routes.calm
+    assert routes.to_probe() == []
+    assert routes.calm
+    EVENTS[event](routes)
+    assert not routes.calm
+
+
+def test_calm_returns_when_a_provider_that_failed_answers(new_routes: NewRoutes, clock: Clock) -> None:
+    routes = new_routes("A")
+    executor = routes.executors[0]
+    routes.failed(executor, "lost")
+    clock.now += 100
+    assert routes.to_probe() == [executor]
+    assert not routes.calm
+    routes.answered(executor, seconds=0.01, size=SMALL)
+    assert routes.to_probe() == []
+    assert routes.calm
+
+
+def test_a_quarantine_is_for_good(new_routes: NewRoutes) -> None:
+    routes = new_routes("AB")
+    routes.quarantine(routes.executors[0].peer)
+    routes.to_probe()
+    assert not routes.calm

@@ -185,6 +185,15 @@ def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
     assert pool.ready() == 70 + 2 * 4096
 
 
+def test_single_rows_find_at_least_half_a_block(local: Pools) -> None:
+    """So a generated token does not wait for the effects of a block that was ordered when the last one was empty."""
+    pool = local.pool(0, FORWARD)
+    for _ in range(150):
+        local.take(0, FORWARD, 1)
+        local.settle()
+        assert pool.ready() >= 32
+
+
 def test_memory_is_released(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     for _ in range(10):

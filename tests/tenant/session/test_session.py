@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -573,6 +576,32 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
     session = new_session("pad", [executor], [helper], wiretap=Tap())
     session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert (too_early, in_time) == ([False], [True])
+
+
+def test_a_row_calls_few_functions(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+) -> None:
+    """The functions on its path decide the time of a single row. There were 305 of them when each product looked for
+    pieces, lost pads and failed providers."""
+    session = new_session("pad", [executor], [helper])
+    called = list[str]()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
+    session.product(OUT, FORWARD, rows)
+    until = time.monotonic() + 30
+    while not session.ledger().pads_ready:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    sys.setprofile(count)
+    try:
+        session.product(OUT, FORWARD, rows)
+    finally:
+        sys.setprofile(None)
+    assert len(called) <= 220, Counter(called).most_common(20)
 
 
 def test_a_quarantine_survives_a_fork(

@@ -16,10 +16,10 @@ from provider.products.model import open_store
 from symbiosis_priv.certificates.reading import key_fingerprint, load_certificates
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import Progress
-from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
+from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.coverage import coverage, most_needed
-from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
+from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest_of
 from symbiosis_priv.registry.queries import RegistryClient
 
 log = logs.EventLog(__name__)
@@ -62,25 +62,20 @@ def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescript
     """The other executors of the model, from all registries that answer."""
     trust = trust_of(config.registry)
     own = key_fingerprint(load_certificates(config.tls.certificate)[0])
-    found: list[VerifiedDescriptor] = []
+    listed: list[bytes] = []
     failures = []
     for address in config.registry.announce:
+        context = registry_client_context(trust.authorities)
         try:
-            with RegistryClient(
-                address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S
-            ) as registry:
-                listed = registry.list(manifest.digest)
+            with RegistryClient(address, context, deadline_s=_DEADLINE_S) as registry:
+                listed += registry.list(manifest.digest)
         except SymbiosisError as error:
             failures.append(str(error))
-            continue
-        for data in listed:
-            try:
-                found.append(verify(data, trust, now=time.time()))
-            except DescriptorError as error:
-                log.often("not_believed", registry=address, reason=str(error))
     if len(failures) == len(config.registry.announce):
         raise ConfigError(
             f'layers = "auto" needs a registry, and none can be reached ({failures[0]}): start one, or name the layers'
         )
-    same = (one for one in newest(found).values() if one.descriptor.model_digest == manifest.digest)
-    return [one for one in same if one.key != own]
+    found, refused = newest_of(listed, trust, now=time.time())
+    for reason, count in refused.items():
+        log.info("not_believed", reason=reason, descriptors=count)
+    return [one for one in found if one.descriptor.model_digest == manifest.digest and one.key != own]

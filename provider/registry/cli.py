@@ -4,7 +4,6 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from rich.markup import escape
 
 from provider.registry.config import RegistryConfig
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import DescriptorError, one_line
+from symbiosis_priv.errors import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Run a registry, which lists executors to tenants, or show its list.")
 
@@ -69,23 +68,17 @@ def show(
 ) -> None:
     """Show the executors that a registry lists, as tenants see them: every signature is checked."""
     from symbiosis_priv.network.tls import registry_client_context
-    from symbiosis_priv.registry.descriptor import MS, VerifiedDescriptor, newest, verify
+    from symbiosis_priv.registry.descriptor import MS, newest_of
     from symbiosis_priv.registry.queries import RegistryClient
     from symbiosis_priv.registry.trust import Trust
 
     trust = Trust.load(authority, revoked)
     with RegistryClient(address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S) as registry:
         listed = registry.list()
-    verified: list[VerifiedDescriptor] = []
-    refused: Counter[str] = Counter()
-    for data in listed:
-        try:
-            verified.append(verify(data, trust, now=time.time()))
-        except DescriptorError as error:
-            refused[str(error)] += 1
+    found, refused = newest_of(listed, trust, now=time.time())
     headings = ("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
     rows = []
-    order = sorted(newest(verified).values(), key=lambda one: (one.descriptor.model_digest, one.descriptor.layers))
+    order = sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers))
     for one in order:
         said = one.descriptor
         cells = (one.name, one.operator, said.address, said.model_digest[:19], str(said.layers))

@@ -58,7 +58,9 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
     try:
         exact = self_test(kernel, device)
     except Exception as error:  # not built for this device or torch version, or no compiler for Triton's code
-        log.warning("kernel %s cannot run on %s and is left out: %s: %s", kernel.name, device, _kind(error), error)
+        log.warning(
+            "kernel %s cannot run on %s and is left out: %s: %s", kernel.name, device, type(error).__qualname__, error
+        )
         return False
     if not exact:
         log.warning("kernel %s is not exact on this machine and is left out", kernel.name)
@@ -68,10 +70,6 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
 def self_test(kernel: Kernel, device: torch.device) -> bool:
     """Returns True if a kernel is exact on a small matrix of each packed width. Raises the kernel's own errors."""
     return all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__qualname__
 
 
 def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device) -> bool:

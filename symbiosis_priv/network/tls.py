@@ -102,9 +102,7 @@ def server_context(
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
-    require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
-    warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key), prepare=True))
+    _check_own(certificate, key, kind=Kind.PROVIDER, prepare=True)
     pinned = [_dialling(path) for path in helpers]
     for path in helpers:
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
@@ -114,12 +112,11 @@ def server_context(
     if not any(map(is_current, trusted)):
         raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
     warn_of_expiry(tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # a resumed session would skip the certificate check
     if pinned:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an authority may have issued them
-    return _showing(_trusting(_hardened(context), [*trusted, *pinned]), certificate=certificate, key=key)
+    return _showing(_trusting(context, [*trusted, *pinned]), certificate=certificate, key=key)
 
 
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
@@ -134,11 +131,9 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
-    require_identity(Identity(certificate, key), kind=kind)
+    _check_own(certificate, key, kind=kind)
     if kind is Kind.PROVIDER:
         _dialling(certificate)
-    warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key)))
     for path in (pin for pin in pins if isinstance(pin, Path)):
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
     pinned = [load_pin(pin) for pin in pins]
@@ -147,32 +142,25 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
             f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
             f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
         )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
-    context.hostname_checks_common_name = False
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
     # A pin may be a leaf certificate that an authority issued: trust the leaf without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return _showing(_trusting(_hardened(context), pinned), certificate=certificate, key=key)
+    return _showing(_trusting(context, pinned), certificate=certificate, key=key)
 
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """A registry's context: TLS 1.3 only. Clients show no certificate: their descriptors are signed, and other requests
     only read. The federation's authority has issued the certificate for the registry's hosts. Raises `CertificateError`
     if a file is missing, expired, of the wrong kind, or the key does not fit."""
-    require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
-    warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=lambda: how_to_renew(Identity(certificate, key)))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # sessions are not resumed
-    return _showing(_hardened(context), certificate=certificate, key=key)
+    _check_own(certificate, key, kind=Kind.PROVIDER)
+    return _showing(_context(ssl.PROTOCOL_TLS_SERVER), certificate=certificate, key=key)
 
 
 def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
     """The context of a registry's client: TLS 1.3 only, host name checked, no client certificate, and no trust in any
     certificate except these authorities.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
-    context.hostname_checks_common_name = False
-    return _trusting(_hardened(context), authorities)
+    return _trusting(_context(ssl.PROTOCOL_TLS_CLIENT), authorities)
 
 
 def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
@@ -275,7 +263,20 @@ def _listed(pins: Sequence[Pin]) -> str:
     return " and ".join(str(pin) if isinstance(pin, Path) else fingerprint(pin) for pin in pins)
 
 
-def _hardened(context: ssl.SSLContext) -> ssl.SSLContext:
+def _check_own(certificate: Path, key: Path, *, kind: Kind, prepare: bool = False) -> None:
+    """Raises `CertificateError` unless this side's pair can be used, and warns of what will make it unusable."""
+    identity = Identity(certificate, key)
+    require_identity(identity, kind=kind)
+    warn_of_exposed_key(key)
+    warn_of_expiry(certificate, fix=lambda: how_to_renew(identity, prepare=prepare))
+
+
+def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)  # a client's has CERT_REQUIRED and check_hostname
+    if protocol is ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a resumed session would skip the certificate check
+    else:
+        context.hostname_checks_common_name = False
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_COMPRESSION
     context.verify_flags |= ssl.VERIFY_X509_STRICT

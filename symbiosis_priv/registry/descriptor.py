@@ -15,6 +15,7 @@ the newest; a descriptor lives for minutes.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -210,6 +211,18 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
     if descriptor.expires / MS < now - CLOCK_TOLERANCE_S:
         raise DescriptorError("it has expired: compare the clocks if it is new")
     return VerifiedDescriptor(descriptor, certificate, data, hashlib.sha256(signed.body).digest())
+
+
+def newest_of(listed: Iterable[bytes], trust: Trust, *, now: float) -> tuple[list[VerifiedDescriptor], Counter[str]]:
+    """Verify the descriptors that registries list. Returns the newest of each key, and the refused ones by reason."""
+    verified: list[VerifiedDescriptor] = []
+    refused: Counter[str] = Counter()
+    for data in listed:
+        try:
+            verified.append(verify(data, trust, now=now))
+        except DescriptorError as error:
+            refused[str(error)] += 1
+    return list(newest(verified).values()), refused
 
 
 def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from torch import Tensor
 
@@ -50,6 +50,27 @@ class RelayTarget:
     failed: Callable[[], None]
 
 
+class MaskRows(NamedTuple):
+    """Rows of a helper's keystream for one layer group.
+
+    Args:
+        facts: facts of the layer group, or of one expert's matrix if there are counts.
+        counts: rows of every expert of a stack. The helper sees them.
+    """
+
+    group: int
+    direction: Direction
+    facts: GroupFacts
+    first_row: int
+    rows: int
+    counts: Counts | None
+
+    def part(self, first_row: int, rows: int) -> Self:
+        """Some of these rows."""
+        counts = None if self.counts is None else clip(self.counts, first_row - self.first_row, rows)
+        return self._replace(first_row=first_row, rows=rows, counts=counts)
+
+
 class Relay(NamedTuple):
     """The request that orders one effect as a block, and the executor that receives the block."""
 
@@ -85,79 +106,44 @@ class HelperClient:
         self._routes = routes
         self._choosing = threading.Lock()
 
-    def relay(
-        self,
-        target: RelayTarget,
-        index: int,
-        direction: Direction,
-        facts: GroupFacts,
-        *,
-        first_row: int,
-        rows: int,
-        counts: Counts | None,
-    ) -> Relay | None:
+    def relay(self, target: RelayTarget, wanted: MaskRows) -> Relay | None:
         """Return an order for `submit`. None if the helper does not relay, or cannot answer with one block."""
         welcome = self.route.welcome
-        if welcome is None or welcome.version < wire.RELAY_VERSION or rows > row_limit(facts.widest, welcome):
+        if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
-        return Relay(self._request(index, direction, first_row, rows, counts, relay=target.order), target)
+        if wanted.rows > row_limit(wanted.facts.widest, welcome):
+            return None
+        return Relay(self._request(wanted, relay=target.order), target)
 
-    def submit(
-        self,
-        index: int,
-        direction: Direction,
-        facts: GroupFacts,
-        *,
-        first_row: int,
-        rows: int,
-        counts: Counts | None = None,
-        ahead: bool,
-        relay: Relay | None = None,
-    ) -> Promise[Tensor | None]:
-        """Request the effect of rows of the helper's keystream. The result is unverified; None if it was relayed.
+    def submit(self, wanted: MaskRows, *, ahead: bool, relay: Relay | None = None) -> Promise[Tensor | None]:
+        """Request the effect of mask rows. The result is unverified; None if it was relayed.
 
         Args:
-            facts: facts of the layer group, or of one expert's matrix if there are counts.
-            first_row, rows: rows of the keystream.
-            counts: rows of every expert of a stack. The helper sees them.
             ahead: True for a pad that is made ahead, False if a product waits for the pad.
             relay: the order to send first, for the same rows. If it fails, the effect is requested without relay.
         """
         with self._choosing:
             channel = min(self.channels[ahead * _LANES :][:_LANES], key=lambda channel: channel.worker.unfinished)
-            arguments = (channel, index, direction, facts, first_row, rows, counts, relay)
-            return channel.worker.submit(self._effect, *arguments)
+            return channel.worker.submit(self._effect, channel, wanted, relay)
 
-    def _effect(
-        self,
-        channel: Channel,
-        index: int,
-        direction: Direction,
-        facts: GroupFacts,
-        first_row: int,
-        rows: int,
-        counts: Counts | None,
-        relay: Relay | None,
-    ) -> Tensor | None:
-        persists = not self._routes.can_replace(index, [self.peer])
-        outputs = facts.outputs(direction)
-        size = wire.RING32.size(rows, outputs)
+    def _effect(self, channel: Channel, wanted: MaskRows, relay: Relay | None) -> Tensor | None:
+        persists = not self._routes.can_replace(wanted.group, [self.peer])
+        outputs = wanted.facts.outputs(wanted.direction)
+        size = wire.RING32.size(wanted.rows, outputs)
         if not persists and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; other helpers make the pads")
         began = time.monotonic()
-        until = began + self._routes.patience_with_helpers_s(index, [self.peer], size)
+        until = began + self._routes.patience_with_helpers_s(wanted.group, [self.peer], size)
         try:
             welcome = channel.welcome() if persists else channel.connect(deadline=until)
             self._routes.connected(self.route, welcome)
             started = time.monotonic()
             reply = None if relay is None else self._relayed(channel, relay, outputs, until)
             if reply is None:
-                step = row_limit(facts.widest, welcome)
-                effects = []
-                for first in range(first_row, first_row + rows, step):
-                    count = min(step, first_row + rows - first)
-                    its_counts = None if counts is None else clip(counts, first - first_row, count)
-                    request = self._request(index, direction, first, count, its_counts)
+                effects, step = [], row_limit(wanted.facts.widest, welcome)
+                end = wanted.first_row + wanted.rows
+                for first in range(wanted.first_row, end, step):
+                    request = self._request(wanted.part(first, min(step, end - first)))
                     if persists:
                         effects.append(channel.request(request, None, outputs=outputs))
                     else:
@@ -182,26 +168,17 @@ class HelperClient:
             relay.target.failed()
         return reply
 
-    def _request(
-        self,
-        index: int,
-        direction: Direction,
-        first_row: int,
-        rows: int,
-        counts: Counts | None,
-        *,
-        relay: wire.RelayOrder | None = None,
-    ) -> wire.Effect:
+    def _request(self, wanted: MaskRows, *, relay: wire.RelayOrder | None = None) -> wire.Effect:
         return wire.Effect(
             nonce=fresh_nonce(),
-            group=index,
-            direction=direction,
+            group=wanted.group,
+            direction=wanted.direction,
             arithmetic="ring",
-            rows=rows,
-            counts=counts,
+            rows=wanted.rows,
+            counts=wanted.counts,
             ring_bits=self._ring_bits,
             seed=self.seed,
-            first_row=first_row,
+            first_row=wanted.first_row,
             relay=relay,
         )
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts, clip
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network.blocks import block_id
-from tenant.connections.helper import HelperClient, Relay
+from tenant.connections.helper import HelperClient, MaskRows, Relay
 from tenant.core.pads import Block, EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme
@@ -58,20 +58,13 @@ class PadSource(EffectSource):
     ) -> Pad:
         helpers, target = self._holders(index, executor)
         first = self._burn(index, direction, rows, counts)
-        facts, shares = self._facts[index].for_rows(counts), []
+        wanted, shares = MaskRows(index, direction, self._facts[index].for_rows(counts), first, rows, counts), []
         for helper in helpers:
-            relay = None
-            if target is not None:
-                relay = helper.relay(target, index, direction, facts, first_row=first, rows=rows, counts=counts)
-            effect = helper.submit(
-                index, direction, facts, first_row=first, rows=rows, counts=counts, ahead=ahead, relay=relay
-            )
+            relay = None if target is None else helper.relay(target, wanted)
+            effect = helper.submit(wanted, ahead=ahead, relay=relay)
             share = Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect)
             if relay is not None:
-                share = share._replace(
-                    block=self._block(relay, helper.seed),
-                    fetch=partial(_fetch, helper, index, direction, facts, first, counts),
-                )
+                share = share._replace(block=self._block(relay, helper.seed), fetch=partial(_fetch, helper, wanted))
             shares.append(share)
         return Pad(rows, tuple(shares))
 
@@ -88,16 +81,6 @@ class PadSource(EffectSource):
         )
 
 
-def _fetch(
-    helper: HelperClient,
-    index: int,
-    direction: Direction,
-    facts: GroupFacts,
-    first: int,
-    counts: Counts | None,
-    first_row: int,
-    rows: int,
-) -> Promise[Tensor | None]:
-    """Request the effect of some rows of a pad whose first row is `first` and that has these counts."""
-    its_counts = None if counts is None else clip(counts, first_row - first, rows)
-    return helper.submit(index, direction, facts, first_row=first_row, rows=rows, counts=its_counts, ahead=False)
+def _fetch(helper: HelperClient, wanted: MaskRows, first_row: int, rows: int) -> Promise[Tensor | None]:
+    """Request the effect of some rows of a pad, without relay."""
+    return helper.submit(wanted.part(first_row, rows), ahead=False)

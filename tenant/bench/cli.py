@@ -220,8 +220,7 @@ def network(
     The tenant's link is emulated with a bandwidth, a delay and losses: in a
     network namespace if this machine can make one, else by a proxy.
     """
-    from tenant.bench.network.condition import Condition
-    from tenant.bench.network.emulation import KINDS
+    from tenant.bench.network.link import KINDS, Condition
     from tenant.bench.network.slow_network import measure_network
 
     if link not in (*KINDS, "auto"):

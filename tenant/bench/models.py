@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from symbiosis_priv.errors import ConfigError
 
 if TYPE_CHECKING:  # imports torch: not for --help
+    import torch
     from transformers import LlamaConfig
 
 _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
@@ -51,13 +52,19 @@ class Llama:
             tie_word_embeddings=True,
         )
 
-    def save(self, folder: Path) -> Path:
-        """Write a checkpoint with random weights, always the same, and return its folder."""
+    def save(self, folder: Path, *, dtype: "torch.dtype | None" = None, shard: str = "50GB") -> Path:
+        """Write a checkpoint with random weights, always the same, and return its folder.
+
+        Args:
+            dtype: dtype of the weights; float32 if None.
+            shard: limit of one file.
+        """
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        LlamaForCausalLM(self.config()).save_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=dtype or torch.float32)
+        model.save_pretrained(folder, max_shard_size=shard)
         return folder
 
 

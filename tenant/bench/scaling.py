@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import linear_regression
 
 from symbiosis_priv.display import figures
 from tenant.bench import steps_and_tokens
@@ -76,11 +77,7 @@ def slope(line: Sequence[tuple[float, float]]) -> float | None:
     """Slope of the least-squares line through the logarithms; None for fewer than two places."""
     if len({x for x, _ in line}) < 2:
         return None
-    xs = [math.log(x) for x, _ in line]
-    ys = [math.log(max(y, _TICK_S)) for _, y in line]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    return linear_regression([math.log(x) for x, _ in line], [math.log(max(y, _TICK_S)) for _, y in line]).slope
 
 
 def picture(rows: Sequence[Row], axis: str) -> str:

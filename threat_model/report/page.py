@@ -6,18 +6,7 @@ from html import escape
 
 from threat_model.evidence.statistics import gaussian_channel_bits
 from threat_model.report import charts
-from threat_model.report.rows import (
-    MARKS,
-    ROUTES,
-    SUMMARY,
-    interval_note,
-    noise_scales,
-    planted_row,
-    pool_cells,
-    route_row,
-    summary_rows,
-)
-from threat_model.report.security_table import NOT_HIDDEN
+from threat_model.report.rows import MARKS, interval_note, last_sections, noise_scales, pool_cells, summary
 from threat_model.suite import Cell, Suite, Verdict
 
 _CSS = """
@@ -40,7 +29,7 @@ def to_html(suite: Suite) -> str:
     sections = [
         "<h1>Threat model: what each party learns</h1>",
         f'<p class="state {kind}"><strong>{state}</strong></p>',
-        _html_table(SUMMARY, summary_rows(suite)),
+        _html_table(summary(suite).headings, summary(suite).rows),
         f"<p><small>{escape(interval_note(suite))}</small></p>",
         "<h2>Attacks against masking schemes</h2>",
         _html_cells(suite),
@@ -55,22 +44,9 @@ def to_html(suite: Suite) -> str:
         _pictures(charts.roc_charts(suite)),
         "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>",
         _pictures(charts.attack_charts(suite)),
-        "<h2>Planted faults</h2>",
-        _html_table(
-            ("fault", "breaks", "attack", "success", "chance", "found"),
-            [planted_row(p) for p in suite.planted],
-        ),
-        "<h2>Active adversaries</h2>",
+        "<h2>Lies about who lied</h2>",
         _pictures([charts.forgery_chart(suite)]),
-        _html_table(("lie", "caught", "of"), [(d.name, str(d.caught), str(d.trials)) for d in suite.active.detections]),
-        _html_table(
-            ("selective abort", "aborted", "of", "bits told of one secret bit"),
-            [(x.name, str(x.aborts), str(x.trials), f"{x.information:.3f}") for x in suite.active.leaks],
-        ),
-        "<h2>Mixture of experts: decoded tokens from routes</h2>",
-        _html_table(ROUTES, [route_row(cell) for cell in suite.routes]),
-        "<h2>Not hidden</h2>",
-        _html_table(("what", "shown by"), NOT_HIDDEN),
+        *(f"<h2>{escape(s.title)}</h2>{_html_table(s.headings, s.rows)}" for s in last_sections(suite)),
         "<h2>Attacks and their sources</h2>",
         _html_table(
             ("attack", "by", "sees", "metric", "chance", "source"),

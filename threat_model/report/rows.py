@@ -1,9 +1,13 @@
-"""The contents of a report in every format: rows of text and figures, without a layout."""
+"""The tables of a report in every format: rows of text, without a layout."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES
-from threat_model.routes import RouteCell
-from threat_model.suite import Cell, PlantedCell, Suite, Verdict
+from threat_model.report.security_table import NOT_HIDDEN
+from threat_model.suite import Cell, Suite, Verdict
 
 MARKS = {
     Verdict.HIDDEN: "✓",
@@ -12,6 +16,15 @@ MARKS = {
     Verdict.BY_DESIGN: "○",
     Verdict.ABSENT: "–",
 }
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of a report. A row whose last cell is "NO" is not as promised."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
 
 
 def interval_note(suite: Suite) -> str:
@@ -23,45 +36,58 @@ def interval_note(suite: Suite) -> str:
     )
 
 
-SUMMARY = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
-
-
-def summary_rows(suite: Suite) -> list[tuple[str, ...]]:
-    """The summary, one row per scheme."""
-    rows: list[tuple[str, ...]] = []
+def summary(suite: Suite) -> Section:
+    """A row for each scheme."""
+    rows = []
     needs = {"helper": 1, "executor+helper": 1, "all but a helper": 2}
     for scheme in suite.schemes:
         cells = [c for c in suite.cells if c.scheme is scheme]
         held = [c for c in cells if c.promised and c.verdict is not Verdict.ABSENT]
         fell = [c for c in cells if not c.promised and not c.attack.by_design and c.outcome and c.outcome.broken]
-        by: dict[str, int] = {}
-        for cell in fell:
-            by[cell.attack.party] = by.get(cell.attack.party, 0) + 1
+        by = Counter(cell.attack.party for cell in fell)
         rows.append(
             (
                 scheme.name,
                 ", ".join(p for p in PARTIES if p in scheme.hides_from and scheme.helpers >= needs.get(p, 0)),
                 f"{sum(c.verdict is Verdict.HIDDEN for c in held)} of {len(held)}",
                 ", ".join(f"{count} by {party}" for party, count in by.items()) or "none",
-                "yes" if all(c.expected for c in cells) else "NO",
+                _yes(all(c.expected for c in cells)),
             )
         )
-    return rows
+    headings = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
+    return Section("What that means", headings, rows)
 
 
-def planted_row(fault: PlantedCell) -> tuple[str, ...]:
-    rates = (f"{rate:.1%}" for rate in (fault.outcome.success, fault.outcome.chance))
-    return fault.fault, fault.rule, fault.attack, *rates, "yes" if fault.found else "NO"
-
-
-ROUTES = ("experts", "success", "chance", "99 % interval", "promised", "as promised")
-
-
-def route_row(cell: RouteCell) -> tuple[str, ...]:
-    """Tokens recovered from the routes of one mode."""
-    outcome, interval = cell.outcome, cell.outcome.interval
-    rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
-    return cell.mode, *rates, "hidden" if cell.promised else "nothing", "yes" if cell.expected else "NO"
+def last_sections(suite: Suite) -> list[Section]:
+    """The tables after those of the attacks on schemes."""
+    errors = [d for d in suite.active.detections if d.valuation is not None]
+    others = [d for d in suite.active.detections if d.valuation is None]
+    caught, worst = sum(d.caught for d in errors), min(d.caught / d.trials for d in errors)
+    lies = [
+        ("errors of valuation 0..31", f"{caught} of {sum(d.trials for d in errors)}", f"worst valuation {worst:.0%}")
+    ]
+    lies += [(d.name, f"{d.caught} of {d.trials}", f"{d.interval.low:.1%}") for d in others]
+    leaks = [(x.name, f"{x.aborts} of {x.trials}", f"{x.information:.3f}") for x in suite.active.leaks]
+    planted = [
+        (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))
+        for p in suite.planted
+    ]
+    routes = []
+    for cell in suite.routes:
+        outcome, interval = cell.outcome, cell.outcome.interval
+        rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
+        routes.append((cell.mode, *rates, "hidden" if cell.promised else "nothing", _yes(cell.expected)))
+    return [
+        Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
+        Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
+        Section("Selective aborts", ("tenant", "aborted", "bits told of one secret bit"), leaks),
+        Section(
+            "Mixture of experts: decoded tokens from routes",
+            ("experts", "success", "chance", "99 % interval", "promised", "as promised"),
+            routes,
+        ),
+        Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
+    ]
 
 
 def pool_cells(suite: Suite, attack: str) -> list[Cell]:
@@ -75,3 +101,7 @@ def pool_cells(suite: Suite, attack: str) -> list[Cell]:
 def noise_scales(suite: Suite) -> list[float]:
     options = [s.options for s in suite.schemes]
     return sorted({float(o["masking_options"]["noise_scale"]) for o in options if "masking_options" in o})
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"

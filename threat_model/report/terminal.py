@@ -7,17 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from threat_model.evidence.schemes import AttackedScheme
-from threat_model.report.rows import (
-    MARKS,
-    ROUTES,
-    SUMMARY,
-    interval_note,
-    planted_row,
-    pool_cells,
-    route_row,
-    summary_rows,
-)
-from threat_model.report.security_table import NOT_HIDDEN
+from threat_model.report.rows import MARKS, Section, interval_note, last_sections, pool_cells, summary
 from threat_model.suite import Cell, Suite, Verdict
 
 _STYLE = {
@@ -46,22 +36,12 @@ def render(suite: Suite, *, width: int) -> RenderableType:
     legend = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
     parts += [
         Text(f"{'success | chance' if full else 'success'}, in %. {legend}; ! not as promised", style="dim"),
-        _summary_table(suite),
+        _table(summary(suite)),
         Text(interval_note(suite), style="dim"),
-        _cost_table(suite),
-        _planted_table(suite),
-        _active_table(suite),
-        _routes_table(suite),
-        _not_hidden_table(),
+        _table(_cost(suite)),
+        *map(_table, last_sections(suite)),
     ]
     return Group(*parts)
-
-
-def _summary_table(suite: Suite) -> Table:
-    table = _table("What that means", *SUMMARY)
-    for row in summary_rows(suite):
-        table.add_row(*row, style=None if row[-1] == "yes" else "bold red")
-    return table
 
 
 def _attack_table(suite: Suite, schemes: Sequence[AttackedScheme], *, full: bool) -> Table:
@@ -88,60 +68,19 @@ def _cell_text(cell: Cell, *, full: bool) -> Text:
     return Text.assemble((success, style), (f" | {chance} " if full else " ", "dim"), (mark + alarm, style))
 
 
-def _cost_table(suite: Suite) -> Table:
-    table = Table(title="What candidate subtraction costs: each layer on its own", title_justify="left")
-    for name in ("scheme", "distances tried", "combinations the paper counts", "rows read, worst layer"):
-        table.add_column(name, justify="right")
+def _cost(suite: Suite) -> Section:
+    rows = []
     for cell in pool_cells(suite, "candidate subtraction, forward"):
         assert cell.outcome is not None  # pool_cells
         f = cell.outcome.figures
-        table.add_row(
-            cell.scheme.name,
-            f"{f['distances tried']:,.0f}",
-            f"10^{f['combinations, log10']:.0f}",
-            f"{f['worst layer']:.1%}",
-        )
+        tried, counted = f"{f['distances tried']:,.0f}", f"10^{f['combinations, log10']:.0f}"
+        rows.append((cell.scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
+    headings = ("scheme", "distances tried", "combinations the paper counts", "rows read, worst layer")
+    return Section("What candidate subtraction costs: each layer on its own", headings, rows)
+
+
+def _table(section: Section) -> Table:
+    table = Table(*section.headings, title=section.title, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row, style="bold red" if row[-1] == "NO" else None)
     return table
-
-
-def _planted_table(suite: Suite) -> Table:
-    table = _table("Planted faults", "fault", "breaks", "attack", "success", "chance", "found")
-    for fault in suite.planted:
-        table.add_row(*planted_row(fault), style=None if fault.found else "bold red")
-    return table
-
-
-def _active_table(suite: Suite) -> Table:
-    table = _table("Active adversaries", "lie", "caught", "at least (99 %)")
-    single = [d for d in suite.active.detections if d.valuation is None]
-    by_valuation = [d for d in suite.active.detections if d.valuation is not None]
-    caught, trials = sum(d.caught for d in by_valuation), sum(d.trials for d in by_valuation)
-    worst = min(d.caught / d.trials for d in by_valuation)
-    table.add_row("errors of valuation 0..31", f"{caught} of {trials}", f"worst valuation {worst:.0%}")
-    for d in single:
-        table.add_row(d.name, f"{d.caught} of {d.trials}", f"{d.interval.low:.1%}")
-    for leak in suite.active.leaks:
-        table.add_row(
-            f"selective abort, {leak.name}",
-            f"{leak.aborts} of {leak.trials} aborted",
-            f"tells {leak.information:.3f} bits of a secret bit",
-        )
-    return table
-
-
-def _routes_table(suite: Suite) -> Table:
-    table = _table("Mixture of experts: decoded tokens from routes", *ROUTES)
-    for cell in suite.routes:
-        table.add_row(*route_row(cell), style=None if cell.expected else "bold red")
-    return table
-
-
-def _not_hidden_table() -> Table:
-    table = _table("Not hidden, by any scheme", "what", "shown by")
-    for what, attack in NOT_HIDDEN:
-        table.add_row(what, attack)
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
-    return Table(*headings, title=title, title_justify="left")

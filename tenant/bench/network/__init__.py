@@ -15,9 +15,9 @@ and each direction has its own. There are two kinds. The first one is closer to 
 
 Read in this order:
 
-condition     bandwidth, round trip and loss
-proxy         the process that forwards bytes
-netem         the network namespace and its interfaces
+link          what every kind of link has: a condition, and a way to reach providers
+proxy         a process that forwards bytes
+netem         a network namespace and its interfaces
 emulation     `open_link`
 slow_network  `bench network`, and the design's prediction (`session.traffic`)
 moved_bytes   `bench bytes`, from the shapes of well-known models

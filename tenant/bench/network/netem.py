@@ -3,13 +3,12 @@
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.network.condition import Condition
+from tenant.bench.network.link import Condition, Link
 from tenant.bench.processes.children import Child, leave_network
 
 _COMMAND_S = 20.0
@@ -17,39 +16,39 @@ _BENCHMARKS = 198 << 24 | 18 << 16  # 198.18.0.0/15 is set aside for benchmarks 
 _LIMIT = "1000000"  # packets that netem may hold, including delayed ones
 
 
-@dataclass(frozen=True)
-class Interfaces:
-    """Two connected interfaces: the outer one for the providers, and the inner one in the tenant's namespace.
+class _NetemLink(Link):
+    """Two connected interfaces: the outer one for the providers, and the inner one in the tenant's namespace."""
 
-    Args:
-        outer, inner: names of the interfaces.
-        network: the namespace, a file of /proc.
-    """
+    kind = "netem"
 
-    outer: str
-    inner: str
-    host: str
-    network: Path
+    def __init__(self, holder: int) -> None:
+        number = secrets.randbits(15)  # addresses of a /30 network with two hosts
+        self.host, self._guest = _address(number, 1), _address(number, 2)
+        self.network = Path(f"/proc/{holder}/ns/net")
+        self._holder, self.outer, self.inner = str(holder), f"spn{number}o", f"spn{number}i"
+        self._inside = "nsenter", f"--net={self.network}", "--"  # the words that run a command in the namespace
+
+    def connect(self) -> None:
+        _command("ip", "link", "set", "dev", self.inner, "netns", self._holder)
+        _command("ip", "address", "add", f"{self.host}/30", "dev", self.outer)
+        _command("ip", "link", "set", "dev", self.outer, "up")
+        _command(*self._inside, "ip", "link", "set", "dev", "lo", "up")
+        _command(*self._inside, "ip", "address", "add", f"{self._guest}/30", "dev", self.inner)
+        _command(*self._inside, "ip", "link", "set", "dev", self.inner, "up")
 
     def impose(self, condition: Condition) -> None:
-        """Shape both directions from now on."""
         shape = ["delay", f"{condition.round_trip_ms / 2:g}ms", "limit", _LIMIT]
         if condition.mbit_per_s is not None:
             shape += ["rate", f"{condition.mbit_per_s:g}mbit"]
         if condition.loss:
             shape += ["loss", f"{100 * condition.loss:g}%"]
-        for prefix, device in (((), self.outer), (self.inside, self.inner)):
+        for prefix, device in (((), self.outer), (self._inside, self.inner)):
             _command(*prefix, "tc", "qdisc", "replace", "dev", device, "root", "netem", *shape)
-
-    @property
-    def inside(self) -> Sequence[str]:
-        """The words that run a command in the namespace."""
-        return "nsenter", f"--net={self.network}", "--"
 
 
 @contextmanager
-def connected_namespace() -> Iterator[Interfaces]:
-    """A new namespace and its interfaces. A child process holds the namespace, so both end with this process.
+def open_netem() -> Iterator[Link]:
+    """A link through a new namespace. A child process holds the namespace, so both end with this process.
 
     Raises:
         ConfigError: this user or this machine cannot make a namespace.
@@ -57,22 +56,13 @@ def connected_namespace() -> Iterator[Interfaces]:
     if os.geteuid() != 0:
         raise ConfigError("network namespaces need root")
     with Child("network namespace", _hold_network) as holder:
-        holder.wait_ready()
-        number = secrets.randbits(15)  # addresses of a /30 network with two hosts
-        host, guest = _address(number, 1), _address(number, 2)
-        network = Path(f"/proc/{holder.pid}/ns/net")
-        pair = Interfaces(f"spn{number}o", f"spn{number}i", host, network)
-        _command("ip", "link", "add", "dev", pair.outer, "type", "veth", "peer", "name", pair.inner)
+        link = _NetemLink(holder.wait_ready().pid)
+        _command("ip", "link", "add", "dev", link.outer, "type", "veth", "peer", "name", link.inner)
         try:
-            _command("ip", "link", "set", "dev", pair.inner, "netns", str(holder.pid))
-            _command("ip", "address", "add", f"{host}/30", "dev", pair.outer)
-            _command("ip", "link", "set", "dev", pair.outer, "up")
-            _command(*pair.inside, "ip", "link", "set", "dev", "lo", "up")
-            _command(*pair.inside, "ip", "address", "add", f"{guest}/30", "dev", pair.inner)
-            _command(*pair.inside, "ip", "link", "set", "dev", pair.inner, "up")
-            yield pair
+            link.connect()
+            yield link
         finally:
-            _command("ip", "link", "delete", "dev", pair.outer)
+            _command("ip", "link", "delete", "dev", link.outer)
 
 
 @contextmanager

@@ -11,16 +11,39 @@ import math
 import random
 import selectors
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from tenant.bench.network.condition import Condition
+from tenant.bench.network.link import Condition, Link
+from tenant.bench.processes.children import Child
 
 _HERE = "127.0.0.1"
 _CHUNK = 32 << 10
 _SEGMENT = 1448
-_CONNECT_S = 10.0
+_CONNECT_S, _ANSWER_S = 10.0, 20.0
+
+
+class _ProxyLink(Link):
+    kind = "proxy"
+    host = _HERE
+
+    def __init__(self, proxy: Child[Condition | list[int], list[int]]) -> None:
+        self._proxy = proxy
+        self.emulators = [proxy.pid]
+
+    def impose(self, condition: Condition) -> None:
+        self._proxy.ask(condition, timeout_s=_ANSWER_S)
+
+    def ports(self, ports: Sequence[int]) -> list[int]:
+        return self._proxy.ask(list(ports), timeout_s=_ANSWER_S)
+
+
+@contextmanager
+def open_proxy() -> Iterator[Link]:
+    """A link through a process on loopback."""
+    with Child("proxy", serve_proxy) as child:
+        yield _ProxyLink(child)
 
 
 @contextmanager

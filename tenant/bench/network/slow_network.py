@@ -17,8 +17,8 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from tenant.bench.cli_options import Effort
 from tenant.bench.models import Llama
-from tenant.bench.network.condition import Condition
-from tenant.bench.network.emulation import Kind, Link, open_link
+from tenant.bench.network.emulation import open_link
+from tenant.bench.network.link import Condition, Kind, Link
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import parsed, provide, relayed, remote_config

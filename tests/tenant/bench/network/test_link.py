@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.network.condition import Condition
-from tenant.bench.network.emulation import KINDS, Kind, Link, open_link
+from tenant.bench.network.emulation import open_link
+from tenant.bench.network.link import KINDS, Condition, Kind, Link
 from tenant.bench.network.proxy import Direction
 from tenant.bench.processes.children import Child, leave_network
 

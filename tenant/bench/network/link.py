@@ -1,11 +1,19 @@
-"""Bandwidth, round trip and loss of an emulated link."""
+"""What every emulated link has: a condition, and a way to reach providers."""
 
 import math
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Final, Literal, Self, get_args
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.system.files import write_atomically
+
+Kind = Literal["netem", "proxy"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 _FORM = re.compile(r"(?P<rate>[\d.]+)(?P<unit>mbit|gbit)/(?P<delay>[\d.]+)ms(?:/(?P<loss>[\d.]+)%)?")
 _MBIT = 1e6 / 8  # bytes of a packet
@@ -66,3 +74,38 @@ class Condition:
 
 def _rate(mbit_per_s: float) -> str:
     return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
+
+
+class Link(ABC):
+    """An emulated link between a tenant and its providers.
+
+    Attributes:
+        kind: how the link is emulated.
+        host: the address at which providers must listen.
+        network: the network namespace in which the tenant must run; None for the current one.
+        emulators: processes whose processor time belongs to the emulation.
+        why_not_better: the reason why `netem` is not used; empty if it is used.
+    """
+
+    kind: Kind
+    host: str
+    network: Path | None = None
+    emulators: Sequence[int] = ()
+    why_not_better = ""
+
+    @abstractmethod
+    def impose(self, condition: Condition) -> None:
+        """Emulate this condition from now on; `Condition()` has no limits."""
+
+    def ports(self, ports: Sequence[int]) -> list[int]:
+        """The ports at which the tenant reaches servers that listen at these ports of `host`."""
+        return list(ports)
+
+    def federation(self, path: Path) -> Path:
+        """The tenant's `federation.toml`, made from the file that names the providers at `host`."""
+        text, ports = path.read_text(encoding="utf-8"), [peer.port for peer in load_federation(path).peers]
+        for port, reached in zip(ports, self.ports(ports), strict=True):
+            text = text.replace(f'"{self.host}:{port}"', f'"{self.host}:{reached}"')
+        emulated = path.with_name(f"{path.stem}-emulated{path.suffix}")
+        write_atomically(emulated, text.encode())
+        return emulated

@@ -137,7 +137,7 @@ class CollusionView:
 
 @dataclass(frozen=True, eq=False)
 class NetworkView:
-    """The view of an observer of the tenant's network, who also knows the tenant's options."""
+    """The view of an observer of the tenant's network. The observer also knows the tenant's options."""
 
     packets: tuple[Packet, ...]
     ring_bits: wire.RingBits = 32

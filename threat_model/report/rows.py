@@ -1,4 +1,4 @@
-"""The tables of a report in every format: rows of text, without a layout."""
+"""The tables of a report as rows of text. Each format lays them out."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -44,7 +44,8 @@ class Load:
         rows: rows of each request: sequences of a batch.
         rank: rank of the adapter on every layer group.
         groups: (inputs, outputs) of each layer group.
-        checked_s: duration of the part before it, in which every answer is compared.
+        seconds: duration of the measurement.
+        checked_s: seconds before the measurement, in which every answer is compared.
     """
 
     name: str

@@ -274,13 +274,13 @@ class Connection:
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
         if len(answer.payload) == sizes.product:
-            payload, relayed = self._finish(request, answer.payload)
+            payload, relayed, sent = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
-            sent = len(payload)
             self._bill(Counts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
             head = answer.head
             if limit is not None or relayed or sizes.encoding is wire.RING24:
-                head = wire.encode(wire.Result.answering(request, limit=limit, relayed=relayed), payload_bytes=sent)
+                result = wire.Result.answering(request, limit=limit, relayed=relayed)
+                head = wire.encode(result, payload_bytes=len(payload))
             self._frames.send(head, payload)
             answer.after()
             return
@@ -290,11 +290,15 @@ class Connection:
             self._bill(Counts(failed=1))
         self._frames.send(answer.head, answer.payload)
 
-    def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool]:
-        """The payload of the answer, and True if an effect was relayed or blocks were subtracted.
+    def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
+        """Finish a product, and relay an effect.
 
         Args:
             product: in 32 bits.
+
+        Returns:
+            The payload of the answer; True if the effect was relayed or blocks were subtracted; and the bytes that were
+            sent for the tenant: those of the payload and of the block.
         """
         state, relayed = self._state, False
         if isinstance(request, wire.Effect):
@@ -302,7 +306,7 @@ class Connection:
             if order is not None and state.links.leads_to(order.executor):
                 block = hidden(product, request, self._entry(request))
                 if state.links.deposit(self._tenant, request, order, block):
-                    return NOTHING, True
+                    return NOTHING, True, len(block)
         elif request.blocks:
             wait = _BLOCK_WAIT_S if state.permits.known(self._tenant) else 0.0
             parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
@@ -310,7 +314,7 @@ class Connection:
                 product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
         if request.encoding == wire.RING24:
             product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
-        return product, relayed
+        return product, relayed, len(product)
 
     def _bill(self, counts: Counts) -> None:
         """Count durably, before the tenant receives the answer."""
@@ -404,6 +408,7 @@ class Connection:
         size, header = len(kept.payload), kept.header
         with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
+            self._bill(Counts(bytes_sent=size))
             self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
         self._pause(size=size)
 

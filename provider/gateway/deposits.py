@@ -103,4 +103,5 @@ class DepositConnection:
                 raise Refusal(wire.ErrorCode.REFUSED, "the block is not signed by the key of the helper's certificate")
             state.blocks.keep(tenant, block, payload)
         state.usage.count(tenant, "executor", Counts(bytes_received=size))
+        state.usage.settle()
         self._frames.send(wire.encode(wire.Deposited(block=deposit.nonce)))

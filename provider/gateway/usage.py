@@ -44,8 +44,8 @@ class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
         requests: answered products.
         rows: rows of answered products, and rows of abandoned requests that were multiplied.
         work: multiply-adds for these rows, including the keystream of effects.
-        bytes_received: payload bytes of answered requests.
-        bytes_sent: payload bytes of products.
+        bytes_received: payload bytes of answered requests, and of blocks that helpers sent for the tenant.
+        bytes_sent: payload bytes of products, of relayed effects, and of blocks that were handed out.
         failed: requests that failed in the provider.
         refused: requests that were refused.
         abandoned: requests whose tenant left before the answer.

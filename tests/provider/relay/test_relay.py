@@ -105,6 +105,29 @@ def test_a_tenant_reaches_only_its_own_blocks(new_tenant: NewTenant, impatient: 
     assert alice.product(rows, effect)[0].relayed
 
 
+def test_blocks_are_billed(new_tenant: NewTenant, pair: Pair) -> None:
+    """At the helper that sends them, at the executor that receives them, and when it hands them out."""
+
+    def total(provider: Provider) -> tuple[int, int]:
+        assert provider._gateway is not None
+        counts = provider._gateway.state.usage.totals().values()
+        return sum(one.bytes_received for one in counts), sum(one.bytes_sent for one in counts)
+
+    def billed(provider: Provider) -> tuple[int, int]:
+        return total(provider)[0] - before[provider][0], total(provider)[1] - before[provider][1]
+
+    tenant = new_tenant()
+    before = {provider: total(provider) for provider in (pair.helper, pair.executor)}
+    effect = tenant.relay(GROUP, 3, ring_bits=24)
+    size = wire.RING24.size(3, tenant.matrices(effect)[0].shape[1])
+    assert billed(pair.helper) == (0, size)
+    assert billed(pair.executor) == (size, 0)
+    for number in range(1, 3):
+        tenant.executor.send(wire.FetchBlock(block=block_id(effect)))
+        tenant.executor.receive()
+        assert billed(pair.executor) == (size, number * size)
+
+
 def test_evidence_is_kept_until_the_answer_is_confirmed(new_tenant: NewTenant, pair: Pair) -> None:
     tenant = new_tenant()
     effect = tenant.relay(GROUP, 2, ring_bits=24)

@@ -43,7 +43,7 @@ from provider.config.schema import ProviderConfig, SchedulerConfig
 from provider.executor import envelope
 from provider.executor.envelope import ExecutorReport
 from provider.executor.keystream_maker import KeystreamMaker
-from provider.executor.queues import ExecutorAnswer, Inbox, InboxMessage
+from provider.executor.queues import AddressedAnswer, ExecutorAnswer, Inbox, InboxMessage
 from provider.executor.row_bytes import copy_of, empty, fill, joined
 from provider.products.model import ServedModel, open_store
 from provider.products.operands import Operands
@@ -290,7 +290,7 @@ class Executor:
         report.waiting = self._scheduler.waiting()
         report.resident = _resident_bytes()
         report.uptime = time.monotonic() - self._started
-        self._inbox.answer(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))
+        self._inbox.answer([(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
 
     # Keystream
 
@@ -363,12 +363,17 @@ class Executor:
         """Give every piece its rows of the product."""
         row_bytes = encoding.size(1, product.shape[1])
         body, start = encoding.pack(product), 0
+        answers: list[AddressedAnswer] = []
         for piece in pieces:
             part = body[start : start + piece.rows * row_bytes]
             start += len(part)
             shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
-            whole = piece.rows == piece.job.rows  # otherwise `_finish` copies the part
-            self._finish(piece, copy_of(part) if shared and whole else part)
+            whole = piece.rows == piece.job.rows  # otherwise `_finished` copies the part
+            result = self._finished(piece, copy_of(part) if shared and whole else part)
+            if result is not None:
+                answers.append(self._result_of(piece.job, result))
+        if answers:
+            self._inbox.answer(answers)
 
     def _record_products(self) -> None:
         """Record finished products in the scheduler and the report. Their answers do not wait for it."""
@@ -396,19 +401,19 @@ class Executor:
         rows, job.made = job.made[:size], job.made[size:]
         return rows
 
-    def _finish(self, piece: Piece[_Job], product: memoryview) -> None:
-        """Answer a job after its last piece; store the rows of the pieces before."""
+    def _finished(self, piece: Piece[_Job], product: memoryview) -> memoryview | None:
+        """The whole product of a job after its last piece. Stores the rows of the pieces before."""
         job = piece.job
-        if piece.rows < job.rows:
-            row_bytes = len(product) // piece.rows
-            if job.result is None:
-                job.result = empty(job.rows * row_bytes)
-            fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
-            if not piece.last:
-                self._order_keystream(job)
-                return
-            product = job.result
-        self._send_result(job, product)
+        if piece.rows == job.rows:
+            return product
+        row_bytes = len(product) // piece.rows
+        if job.result is None:
+            job.result = empty(job.rows * row_bytes)
+        fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
+        if piece.last:
+            return job.result
+        self._order_keystream(job)
+        return None
 
     def _break(self, jobs: list[_Job], error: Exception) -> None:
         """Answer jobs whose product failed. The log holds the reason; the tenants' answers do not."""
@@ -421,18 +426,18 @@ class Executor:
         self._scheduler.drop(job)
         job.left = True
         self._maker.forget(job, job.tenant)
-        self._answer(job, wire.Failure(code=code, detail=detail))
+        self._inbox.answer([self._answer_of(job, wire.Failure(code=code, detail=detail))])
 
-    def _send_result(self, job: _Job, product: memoryview) -> None:
-        self._answer(job, wire.Result.answering(job.request), product)
+    def _result_of(self, job: _Job, product: memoryview) -> AddressedAnswer:
+        return self._answer_of(job, wire.Result.answering(job.request), product)
 
-    def _answer(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> None:
-        """Send the one answer of a job. The memory of the job is free before the answer is sent."""
+    def _answer_of(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> AddressedAnswer:
+        """The one answer of a job. The executor holds no memory of the job when it sends the answer."""
         del self._jobs[job.sender]
         job.payload = job.result = None
         job.made = _NOTHING
         head = wire.encode(reply, payload_bytes=len(body))
-        self._inbox.answer(job.sender, ExecutorAnswer(head, body, job.taken, self._after_answer))
+        return job.sender, ExecutorAnswer(head, body, job.taken, self._after_answer)
 
 
 def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:

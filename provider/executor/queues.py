@@ -4,16 +4,19 @@ Theory of operation. The executor has an `Inbox`. Each thread of the gateway has
 one `[envelope, payload]` at a time and receives one `ExecutorAnswer`. Within a process, messages are neither encoded
 nor copied, and pass through a queue that does not release the GIL. (Every call of ZeroMQ releases the GIL: with sixteen
 senders, the executor spent a fifth of its time waiting for the GIL.) An idle executor may let the sender's thread
-compute the answer, so that no thread has to be woken (`set_inline_handler`). Between processes, messages pass through a
-private `ipc://` socket.
+compute the answer, so that no thread has to be woken (`set_inline_handler`). For a product of several senders, the
+executor wakes one thread, which wakes the senders. (A thread that wakes another one may lose its core to it: with
+sixteen senders, the executor spent a sixth of its time waking them.) Between processes, messages pass through a private
+`ipc://` socket.
 """
 
 import contextlib
 import queue
 import select
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import zmq
@@ -57,6 +60,8 @@ class ExecutorAnswer(NamedTuple):
     after: Callable[[], None] = _do_nothing
 
 
+AddressedAnswer = tuple[Hashable, ExecutorAnswer]
+"""The sender of a request, and the answer to it."""
 InlineHandler = Callable[[InboxMessage], bool]
 """Serves a message in the thread of its sender. Returns False if the message must be queued."""
 
@@ -80,8 +85,8 @@ class Inbox(ABC):
         """Wait for a message for at most `seconds`; None waits without a limit."""
 
     @abstractmethod
-    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
-        """Send an answer. The answer is dropped if its sender has closed its channel."""
+    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
+        """Send answers to their senders. An answer is dropped if its sender has closed its channel."""
 
     @abstractmethod
     def post(self, message: Envelope) -> None:
@@ -115,6 +120,9 @@ class LocalInbox(Inbox):
         self._queue: queue.SimpleQueue[InboxMessage] = queue.SimpleQueue()
         self._next: InboxMessage | None = None
         self._handler: InlineHandler = lambda _: False
+        self._batches: queue.SimpleQueue[Sequence[AddressedAnswer]] = queue.SimpleQueue()
+        self._deliverer = threading.Thread(target=self._run_deliveries, name="answers", daemon=True)
+        self._deliverer.start()
 
     def set_inline_handler(self, handler: InlineHandler) -> None:
         self._handler = handler
@@ -145,9 +153,11 @@ class LocalInbox(Inbox):
             except queue.Empty:
                 return
 
-    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
-        assert isinstance(sender, _Mailbox)
-        sender.put(answer)
+    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
+        if len(answers) == 1:  # waking its sender takes no longer than waking the other thread
+            _deliver(answers)
+        else:
+            self._batches.put(answers)
 
     def post(self, message: Envelope) -> None:
         self._queue.put(InboxMessage(None, message, _NOTHING))
@@ -155,10 +165,23 @@ class LocalInbox(Inbox):
     def close(self) -> None:
         for _ in self.arrived():
             pass
+        self._batches.put(())
+        self._deliverer.join()
+
+    def _run_deliveries(self) -> None:
+        while answers := self._batches.get():
+            _deliver(answers)
+            del answers  # a sender may keep its own answer in memory only
 
 
 class _Mailbox(queue.SimpleQueue[ExecutorAnswer]):
     pass
+
+
+def _deliver(answers: Sequence[AddressedAnswer]) -> None:
+    for sender, answer in answers:
+        assert isinstance(sender, _Mailbox)
+        sender.put(answer)
 
 
 class _LocalChannel(RequestChannel):
@@ -207,12 +230,13 @@ class SocketInbox(Inbox):
         if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # its own timeouts are whole milliseconds: too long
             select.select([self._router.fileno()], [], [], seconds)
 
-    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
-        assert isinstance(sender, bytes)
-        self._router.send(sender, zmq.SNDMORE)
-        self._router.send(answer.head, zmq.SNDMORE)
-        self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
-        self._router.send(answer.payload, copy=False)
+    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
+        for sender, answer in answers:
+            assert isinstance(sender, bytes)
+            self._router.send(sender, zmq.SNDMORE)
+            self._router.send(answer.head, zmq.SNDMORE)
+            self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
+            self._router.send(answer.payload, copy=False)
 
     def post(self, message: Envelope) -> None:
         with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # the inbox may be closed

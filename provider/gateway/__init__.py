@@ -3,6 +3,8 @@
 gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes
 unauthenticated  limits the connections that are not authenticated
+state            what all connections share
+frame_loop       reads and answers the frames of one connection, a tenant's or a helper's
 connection       checks the requests of one tenant's connection and sends the answers
 deposits         takes the blocks of one helper's connection
 frames           reads and sends the frames of a connection, within limits and deadlines
@@ -11,5 +13,6 @@ slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used
+usage_journal    keeps the counts that are not committed yet
 credentials      tenants' and helpers' certificates, and the revocation list
 """

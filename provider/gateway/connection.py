@@ -8,33 +8,27 @@ The connection stays usable after a refused request: the gateway discards its pa
 gateway closes the connection after a broken frame, because the start of the next frame is unknown.
 """
 
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from provider import logs
-from provider.config.schema import ProviderConfig
-from provider.executor.client import CachedReport, ExecutorRequester
-from provider.executor.envelope import ProductRequest, Stages, row_load
-from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.frames import NOTHING, Frames, refusal_of
-from provider.gateway.quota import QuotaGate
+from provider.executor.client import ExecutorRequester
+from provider.executor.envelope import ProductRequest, row_load
+from provider.gateway.frame_loop import FrameLoop
+from provider.gateway.frames import NOTHING
 from provider.gateway.shapes import bad, check_shape, entry_of
-from provider.gateway.slots import Slot, Slots
-from provider.gateway.usage import Counts, Usage
+from provider.gateway.slots import Slot
+from provider.gateway.state import GatewayState
+from provider.gateway.usage import Counts
 from provider.refusal import Refusal
 from provider.relay import blocks, permits
-from provider.relay.blocks import BlockStore
-from provider.relay.links import Links
 from provider.relay.matrices import hidden, without_blocks
-from provider.relay.permits import Permits
-from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
@@ -42,39 +36,6 @@ from symbiosis_priv.network.tls import TenantIdentity
 log = logs.EventLog(__name__)
 
 _BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
-
-
-@dataclass(frozen=True)
-class GatewayState:
-    """The state that all connections share.
-
-    Args:
-        manifest: manifest of the whole model.
-        served: indices of the layer groups that are served here.
-    """
-
-    config: ProviderConfig
-    manifest: Manifest
-    served: range
-    digest: str
-    budget: ByteBudget
-    register: Register
-    slots: Slots
-    quotas: QuotaGate
-    usage: Usage
-    stages: Stages
-    permits: Permits
-    blocks: BlockStore
-    links: Links
-    started: float
-    """`time.monotonic()`"""
-    executor_report: CachedReport = field(default_factory=CachedReport)
-    stopping: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def counts(self) -> bool:
-        """False if usage could not be written for `max_unwritten_s`: requests are then refused, not served unbilled."""
-        return self.usage.unwritten_s <= self.config.usage.max_unwritten_s
 
 
 class _Sizes(NamedTuple):
@@ -94,16 +55,13 @@ class _Sizes(NamedTuple):
     cost: int
 
 
-class Connection:
-    """Serves one authenticated connection, in its own thread.
+class Connection(FrameLoop[wire.Request]):
+    """Serves one tenant's connection, in its own thread.
 
     Args:
-        stream: the connection.
+        stream, state, slot, refusal: as for `FrameLoop`.
         tenant: the tenant of the connection's certificate.
-        state: the state that all connections share.
         executor: this thread's client of the executor.
-        slot: the slot of the connection; records when the connection is idle.
-        refusal: called for every request; returns a refusal once the tenant's certificate is not accepted any more.
     """
 
     def __init__(
@@ -116,60 +74,22 @@ class Connection:
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
+        super().__init__(stream, decode=wire.decode_request, party=tenant, state=state, slot=slot, refusal=refusal)
         self._stream = stream
         self._tenant = tenant
-        self._state = state
-        self._limits = state.config.limits
-        self._frames = Frames(stream, self._limits)
         self._executor = executor
-        self._slot = slot
-        self._refusal = refusal
         self._role: wire.Role | None = None
 
     def serve(self) -> None:
-        """Answer frames until the tenant leaves or the provider stops.
-
-        Raises:
-            ProtocolError: a frame was broken; the tenant has received a `Failure`.
-            OSError, TransportError: the connection was lost, or the tenant is too slow.
-        """
         try:
-            while not self._state.stopping.is_set() and self._next_frame():
-                self._slot.end_request()
+            super().serve()
         finally:
             self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
 
-    # Frames
-
-    def _next_frame(self) -> bool:
-        if not self._frames.wait():
-            return False
-        self._slot.begin_request()
-        try:
-            request = wire.decode_request(self._frames.read_header())
-        except ProtocolError as error:
-            self._bill(Counts(refused=1))
-            self._frames.refuse(refusal_of(error))
-            raise
-        try:
-            if refused := self._refusal():
-                raise refused
-            self._answer(request)
-        except Refusal as refusal:
-            self._bill(Counts(refused=1))
-            self._frames.discard()
-            self._frames.refuse(refusal)
-            self._pause(size=self._frames.unread)
-            return refusal.code != wire.ErrorCode.REVOKED
-        return True
-
-    def _pause(self, *, size: int) -> None:
-        """Wait after an answer without a product if the tenant exceeds its rate of such requests, or of their bytes."""
-        if seconds := self._state.quotas.pause(self._tenant, size=size):
-            log.often("paused", tenant=str(self._tenant))
-            self._state.stopping.wait(seconds)
+    def _count_refusal(self, refusal: Refusal) -> None:
+        self._bill(Counts(refused=1))
 
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, as the executor takes them: in 32 bits."""
@@ -319,7 +239,6 @@ class Connection:
     def _bill(self, counts: Counts) -> None:
         """Count durably, before the tenant receives the answer."""
         self._state.usage.count(self._tenant, self._role or "none", counts)
-        self._state.usage.settle()
 
     def _work(self, request: wire.Execute | wire.Effect) -> ProductRequest:
         now = time.monotonic()

@@ -19,13 +19,14 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.connection import Connection, GatewayState
+from provider.gateway.connection import Connection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
 from provider.gateway.deposits import DepositConnection
 from provider.gateway.frames import refuse
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots
+from provider.gateway.state import GatewayState
 from provider.gateway.usage import Usage
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockStore

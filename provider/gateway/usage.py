@@ -1,39 +1,47 @@
 """The bill: what each tenant has used, per day and role. The bill survives any end of this process.
 
-The counts are in one SQLite file in WAL mode. A count is committed before its request is answered, so after a SIGKILL
-the bill and the tenants' own counts differ by the requests in flight at most. One commit writes the counts of all
-threads, so requests that share a product share a commit. A commit writes to the system's cache without waiting for the
-disk (15 µs). A thread flushes the file every few seconds; a power cut loses at most the counts since the last flush.
+The counts are in one SQLite file in WAL mode. A commit takes eight system calls, so no request waits for one: a request
+is counted in a journal in mapped memory (`usage_journal`) before it is answered, and a thread commits once a second
+what the journals have and the file does not have yet. The file notes in the same commit which totals of which journal
+it has, so every count is in the bill once, whenever the process is killed: after a SIGKILL, the bill and the tenants'
+own counts differ by the requests in flight at most. `read` adds what is in journals only, and the next provider that
+opens the file commits it. Every few seconds the file is flushed to the disk; a power cut loses at most the counts since
+the last flush.
 
-Counts that cannot be written (the disk is full or slow, or another process writes) stay in memory and are tried again;
-`unwritten_s` gives the time since then. If the file is deleted, a new one is made within seconds. Nothing is written
-to a file that has replaced the first one, or to a damaged file before it is repaired.
+Counts that cannot be written (the disk is full or slow, or another process writes) stay in the journal and are tried
+again; `unwritten_s` gives the time since then. If the file is deleted, a new one is made within seconds. Nothing is
+written to a file that has replaced the first one, or to a damaged file before it is repaired. A file notes each of its
+journals when the journal is made; other journals are not added to it.
 """
 
 import contextlib
+import itertools
 import operator
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal
 
 import msgspec
 
 from provider import logs
+from provider.gateway.usage_journal import MOST, Journal, JournalReader, Key, Totals, journals, pack, unpack
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import Role
 from symbiosis_priv.network.tls import TenantIdentity
+from symbiosis_priv.system.files import UNDECODABLE
 
 log = logs.EventLog(__name__)
 
 _VERSION = 1  # of the file
+_COMMIT_S = 1.0
 _FLUSH_S = 5.0
 _REST = 20  # the pause between two flushes is at least this many times the duration of a flush
-_LOCK_S = 0.25  # longest wait for another process that writes; tenants wait meanwhile
+_LOCK_S = 0.25  # longest wait for another process that writes
 _DAY_S = 86_400
 
 
@@ -62,19 +70,19 @@ class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
     abandoned: int = 0
     slow: int = 0
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*map(operator.add, _values(self), _values(other)))
 
-
-_NOTHING = Counts()
 _ROW_DAMAGE = "value in usage."  # part of SQLite's message for a value of the wrong type; other rows are intact
 COUNTED = Counts.__struct_fields__
 _values = msgspec.structs.astuple
+_ZEROS = (0,) * len(COUNTED)
+
+Slots = list[tuple[Key, Totals]]
 
 Served = Role | Literal["none"]
 """The role in which a tenant is served; "none" before its hello."""
 
-COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
+_KEY = ("day", "tenant", "authority", "role")
+COLUMNS = (*_KEY, *COUNTED)
 
 _CREATE = f"""
 CREATE TABLE IF NOT EXISTS usage (
@@ -82,12 +90,14 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, tenant, authority, role)
 ) WITHOUT ROWID, STRICT
 """
-_MOST = (1 << 63) - 1  # largest INTEGER
+_CREATE_JOURNALS = "CREATE TABLE IF NOT EXISTS journals (name TEXT PRIMARY KEY, settled BLOB) WITHOUT ROWID, STRICT"
+_NOTE = "INSERT OR REPLACE INTO journals VALUES (?, ?)"
+_FORGET = "DELETE FROM journals WHERE name = ?"
 
 
 def _sum(name: str) -> str:
-    """SQL for a sum that cannot fail: a stored value that is not a count is 0, and the sum is limited to `_MOST`."""
-    return f"min(max(coalesce(CAST({name} AS INTEGER), 0), 0), {_MOST} - excluded.{name}) + excluded.{name}"
+    """SQL for a sum that cannot fail: a stored value that is not a count is 0, and the sum is limited to `MOST`."""
+    return f"min(max(coalesce(CAST({name} AS INTEGER), 0), 0), {MOST} - excluded.{name}) + excluded.{name}"
 
 
 _ADD = f"""
@@ -115,40 +125,44 @@ class Usage:
         self._failing_since: float | None = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._pending: dict[tuple[str, str, str, Served], Counts] = {}
-        self._totals: dict[tuple[TenantIdentity, Served], Counts] = {}
+        self._journals: list[Journal] = []  # counts go to the last one
+        self._totals: dict[tuple[TenantIdentity, Served], Totals] = {}
         self._day = (0, "")
+        try:
+            self._take_over()
+            self._begin_journal()
+        except (sqlite3.Error, OSError) as error:
+            self._connection.close()
+            raise _unusable(database, error) from error
         self._closed = threading.Event()
         self._flusher = threading.Thread(target=self._flush, name="usage", daemon=True)
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: Served, counts: Counts) -> None:
-        """Add to a tenant's counters. The counts survive the end of this process after the next `settle`."""
+        """Add to a tenant's counters. The counts survive the end of this process."""
+        values = _values(counts)
         with self._lock:
-            self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
+            self._totals[tenant, role] = _added(self._totals.get((tenant, role), _ZEROS), values)
             key = (self._today(), tenant.name, tenant.authority, role)
-            pending = self._pending.get(key)
-            self._pending[key] = counts if pending is None else pending + counts
+            if not self._journals[-1].add(key, values):  # hundreds of new tenants have come within a second
+                self._journals.append(Journal(None, fields=len(COUNTED)))
+                self._journals[-1].add(key, values)
 
     def settle(self) -> None:
-        """Commit all earlier counts, or wait until another thread has. Waits for 0.25 s at most, because another thread
-        may be waiting for the database or for a slow disk.
-        """
+        """Commit all earlier counts to the file. Waits for another commit or another process for 0.25 s at most."""
         if not self._writing.acquire(timeout=_LOCK_S):
-            with self._lock:
-                if self._pending:
-                    self._failing_since = self._failing_since or time.monotonic()
+            self._failing_since = self._failing_since or time.monotonic()
             return
         try:
             with self._lock:
-                pending, self._pending = self._pending, {}
-            if not pending or self._write(pending):
-                self._failing_since = None
+                found = [(journal, journal.totals()) for journal in self._journals]
+            changed = [(journal, slots) for journal, slots in found if [t for _, t in slots] != journal.settled]
+            if changed and not self._write(changed):
+                self._failing_since = self._failing_since or time.monotonic()
                 return
-            self._failing_since = self._failing_since or time.monotonic()
-            with self._lock:  # keep the counts for the next commit
-                for key, counts in pending.items():
-                    self._pending[key] = self._pending.get(key, _NOTHING) + counts
+            self._failing_since = None
+            if found[-1][0].outdated:
+                self._renew_journals(found)
         finally:
             self._writing.release()
 
@@ -161,32 +175,82 @@ class Usage:
     def totals(self) -> dict[tuple[TenantIdentity, Served], Counts]:
         """The counts since this process started."""
         with self._lock:
-            return dict(self._totals)
+            return {key: Counts(*totals) for key, totals in self._totals.items()}
 
     def close(self) -> None:
-        """Write all counts to the disk, and close the file."""
+        """Write all counts to the disk, and close the file. If that fails, the journals stay for the next provider."""
         self._closed.set()
         self._flusher.join()
         self.settle()
-        with self._writing:
+        with self._writing, self._lock:
+            for journal in self._journals:
+                if self._failing_since is None:
+                    self._end(journal)
+                else:
+                    journal.close(remove=False)
             self._connection.close()  # the last connection also checkpoints
 
-    def _write(self, counted: dict[tuple[str, str, str, Served], Counts]) -> bool:
-        """Returns True if the rows were committed."""
-        rows = [(*key, *_values(counts)) for key, counts in counted.items()]
+    def _take_over(self) -> None:
+        """Commit what providers that were killed have left in their journals."""
+        if self._database is None:
+            return
+        run = self._connection.execute
+        with journals(self._database, fields=len(COUNTED)) as found:
+            for journal in filter(JournalReader.lock, found):
+                name = journal.path.name
+                run("BEGIN IMMEDIATE")
+                self._connection.executemany(_ADD, _late_rows(self._connection, journal))
+                run(_FORGET, (name,))
+                run("COMMIT")
+                journal.path.unlink()
+        for (name,) in run("SELECT name FROM journals").fetchall():
+            if not self._database.with_name(name).exists():
+                run(_FORGET, (name,))
+
+    def _begin_journal(self) -> None:
+        """Count in a new journal from now on. Raises OSError or sqlite3.Error."""
+        journal = Journal(self._database, fields=len(COUNTED))
+        if journal.name:
+            self._connection.execute(_NOTE, (journal.name, pack(())))
+        with self._lock:
+            self._journals.append(journal)
+
+    def _renew_journals(self, settled: Sequence[tuple[Journal, Slots]]) -> None:
+        """Replace journals that were just settled. One that was counted in meanwhile is replaced next time."""
         try:
-            if len(rows) == 1:  # one statement is a transaction
-                self._connection.execute(_ADD, rows[0])
-                return True
+            self._begin_journal()
+        except (sqlite3.Error, OSError) as error:
+            log.often("usage_not_counted", error=type(error).__name__)
+            return
+        with self._lock:
+            for journal, slots in settled:
+                if journal.totals() == slots:
+                    self._journals.remove(journal)
+                    self._end(journal)
+
+    def _end(self, journal: Journal) -> None:
+        """Remove a settled journal. A file that is not noted is not added to the bill again."""
+        journal.close(remove=True)
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute(_FORGET, (journal.name,))
+
+    def _write(self, changed: Sequence[tuple[Journal, Slots]]) -> bool:
+        """Commit what journals have and the file does not have. Returns False if that fails."""
+        rows = [row for journal, slots in changed for row in _rows(slots, journal.settled)]
+        settled = [(journal, [totals for _, totals in slots]) for journal, slots in changed]
+        try:
             self._connection.execute("BEGIN")
             self._connection.executemany(_ADD, rows)
+            self._connection.executemany(_NOTE, [(journal.name, pack(totals)) for journal, totals in settled])
             self._connection.execute("COMMIT")
-            return True
         except sqlite3.Error as error:  # for example a full disk: keep serving, and warn the operator
             log.often("usage_not_counted", error=type(error).__name__)
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             return False
+        for journal, totals in settled:
+            journal.settled = totals
+        return True
 
     def _today(self) -> str:
         number = int(time.time() // _DAY_S)
@@ -195,11 +259,14 @@ class Usage:
         return self._day[1]
 
     def _flush(self) -> None:
-        pause = _FLUSH_S
-        while not self._closed.wait(pause):
-            begun = time.monotonic()
+        next_flush = time.monotonic() + _FLUSH_S
+        while not self._closed.wait(_COMMIT_S):
+            if (begun := time.monotonic()) < next_flush:
+                self.settle()
+                continue
             self.keep()
-            pause = max(_FLUSH_S, _REST * (time.monotonic() - begun))  # checking a long bill takes a while
+            ended = time.monotonic()  # checking a long bill takes a while
+            next_flush = ended + max(_FLUSH_S, _REST * (ended - begun))
 
     def keep(self) -> None:
         """Flush the file to the disk. Opens the file again if it was deleted or is damaged."""
@@ -209,18 +276,54 @@ class Usage:
             with self._writing:
                 self._connection.close()
                 if found is None:
-                    with contextlib.suppress(ConfigError):
-                        self._connection, self._file = _open(self._database), _identity(self._database)
+                    self._open_again()
         elif self._damaged or _is_damaged(self._database):
             log.often("usage_database_damaged", path=str(self._database))
             with self._writing:
                 self._damaged = True
                 self._connection.close()  # closing may repair the file: the newer pages are in the WAL file
-                with contextlib.suppress(ConfigError):
-                    self._connection, self._damaged = _open(self._database), False
+                self._open_again()
         self.settle()
         with self._writing, contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _open_again(self) -> None:
+        """Open a new or repaired file. A file that is an earlier copy gets the counts since then again."""
+        with contextlib.suppress(ConfigError):
+            connection = _open(self._database)
+            try:
+                for journal in filter(lambda journal: journal.name, self._journals):
+                    if (settled := _settled(connection, journal.name)) is None:
+                        connection.execute(_NOTE, (journal.name, pack(journal.settled)))
+                    else:
+                        journal.settled = settled
+            except sqlite3.Error:
+                connection.close()
+                return
+            self._connection, self._file, self._damaged = connection, _identity(self._database), False
+
+
+def _added(totals: Totals, counts: Sequence[int]) -> Totals:
+    return tuple(map(operator.add, totals, counts))
+
+
+def _rows(slots: Iterable[tuple[Key, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:
+    """The rows that a file needs that has the settled totals. (After a power cut it may have later ones.)"""
+    rows: list[tuple[str | int, ...]] = []
+    for (key, totals), old in zip(slots, itertools.chain(settled, itertools.repeat(_ZEROS)), strict=False):
+        counts = [max(0, now - before) for now, before in zip(totals, old, strict=True)]
+        if any(counts):
+            rows.append((*key, *counts))
+    return rows
+
+
+def _settled(connection: sqlite3.Connection, journal: str) -> list[Totals] | None:
+    """The totals of a journal that the file has; None if it does not know the journal."""
+    found = connection.execute("SELECT settled FROM journals WHERE name = ?", (journal,)).fetchone()
+    try:
+        return None if found is None else unpack(found[0])
+    except UNDECODABLE as error:
+        raise sqlite3.DatabaseError(f"its note of {journal} is damaged") from error
 
 
 def _open(database: Path | None) -> sqlite3.Connection:
@@ -235,6 +338,7 @@ def _open(database: Path | None) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
         connection.execute(_CREATE)
+        connection.execute(_CREATE_JOURNALS)
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         columns = tuple(name for _, name, *_ in connection.execute("PRAGMA table_info(usage)"))
         if version > _VERSION or columns != COLUMNS:
@@ -243,10 +347,14 @@ def _open(database: Path | None) -> sqlite3.Connection:
         if _is_damaged(database):  # now, because the descriptor of this check stays open as long as `connection`
             raise sqlite3.DatabaseError("the file is damaged")
     except (sqlite3.Error, OSError) as error:
-        raise ConfigError(
-            f"[usage] database = {database}: {error}; free disk space and allow writing, or choose another file"
-        ) from error
+        raise _unusable(database, error) from error
     return connection
+
+
+def _unusable(database: Path | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"[usage] database = {database}: {error}; free disk space and allow writing, or choose another file"
+    )
 
 
 def _is_damaged(database: Path | None) -> bool:
@@ -283,15 +391,38 @@ def read(
         ConfigError: the file does not exist or is not a usage database.
     """
     try:
-        with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
+        with (
+            journals(database, fields=len(COUNTED)) as found,  # first: files that are removed meanwhile stay readable
+            contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection,
+        ):
             connection.text_factory = lambda text: text.decode(errors="replace")
-            for values in connection.execute(query, (since,)):
-                row = dict(zip(COLUMNS, values, strict=True))
-                wrong = [name for name in COUNTED if not isinstance(row[name], int) or row[name] < 0]
-                wrong += [name for name in COLUMNS if name not in COUNTED and "\ufffd" in row[name]]
-                if wrong:
-                    damaged(f"{row['day']}, {row['tenant']}, {row['role']}: damaged values of {', '.join(wrong)}")
-                yield row | {name: 0 for name in wrong if name in COUNTED}
+            connection.execute("BEGIN")
+            query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
+            rows = [_read_row(values, damaged) for values in connection.execute(query, (since,))]
+            late = [row for journal in found for row in _late_rows(connection, journal) if str(row[0]) >= since]
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
+    by_key = {tuple([row[name] for name in _KEY]): row for row in rows}
+    for added in late:
+        row = dict(zip(COLUMNS, added, strict=True))
+        known = by_key.setdefault(added[: len(_KEY)], row)
+        if known is row:
+            rows.append(row)
+        else:
+            known.update({name: int(known[name]) + int(row[name]) for name in COUNTED})
+    yield from sorted(rows, key=lambda row: [str(row[name]) for name in _KEY])
+
+
+def _read_row(values: Sequence[Any], damaged: Callable[[str], None]) -> dict[str, str | int]:
+    row = dict(zip(COLUMNS, values, strict=True))
+    wrong = [name for name in COUNTED if not isinstance(row[name], int) or row[name] < 0]
+    wrong += [name for name in _KEY if "\ufffd" in row[name]]
+    if wrong:
+        damaged(f"{row['day']}, {row['tenant']}, {row['role']}: damaged values of {', '.join(wrong)}")
+    return row | {name: 0 for name in wrong if name in COUNTED}
+
+
+def _late_rows(connection: sqlite3.Connection, journal: JournalReader) -> list[tuple[str | int, ...]]:
+    """The rows of a journal that the file does not have yet. None of a journal that it does not know."""
+    settled = _settled(connection, journal.path.name)
+    return [] if settled is None else _rows(journal.totals(), settled)

@@ -59,40 +59,27 @@ TARGET_AVX2 static void subtract24_avx2(const uint8_t *from, int64_t count, int3
     }
     subtract24_items(from, i, count, to);
 }
+
+#define NARROW(isa, pass, from, count, to) \
+    ((isa) >= ISA_AVX2 ? pass##_avx2(from, count, to) : pass##_items(from, 0, count, to))
+#else
+#define NARROW(isa, pass, from, count, to) ((void)(isa), pass##_items(from, 0, count, to))
 #endif
 
 /* The low 24 bits of int32 [count], as uint8 [3 count]. */
 EXPORT void ring_pack24(int32_t isa, const int32_t *from, int64_t count, uint8_t *to) {
-#if HAVE_X86
-    if (isa >= ISA_AVX2) {
-        pack24_avx2(from, count, to);
-        return;
-    }
-#endif
-    pack24_items(from, 0, count, to);
+    NARROW(isa, pack24, from, count, to);
 }
 
 /* uint8 [3 count] to int32 [count] in -2^23 .. 2^23 - 1. `from` may be the last 3 count bytes of `to`: no byte is
  * written before it is read. */
 EXPORT void ring_unpack24(int32_t isa, const uint8_t *from, int64_t count, int32_t *to) {
-#if HAVE_X86
-    if (isa >= ISA_AVX2) {
-        unpack24_avx2(from, count, to);
-        return;
-    }
-#endif
-    unpack24_items(from, 0, count, to);
+    NARROW(isa, unpack24, from, count, to);
 }
 
 /* Subtracts uint8 [3 count], read as -2^23 .. 2^23 - 1, from int32 [count] modulo 2^32. */
 EXPORT void ring_subtract24(int32_t isa, const uint8_t *from, int64_t count, int32_t *to) {
-#if HAVE_X86
-    if (isa >= ISA_AVX2) {
-        subtract24_avx2(from, count, to);
-        return;
-    }
-#endif
-    subtract24_items(from, 0, count, to);
+    NARROW(isa, subtract24, from, count, to);
 }
 
 #endif

@@ -92,15 +92,19 @@ class Relays:
         """The helper with a certificate, by `fingerprint`, and the certificate's key; None if no helper has it."""
         return self._signers.get(helper)
 
-    def pause(self, executor: Peer, *, for_good: bool = False) -> None:
-        """Relay nothing to an executor for a while, or for the rest of the session."""
+    def pause(self, executor: Peer, *, for_good: bool = False, first_s: float = _FIRST_PAUSE_S) -> None:
+        """Relay nothing to an executor for a while, or for the rest of the session.
+
+        Args:
+            first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s.
+        """
         now = time.monotonic()
         self._granted.pop(executor, None)  # an executor that was restarted does not know its permits
         until, length = self._paused.get(executor, (0.0, 0.0))
         if for_good:
             self._paused[executor] = (float("inf"), length)
         elif until <= now:
-            length = min(2 * length or _FIRST_PAUSE_S, _LAST_PAUSE_S)
+            length = min(max(2 * length, first_s), _LAST_PAUSE_S)
             self._paused[executor] = (now + length, length)
             log.info("effects are not relayed to %s for %g s", executor.name, length)
 
@@ -113,7 +117,8 @@ class Relays:
             permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
         except (TransportError, ProviderError, ProtocolError) as error:
             log.info("effects are not relayed to %s: %s", route, error)
-            self.pause(route.peer)
+            late = time.monotonic() >= now + _PERMIT_S  # all pads have waited for it
+            self.pause(route.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
             return None
         self._granted[route.peer] = Granted(permit, now + _USED_PART * permit.seconds)
         return permit

@@ -122,6 +122,7 @@ class ScriptedProvider:
         deposits: changes a block before it is signed, as a helper.
         signs_as: the provider whose key signs its blocks.
         block_wait_s: how long it waits for a block as an executor.
+        permit_wait_s: how long it takes to issue a permit.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class ScriptedProvider:
         self.signs_as = self
         self.takes_blocks = True
         self.block_wait_s = 0.3
+        self.permit_wait_s, self.permits_asked = 0.0, 0
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
         self._authority, self._others = authority, others
         self.fingerprint = fingerprint(identity.certificate)
@@ -281,6 +283,8 @@ class ScriptedProvider:
             connection.sendall(frame(report))
             return True
         if isinstance(request, wire.PermitRequest):
+            self.permits_asked += 1
+            time.sleep(self.permit_wait_s)
             permit = wire.Permit(
                 token=bytes(wire.TOKEN_BYTES),
                 helpers=request.helpers if self.takes_blocks else (),

@@ -24,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.executor.executor import Executor
+from provider.executor.queues import AddressedAnswer
 from provider.gateway import connection
 from provider.gateway.frames import Frames
 from provider.products import model
@@ -543,13 +544,13 @@ def test_an_answer_that_depends_on_the_one_before(judge: Judge, tamper: Callable
 
 
 def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Executor._send_result
+    honest = Executor._result_of
 
-    def unbound(self: Executor, job: Any, product: memoryview) -> None:
+    def unbound(self: Executor, job: Any, product: memoryview) -> AddressedAnswer:
         stale = msgspec.structs.replace(job.request, nonce=bytes(wire.NONCE_BYTES))
-        honest(self, replace(job, request=stale), product)
+        return honest(self, replace(job, request=stale), product)
 
-    monkeypatch.setattr(Executor, "_send_result", unbound)
+    monkeypatch.setattr(Executor, "_result_of", unbound)
     outcomes = judge()
     assert broken(outcomes) == {"binding"}
     violation = outcomes["binding"].violation

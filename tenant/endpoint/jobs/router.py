@@ -21,6 +21,7 @@ UPLOAD = "/v1/files"
 """The path whose bodies this router limits itself."""
 _FORM_BYTES = 16 << 10  # of a multipart body besides the file
 _UPLOAD_S = 600.0
+_UPLOADS = 4  # at a time: each may fill the folder for temporary files, which may be in memory, with one file
 _POLL_S = 0.25
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _CONTENT: dict[int | str, dict[str, Any]] = {
@@ -121,14 +122,23 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
 
 
 def _limited(limit: int) -> type[APIRoute]:
-    """A route whose body has at most `limit` bytes, and arrives in time. The file is written to disk as it arrives."""
+    """A route whose body has at most `limit` bytes, and arrives in time. The file is written to disk as it arrives. At
+    most `_UPLOADS` bodies arrive at a time."""
+    uploads = 0
 
     class Limited(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def limited(request: Request) -> Response:
-                return await handle(Request(request.scope, _receiver(request, limit)))
+                nonlocal uploads
+                if uploads >= _UPLOADS:
+                    raise HTTPException(429, f"{uploads} files are being uploaded; try again later")
+                uploads += 1
+                try:
+                    return await handle(Request(request.scope, _receiver(request, limit)))
+                finally:
+                    uploads -= 1
 
             return limited
 

@@ -30,6 +30,7 @@ class _OutOfReach(ExecutorHandle):
     def stop(self, timeout: float) -> None:
         self.stopping.set()
         self._guard.join(timeout)
+        self._inbox.close()
 
     def open_channel(self) -> RequestChannel:
         self.asked += 1
@@ -42,7 +43,7 @@ class _OutOfReach(ExecutorHandle):
 
     def _answer(self, message: InboxMessage) -> bool:
         report = ExecutorReport(first_group=0, groups=1, heat=[0])
-        self._inbox.answer(message.sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))
+        self._inbox.answer([(message.sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
         return True
 
 

@@ -391,19 +391,29 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
 
 
 def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:
-    """Counts that could not be written are written when there is room again."""
-    usage = Usage(tmp_path / "usage.sqlite")
+    """Counts that could not be written are on the bill all the same, and are written when there is room again."""
+    database = tmp_path / "usage.sqlite"
+    usage = Usage(database)
     usage._connection.execute("PRAGMA max_page_count = 1")
     crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
     for tenant in crowd:
         usage.count(tenant, "executor", Counts(requests=1))
     usage.settle()
+    assert usage.unwritten_s > 0
     assert usage.totals()[crowd[0], "executor"] == Counts(requests=1)
-    assert not list(read(tmp_path / "usage.sqlite"))
+    assert committed(database) == 0
+    assert len(list(read(database))) == len(crowd)
     usage._connection.execute("PRAGMA max_page_count = 1000000")
     usage.settle()
-    assert len(list(read(tmp_path / "usage.sqlite"))) == len(crowd)
+    assert usage.unwritten_s == 0
+    assert committed(database) == len(list(read(database))) == len(crowd)
     usage.close()
+
+
+def committed(database: Path) -> int:
+    """Number of rows in the file itself."""
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        return int(connection.execute("SELECT count(*) FROM usage").fetchone()[0])
 
 
 def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(

@@ -23,6 +23,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.blocks import block_id
 from tenant.core.gate import Gate
 from tenant.routing.routes import Routes
+from tenant.session import relays
 from tenant.session.session import Session
 
 if TYPE_CHECKING:
@@ -171,6 +172,22 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
     assert relayed(session) == (0, 9)
     assert not session.routes.quarantined
     assert [route.health.failures for route in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
+
+
+def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relays, "_PERMIT_S", 0.3)
+    monkeypatch.setattr(relays, "_FIRST_PAUSE_S", 0.0)
+    executor.permit_wait_s = 0.6
+    session = new_session("relay", [executor], [helper], pool_memory=0)
+    for seed in range(6):
+        assert is_right(session, store, OUT, FORWARD, 3, seed)
+    assert executor.permits_asked == 1
 
 
 def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(

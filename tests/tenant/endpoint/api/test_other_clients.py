@@ -70,6 +70,6 @@ def test_schemathesis_finds_nothing(served: Served, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {KEY}", "--phases", "coverage,fuzzing", "--max-examples", "10"]
     # some fields need each other, which JSON schema cannot say
-    command += ["--exclude-checks", "positive_data_acceptance", "--seed", "1"]
+    command += ["--exclude-checks", "positive_data_acceptance", "--seed", "1", "--request-timeout", "300"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]

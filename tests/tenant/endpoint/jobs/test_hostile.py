@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import io
 import json
+import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.jobs.files import Files
 from tenant.endpoint.jobs.jobs import Jobs
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET
+from tests.waiting import until
 
 LINE = json.dumps({"text": SECRET}).encode()
 
@@ -86,6 +88,21 @@ def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(client: Any, por
         assert ask(port, "POST", "/v1/files", endless(), **headers)[0] == 413
     assert sent < 4096
     assert set(jobs.files._folder.iterdir()) == before
+
+
+def test_few_files_are_uploaded_at_a_time(port: int) -> None:
+    """Each may take its whole size in the folder for temporary files."""
+    body, headers = form(('name="file"; filename="x"', bytes(100)), ('name="purpose"', b"fine-tune"))
+    head = [f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"]
+    head += [f"{name}: {value}" for name, value in headers.items()]
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            upload = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            upload.sendall("\r\n".join([*head, "", ""]).encode() + body[:60])
+        until(lambda: ask(port, "POST", "/v1/files", body, **headers)[0] == 429)
+    until(lambda: ask(port, "POST", "/v1/files", body, **headers)[0] == 200)
+    (stored,) = ask(port, "GET", "/v1/files?limit=1")[1]["data"]
+    assert ask(port, "DELETE", f"/v1/files/{stored['id']}")[0] == 200
 
 
 def test_all_files_together_have_a_limit(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -82,11 +82,28 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        return next((i for i, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each worker of pytest-xdist import the tests in another order, so that each finds modules that another one
+    has compiled. (Without this, all workers compile the same module at the same time.)"""
+    report = yield
+    if isinstance(collector, pytest.Directory) and (found := report.result):
+        match os.environ.get("PYTEST_XDIST_WORKER"):
+            case "gw1":
+                found.reverse()
+            case "gw2":
+                found[:] = found[len(found) // 2 :] + found[: len(found) // 2]
+    return report
 
-    items.sort(key=rank)
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def order(item: pytest.Item) -> tuple[int, str]:
+        file = item.nodeid.partition("::")[0]
+        return next((i for i, part in enumerate(LONGEST) if file.startswith(part)), len(LONGEST)), file
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -195,7 +212,7 @@ def _base_model(tmp_path_factory: pytest.TempPathFactory, **recipe: Any) -> Path
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama trained on the demo's text, with its tokenizer."""
-    return _base_model(tmp_path_factory, steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2)
+    return _base_model(tmp_path_factory, steps=100, batch=4, window=64, sentences=4_000, vocab=512, width=128, blocks=2)
 
 
 @pytest.fixture(scope="session")

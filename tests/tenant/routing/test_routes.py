@@ -203,7 +203,7 @@ TRICKS = st.lists(st.sampled_from(["quick", "in time", "hangs", "refuses in time
 PRODUCTS = 3000
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(tricks=TRICKS)
 def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
     clock, adversary = Clock(), SlowOnPurpose(tricks)
@@ -225,7 +225,7 @@ def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) ->
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(tricks=TRICKS)
 def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
     clock, adversary = Clock(), SlowOnPurpose(tricks)

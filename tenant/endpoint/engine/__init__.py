@@ -8,7 +8,7 @@ kv             keys and values of a sequence
 attention      of one sequence
 row_blocks     local functions of rows, with the same bits for a row in every step
 packed         one pass of a model over tokens of many sequences
-sequence       a request in work
+sequence       a request in work, and its costs
 speculation    guesses of tokens, for fewer round trips
 turns          equal turns for clients and adapters
 prefixes       keys and values of prompts that are known

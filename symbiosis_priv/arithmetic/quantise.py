@@ -81,13 +81,8 @@ class QuantisedGroup:
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
-    """Quantise the members of one group.
-
-    Raises:
-        CheckpointError: a weight or bias holds inf or nan, a bias has the wrong length, or members disagree on
-            the input width.
-        ConfigError: `weight_bits` outside 4..12.
-    """
+    """Quantise the members of one group. Raises `CheckpointError`: a weight or bias holds inf or nan, a bias has the
+    wrong length, or members disagree on the input width; `ConfigError`: `weight_bits` outside 4..12."""
     if not MIN_WEIGHT_BITS <= weight_bits <= MAX_WEIGHT_BITS:
         raise ConfigError(f"weight_bits = {weight_bits} is outside {MIN_WEIGHT_BITS}..{MAX_WEIGHT_BITS}")
     if len({layer.weight.shape[1] for layer in layers}) != 1:

@@ -44,11 +44,8 @@ class Request:
 
 def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.Kind.TENANT) -> Path:
     """Writes `<name>.csr`, and `<name>.key` unless it exists. A request for an existing key renews a certificate.
-
-    Raises:
-        ConfigError: a bad name.
-        CertificateError: a file cannot be written, or the existing key or certificate cannot be used.
-    """
+    Raises `ConfigError`: a bad name; `CertificateError`: a file cannot be written, or the existing key or certificate
+    cannot be used."""
     check_name(name)
     make_folder(directory)
     identity = reading.pair(directory, name)
@@ -68,12 +65,8 @@ def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.K
 
 
 def load_request(path: Path) -> Request:
-    """Reads a request and checks its signature.
-
-    Raises:
-        CertificateError: the file is not a request, its signature is not valid, or its key type is not supported.
-        ConfigError: a bad name.
-    """
+    """Reads a request and checks its signature. Raises `CertificateError`: the file is not a request, its signature is
+    not valid, or its key type is not supported; `ConfigError`: a bad name."""
     try:
         request = x509.load_pem_x509_csr(read_file(path))
         asked_for, key = request.subject, request.public_key()

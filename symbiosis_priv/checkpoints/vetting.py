@@ -56,12 +56,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def vet(folder: Path) -> dict[str, Any]:
-    """Refuse a checkpoint folder that overrides decisions of its user. Returns its config.json.
-
-    Raises:
-        CheckpointError: config.json is damaged, or something in the folder overrides the user.
-        UnsupportedModelError: the weights are quantised already.
-    """
+    """Refuse a checkpoint folder that overrides decisions of its user. Returns its config.json. Raises
+    `CheckpointError`: config.json is damaged, or something in the folder overrides the user; `UnsupportedModelError`:
+    the weights are quantised already."""
     path = folder / "config.json"
     config = read_json(path)
     for key, value in _entries(config):
@@ -101,12 +98,8 @@ def vet(folder: Path) -> dict[str, Any]:
 
 def vet_adapter(folder: Path) -> dict[str, Any]:
     """Refuse a PEFT folder that would run code, be unpickled, load other files, or allocate more memory than its
-    tensors need. Returns its adapter_config.json.
-
-    Raises:
-        ConfigError: not a PEFT folder.
-        CheckpointError: the folder is refused, or one of its files is damaged.
-    """
+    tensors need. Returns its adapter_config.json. Raises `ConfigError`: not a PEFT folder; `CheckpointError`: the
+    folder is refused, or one of its files is damaged."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise ConfigError(

@@ -139,12 +139,9 @@ class WeightStore:
         return group
 
     def matrix(self, index: int) -> RingMatrix:
-        """One group ready for products: packed weights mapped from the cache, or packed now.
-
-        Raises:
-            ConfigError: no such kernel, or none that is exact on this store's device.
-            CheckpointError: the checkpoint changed since its manifest was made.
-        """
+        """One group ready for products: packed weights mapped from the cache, or packed now. Raises `ConfigError`: no
+        such kernel, or none that is exact on this store's device; `CheckpointError`: the checkpoint changed since its
+        manifest was made."""
         entry = self.manifest().groups[index]
         matrix = self._mapped(entry)
         if matrix is None:

@@ -93,11 +93,8 @@ class Federation:
 
 def check_choice(federation: Federation) -> None:
     """Checks that every executor has enough helpers of other companies at each of its layers, if the file has `[pads]`.
-
-    Raises:
-        ConfigError: there are fewer helpers than `[pads] helpers`.
-        RoleConflictError: there are too few companies among the helpers.
-    """
+    Raises `ConfigError`: there are fewer helpers than `[pads] helpers`; `RoleConflictError`: there are too few
+    companies among the helpers."""
     k = federation.pad_helpers
     if k is None:
         return

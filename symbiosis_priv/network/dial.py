@@ -84,12 +84,9 @@ class ClientConnection:
         return None if self._stream is None else self._stream.tls
 
     def open(self, deadline: float) -> None:
-        """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame.
-
-        Raises:
-            CertificateError: either side's certificate is not the right one.
-            TransportError: the address does not answer in time.
-        """
+        """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame. Raises
+        `CertificateError`: either side's certificate is not the right one; `TransportError`: the address does not
+        answer in time."""
         try:
             raw = self._dial(deadline)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

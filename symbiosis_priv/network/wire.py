@@ -384,11 +384,7 @@ def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
 
 def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
     """Return (header length, payload length) of a frame. Checks both against the limits before anything is allocated.
-
-    Raises:
-        ProtocolError: not a frame of this protocol.
-        FrameTooLargeError: a length exceeds its limit.
-    """
+    Raises `ProtocolError`: not a frame of this protocol; `FrameTooLargeError`: a length exceeds its limit."""
     if len(prefix) != PREFIX.size:
         raise ProtocolError(f"a frame's prefix has {PREFIX.size} bytes, got {len(prefix)}")
     magic, header, payload = PREFIX.unpack(prefix)

@@ -35,12 +35,8 @@ class RegistryClient:
         self._deadline = 0.0
 
     def __enter__(self) -> Self:
-        """Connect.
-
-        Raises:
-            CertificateError: the server is not a registry of this federation.
-            TransportError: the registry cannot be reached in time.
-        """
+        """Connect. Raises `CertificateError`: the server is not a registry of this federation; `TransportError`: the
+        registry cannot be reached in time."""
         self._deadline = time.monotonic() + self._deadline_s
         try:
             self._connection.open(self._deadline)

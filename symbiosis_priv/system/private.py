@@ -73,12 +73,9 @@ class PrivateFolder:
         return folder
 
     def open_file(self, name: str) -> int:
-        """A descriptor of a file in this folder, to read from. The caller closes it.
-
-        Raises:
-            ConfigError: the file is not a regular file, belongs to another user, or other users can read or write it.
-            OSError: it does not exist, is a link, or cannot be opened.
-        """
+        """A descriptor of a file in this folder, to read from. The caller closes it. Raises `ConfigError`: the file is
+        not a regular file, belongs to another user, or other users can read or write it; `OSError`: it does not exist,
+        is a link, or cannot be opened."""
         descriptor = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._descriptor)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_own(status) or status.st_mode & _OTHERS:

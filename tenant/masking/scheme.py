@@ -79,13 +79,9 @@ class Scheme(ABC):
         return self.options_type(**values)
 
     def check(self, federation: Federation) -> None:
-        """Check that the scheme keeps its promises with these providers.
-
-        Raises:
-            RoleConflictError: the scheme needs a helper, and there is none.
-            ConfigError: the file has a registry, and the scheme would show rows to its executors or use their answers
-                unverified.
-        """
+        """Check that the scheme keeps its promises with these providers. Raises `RoleConflictError`: the scheme needs a
+        helper, and there is none; `ConfigError`: the file has a registry, and the scheme would show rows to its
+        executors or use their answers unverified."""
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
                 f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "

@@ -35,12 +35,8 @@ class BaseWeights:
         _ = self._store
 
     def read(self, entry: GroupEntry, member: int) -> Tensor:
-        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
-
-        Raises:
-            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
-            CheckpointError: the weights are not those of the manifest.
-        """
+        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype. Raises `UnsupportedMethodError`: the
+        checkpoint has only the tenant's own tensors; `CheckpointError`: the weights are not those of the manifest."""
         with Checkpoint(self._store.path) as checkpoint:
             key = (entry.digest, checkpoint.identity())
         layers = self._store.floats((entry.members[member],) if key in self._checked else entry.members)

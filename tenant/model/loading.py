@@ -216,11 +216,8 @@ def adapter_chat_template(folder: Path) -> str | None:
 
 def load_adapter(model: Any, folder: Path) -> Any:
     """Load the adapter of a PEFT folder into `model`, for inference. A refused adapter leaves the model as it was.
-
-    Raises:
-        ConfigError: `folder` is not a PEFT folder.
-        CheckpointError: the folder has settings that are not allowed (`vet_adapter`), or the adapter does not fit.
-    """
+    Raises `ConfigError`: `folder` is not a PEFT folder; `CheckpointError`: the folder has settings that are not allowed
+    (`vet_adapter`), or the adapter does not fit."""
     said = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():

@@ -234,12 +234,9 @@ class RemoteLayer(nn.Module):
             self.bias = nn.Parameter(self.stored_bias().to(dtype=dtype, device=device), requires_grad=False)
 
     def base_weight(self) -> Tensor:
-        """Read the weight from the public checkpoint on disk, in shape, dtype and device of `weight`.
-
-        Raises:
-            UnsupportedMethodError: there is no full checkpoint.
-            CheckpointError: the checkpoint is not that of the federation.
-        """
+        """Read the weight from the public checkpoint on disk, in shape, dtype and device of `weight`. Raises
+        `UnsupportedMethodError`: there is no full checkpoint; `CheckpointError`: the checkpoint is not that of the
+        federation."""
         if self.group.weights is None:
             raise UnsupportedMethodError("this model was not loaded from a folder, so its weights cannot be read")
         facts = self.group.backend.facts[self.group.index]

@@ -59,12 +59,9 @@ class Prober:
             return tuple(self._workers.values())
 
     def connect(self) -> None:
-        """Connect to the needed providers, once per session. Several threads may wait in this method.
-
-        Raises:
-            UncoveredError: no executor serves some layers.
-            SymbiosisError: a needed provider is away, or is not the expected one.
-        """
+        """Connect to the needed providers, once per session. Several threads may wait in this method. Raises
+        `UncoveredError`: no executor serves some layers; `SymbiosisError`: a needed provider is away, or is not the
+        expected one."""
         if self._connected:  # every product calls this
             return None
         with self._lock:

@@ -134,12 +134,8 @@ class Adapter:
 
 @torch.inference_mode(False)  # the adapter may be trained later
 def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
-    """Load the adapter of a task's folder.
-
-    Raises:
-        CheckpointError: `load_adapter` refuses the folder.
-        UnsupportedMethodError: the method cannot be used for a task.
-    """
+    """Load the adapter of a task's folder. Raises `CheckpointError`: `load_adapter` refuses the folder;
+    `UnsupportedMethodError`: the method cannot be used for a task."""
     _refuse_biases(vet_adapter(source.folder).get("bias"))  # loading them would change the model
     skeleton: Any = _skeleton(model)
     with warnings.catch_warnings():

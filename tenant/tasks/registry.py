@@ -187,11 +187,7 @@ class Tasks:
 
     def save(self, name: str, folder: str | Path) -> None:
         """Write a trained task as a PEFT folder. From then on the task can be unloaded, and is loaded from there.
-
-        Raises:
-            TaskError: the task is unknown.
-            UnsupportedMethodError: the task was loaded for inference.
-        """
+        Raises `TaskError`: the task is unknown; `UnsupportedMethodError`: the task was loaded for inference."""
         with self._lock:
             self._load(name, trainable=True).save(Path(folder))
             self._sources[name] = stored(Path(folder))

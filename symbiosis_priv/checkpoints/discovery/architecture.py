@@ -14,12 +14,9 @@ from symbiosis_priv.errors import UnsupportedModelError
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The configuration of the checkpoint in `path`, as transformers understands it.
-
-    Raises:
-        CheckpointError: the folder overrides decisions of its user (`vetting.vet`).
-        UnsupportedModelError: transformers does not know the model type, or the weights are quantised already.
-    """
+    """The configuration of the checkpoint in `path`, as transformers understands it. Raises `CheckpointError`: the
+    folder overrides decisions of its user (`vetting.vet`); `UnsupportedModelError`: transformers does not know the
+    model type, or the weights are quantised already."""
     vet(path)
     with on_this_machine():
         try:

@@ -88,12 +88,9 @@ class StoredNames:
         return self._renamed(stored)[0]
 
     def by_parameter(self, stored: Iterable[str]) -> dict[str, Source]:
-        """Where the parameters of a model are stored, for the tensors of a checkpoint.
-
-        Raises:
-            CheckpointError: two tensors map to one offloaded weight, and no rule joins them.
-            UnsupportedModelError: a tensor holds both offloaded weights and weights of the tenant.
-        """
+        """Where the parameters of a model are stored, for the tensors of a checkpoint. Raises `CheckpointError`: two
+        tensors map to one offloaded weight, and no rule joins them; `UnsupportedModelError`: a tensor holds both
+        offloaded weights and weights of the tenant."""
         converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         found: dict[str, Source] = {}
         for name in sorted(stored, key=dot_natural_key):  # the order in which transformers numbers experts

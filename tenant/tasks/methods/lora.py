@@ -60,11 +60,8 @@ class RemoteLora(OnOffloadedLayers, LoraModel):
 @contextmanager
 def weights_at_hand(model: nn.Module) -> Iterator[None]:
     """Put all base weights of a split model into its layers for the duration of the block: memory for the whole model.
-
-    Raises:
-        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
-        CheckpointError: the checkpoint is not that of the federation.
-    """
+    Raises `UnsupportedMethodError`: there is no full checkpoint on the tenant's disk; `CheckpointError`: the checkpoint
+    is not that of the federation."""
     with ExitStack() as at_hand:
         for module in list(model.modules()):
             if isinstance(module, RemoteLayer):

@@ -19,12 +19,9 @@ from tenant.tasks.methods.registration import replace
 
 @contextmanager
 def weight_at_hand(layer: RemoteLayer) -> Iterator[None]:
-    """Put the base weight into `layer.weight` for the duration of the block. Changes to it have no effect.
-
-    Raises:
-        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
-        CheckpointError: the checkpoint is not that of the federation.
-    """
+    """Put the base weight into `layer.weight` for the duration of the block. Changes to it have no effect. Raises
+    `UnsupportedMethodError`: there is no full checkpoint on the tenant's disk; `CheckpointError`: the checkpoint is not
+    that of the federation."""
     absent = layer._parameters["weight"]
     # not by attribute: PEFT may have replaced `register_parameter` to make its own parameters on the meta device
     layer._parameters["weight"] = nn.Parameter(layer.base_weight().clone(), requires_grad=False)

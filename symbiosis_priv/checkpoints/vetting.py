@@ -43,9 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB; is it the right file?")
-        content = json.loads(
-            path.read_text(encoding="utf-8")
-        )  # transformers uses this parser too, so both read the same values
+        # transformers uses this parser too, so both read the same values
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
     except (ValueError, RecursionError) as error:

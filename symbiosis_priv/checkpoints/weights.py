@@ -332,15 +332,7 @@ class WeightStore:
                     layers = list(self._layers(checkpoint, spec.members, stored))
                 group = quantise(layers, weight_bits=self.weight_bits)
                 del layers
-                entry = GroupEntry(
-                    members=spec.members,
-                    inputs=spec.inputs,
-                    outputs=spec.outputs,
-                    digest=group.digest(),
-                    experts=spec.experts,
-                    joined=spec.joined,
-                )
-                return work(index, entry, group)
+                return work(index, GroupEntry(digest=group.digest(), **vars(spec)), group)
 
         progress = progress or (lambda done, total: None)
         one_stack = threading.Lock()

@@ -168,23 +168,17 @@ def _names(federation: Federation) -> Iterator[str]:
 
 def _registries(section: _Registry, path: Path) -> Registries:
     for address in section.addresses:
-        try:
-            _, port = parse_address(address)
-        except ConfigError as error:
-            raise ConfigError(f"{path}, [registry]: {error}") from error
-        if not port:
-            raise ConfigError(f"{path}, [registry]: port 0 is not valid; ask {address!r}'s operator for the port")
+        _address(address, f"{path}, [registry]")
     return Registries(tuple(section.addresses), section.authority, section.revoked)
 
 
 def _peer(entry: _Provider, path: Path) -> Peer:
+    place = f"{path}, provider {entry.name!r}"
+    host, port = _address(entry.address, place)
     try:
-        host, port = parse_address(entry.address)
         layers = None if entry.layers is None else LayerRange.parse(entry.layers)
     except ConfigError as error:
-        raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
-    if not port:
-        raise ConfigError(f"{path}, provider {entry.name!r}: port 0 is not valid; ask its operator for the port")
+        raise ConfigError(f"{place}: {error}") from error
     return Peer(
         name=entry.name,
         operator=entry.operator,
@@ -195,6 +189,16 @@ def _peer(entry: _Provider, path: Path) -> Peer:
         next_certificate=entry.next_certificate,
         layers=layers,
     )
+
+
+def _address(text: str, place: str) -> tuple[str, int]:
+    try:
+        host, port = parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if not port:
+        raise ConfigError(f"{place}: port 0 is not valid; ask the operator of {text!r} for the port")
+    return host, port
 
 
 def _check_companies(federation: Federation) -> None:

@@ -49,12 +49,7 @@ def finetune(
 
     with _notes_shown(), _training_progress() as on_progress:
         result = finetuning.finetune(
-            model,
-            text,
-            output,
-            remote=remote.config(),
-            options=options,
-            on_progress=on_progress,
+            model, text, output, remote=remote.config(), options=options, on_progress=on_progress
         )
     where = "held-out data" if result.held_out else "training data"
     table = table_of("fine-tuned", "")

@@ -71,9 +71,8 @@ def write_federation(
     """
 
     def table(header: str, **entries: object) -> str:
-        lines = (
-            f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()
-        )  # such JSON is TOML
+        # such JSON is TOML
+        lines = [f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()]
         return "\n".join([header, *lines, ""])
 
     def beside(file: Path) -> Path:

@@ -41,16 +41,17 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _SHOWN = 200  # characters of another library's message that an error message quotes
 _GENERATION_SETTINGS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
     *(
-        "forced_eos_token_id",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "bad_words_ids",
         "temperature",
         "top_k",
         "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "length_penalty",
     ),
-    *("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty"),
 )
 """The settings that are taken from generation_config.json: special tokens, and how likely each token is. Settings that
 change the number of rows sent per token are left out (rule 10): with prompt lookup, for instance, executors would see

@@ -294,12 +294,7 @@ class RemoteLinear(RemoteLayer, nn.Linear):  # type: ignore[misc]  # torch decla
     """Replaces an `nn.Linear`."""
 
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
-        super().__init__(
-            weight=OffloadedWeight((outputs, inputs)),
-            bias=bias,
-            group=group,
-            member=member,
-        )
+        super().__init__(weight=OffloadedWeight((outputs, inputs)), bias=bias, group=group, member=member)
         self.in_features, self.out_features = inputs, outputs
 
 
@@ -307,10 +302,5 @@ class RemoteConv1D(RemoteLayer, Conv1D):  # type: ignore[misc]
     """Replaces a `Conv1D`, whose weight is transposed. PEFT handles `Conv1D` and `nn.Linear` differently."""
 
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = True) -> None:
-        super().__init__(
-            weight=OffloadedConv1DWeight((inputs, outputs)),
-            bias=bias,
-            group=group,
-            member=member,
-        )
+        super().__init__(weight=OffloadedConv1DWeight((inputs, outputs)), bias=bias, group=group, member=member)
         self.nx, self.nf = inputs, outputs

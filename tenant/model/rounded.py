@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.discovery.linears import found_as
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.stacks import separate
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -47,10 +48,10 @@ def rounded_model(
     folder = resolve(model)
     plain = load_model(folder, dtype=dtype, kind=kind)
     modules = dict(plain.named_modules())
-    prefix = plain.base_model_prefix + "."
 
     def module(name: str) -> Any:
-        return next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+        found = found_as(plain, name, modules)
+        return None if found is None else modules[found]
 
     store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head), cache=cache)
     entries = store.manifest().groups

@@ -238,10 +238,7 @@ class Discovery:
         while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
             try:
                 self.refresh()
-            except (
-                Exception
-                # for instance no thread can be started: the known executors stay, and the next round asks again
-            ) as error:
+            except Exception as error:  # for instance no thread can be started: the known executors stay
                 log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:

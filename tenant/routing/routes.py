@@ -176,10 +176,8 @@ class Routes:
             able = self.able(group)
             if len(able) == 1:
                 return able
-            return (
-                sorted((r for r in able if r.is_open), key=lambda route: route.health.seconds_for(size) or 0.0)
-                or able[:1]
-            )
+            open_ones = (route for route in able if route.is_open)
+            return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
     def patience_s(self, route: Route, group: int, size: int, *, left_s: float) -> float:
         """Seconds to wait for an executor's answer. All the time left if no other executor may serve the group."""

@@ -109,9 +109,8 @@ class Lora(_Grouped):
 
     @cached_property
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [layer.lora_A[NAME].weight for layer in self.layers], [
-            layer.lora_B[NAME].weight for layer in self.layers
-        ]
+        layers = self.layers
+        return [layer.lora_A[NAME].weight for layer in layers], [layer.lora_B[NAME].weight for layer in layers]
 
 
 class IA3(_Grouped):

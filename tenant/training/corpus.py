@@ -88,7 +88,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     """
     documents, lines = read(path)
     if documents:
-        return _packed(documents, tokenizer, length=length), 0
+        return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)], 0
     encode = _encode_chat if lines[0][1].form == "messages" else _encode_pair
     examples, shortened = [], 0
     for number, line in lines:
@@ -174,10 +174,6 @@ def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
     """
     count = min(len(examples) // 10, _MAX_HELD_OUT)
     return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
-
-
-def _packed(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[Example]:
-    return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)]
 
 
 def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:

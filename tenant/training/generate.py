@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-    set_seed,
-)
+from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.cache_utils import DynamicLayer
 
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods

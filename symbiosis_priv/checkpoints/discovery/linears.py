@@ -1,9 +1,11 @@
 """Finds the modules that compute a linear's product, and can be offloaded."""
 
 import copy
+from collections.abc import Container
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.arithmetic.ring import Widths
@@ -45,6 +47,12 @@ def _is_product(module: nn.Linear | Conv1D) -> bool:
         if not torch.allclose(y, expected, rtol=1e-12):
             return False
     return True
+
+
+def found_as(model: PreTrainedModel, name: str, names: Container[str]) -> str | None:
+    """A name of the manifest as `model` has it among `names`: with or without the base model's prefix, or None."""
+    prefix = model.base_model_prefix + "."
+    return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
 
 
 def widths(module: nn.Module) -> Widths:

@@ -28,7 +28,7 @@ MLP_WIDTHS = {torch.float32: 4099, torch.bfloat16: 4125, torch.float16: 4103}
 def test_a_cold_start_is_bit_exact(
     dtype: torch.dtype, save_llama: Callable[..., Path], open_model: Open, tmp_path: Path
 ) -> None:
-    path = save_llama(hidden_size=48, intermediate_size=MLP_WIDTHS[dtype], pad_token_id=0)
+    path = save_llama(hidden_size=48, intermediate_size=MLP_WIDTHS[dtype], num_hidden_layers=1, pad_token_id=0)
     full: Any = AutoModelForCausalLM.from_pretrained(path)
     full.to(dtype).save_pretrained(path)
     outcomes = []

@@ -62,7 +62,6 @@ from symbiosis_priv.checkpoints.discovery import known_values
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tenant.cli import app as cli
@@ -615,17 +614,13 @@ def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Pa
 
 
 @pytest.fixture(scope="module")
-def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tokenized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tokenized(model)`: a checkpoint with the demo's tokenizer, and a private text."""
-    source = make_base_model(
-        tmp_path_factory.mktemp("tokenizer") / "model",
-        recipe=Pretraining(steps=1, batch=2, window=16, sentences=300, vocab=320),
-    )
 
     def write(model: PreTrainedModel) -> Path:
         path = tmp_path_factory.mktemp(type(model).__name__)
         model.save_pretrained(path)
-        for file in source.glob("*token*"):
+        for file in tiny.glob("*token*"):
             shutil.copy(file, path)
         (path / "notes.text").write_text("\n\n".join(private_text(seed=0, records=20)))
         return path

@@ -213,7 +213,7 @@ def test_a_host_that_does_not_exist_is_a_failure(
 def test_a_probe_that_fails_in_any_way_is_a_failure(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenant.federation.probe.tls.client_context", lambda **_: 1 // 0)
+    monkeypatch.setattr("symbiosis_priv.federation.federation.client_context", lambda **_: 1 // 0)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     finding = only(new_federation([executor]), preparation)
     assert finding.failure is not None

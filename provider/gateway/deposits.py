@@ -1,8 +1,9 @@
 """Serves a helper's connection: it carries blocks of relayed effects to the executor, and nothing else.
 
 The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the helper; group, rows
-and the announced payload fit the model and the limits; the tenant's share of the memory has room. Only then is memory
-allocated and the payload read. The block is kept if the helper's key has signed it.
+and the announced payload fit the model and the limits; the tenant's quota allows the block; the tenant's share of the
+memory has room. Only then is memory allocated and the payload read. The block is kept if the helper's key has signed
+it.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,10 @@ class DepositConnection(FrameLoop[wire.Deposit]):
         _, outputs = check_shape(deposit, config=state.config, manifest=state.manifest, served=state.served)
         size = deposit.encoding.size(deposit.rows, outputs)
         self._frames.expect_payload(size)
-        with state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block:
+        with (
+            state.quotas.admitted(tenant, rows=deposit.rows, work=0, helper=self._helper),
+            state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block,
+        ):
             payload = np.empty(size, dtype=np.uint8).data
             self._frames.read(payload)
             message = statement(deposit, permit=deposit.permit, executor=self._executor, payload=payload)

@@ -8,6 +8,10 @@ bytes again), so that requests do not pile up. The answer, the log and the metri
 Refusals, health reports and requests of zero rows need no product, but they take the gateway's time. Each tenant
 therefore has a rate of such requests, the same for all tenants: the gateway answers them at once, and reads the
 tenant's next request when the rate allows it.
+
+A helper sends one row of a block for each row that the tenant multiplies. So the blocks of each helper have the
+tenant's quota to themselves. A block over the quota is refused at once: a block that waits would delay the blocks of
+other tenants on the helper's connections, and the tenant gets the effect from the helper.
 """
 
 import functools
@@ -20,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
 from provider.fairness.token_bucket import TokenBucket
-from provider.gateway.credentials import Party
+from provider.gateway.credentials import HelperIdentity, Party
 from provider.refusal import Refusal
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
@@ -83,7 +87,7 @@ class QuotaGate:
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
-        self._meters: dict[TenantIdentity, QuotaMeter] = {}
+        self._meters: dict[tuple[TenantIdentity, HelperIdentity | None], QuotaMeter] = {}
         self._asides: dict[Party, QuotaMeter] = {}
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
@@ -97,15 +101,20 @@ class QuotaGate:
         with self._changed:
             return dict(self._limited)
 
-    def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> AbstractContextManager[QuotaLimit | None]:
+    def admitted(
+        self, tenant: TenantIdentity, *, rows: int, work: int, helper: HelperIdentity | None = None
+    ) -> AbstractContextManager[QuotaLimit | None]:
         """Wait until the quota admits a request, and count the request as in flight until the context ends. The context
         gives the limit that the request waited for, or None.
+
+        Args:
+            helper: the sender of a block for the tenant, which does not wait; None for a request of the tenant.
 
         Raises, when the context is entered:
             Refusal: BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it.
         """
         quota = self.of(tenant)
-        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
+        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, helper, quota, rows=rows, work=work)
 
     def pause(self, tenant: Party, *, size: int) -> float:
         """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
@@ -121,13 +130,13 @@ class QuotaGate:
 
     @contextmanager
     def _in_turn(
-        self, tenant: TenantIdentity, quota: QuotaConfig, *, rows: int, work: int
+        self, tenant: TenantIdentity, helper: HelperIdentity | None, quota: QuotaConfig, *, rows: int, work: int
     ) -> Iterator[QuotaLimit | None]:
         if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
         with self._changed:
-            meter = self._meters.setdefault(tenant, QuotaMeter(time.monotonic()))
-            limit = self._wait(tenant, meter, quota, rows)
+            meter = self._meters.setdefault((tenant, helper), QuotaMeter(time.monotonic()))
+            limit = self._wait(tenant, meter, quota, rows, patience=0.0 if helper else _PATIENCE_S)
             meter.take(rows=rows, work=work)
         try:
             yield limit
@@ -136,9 +145,11 @@ class QuotaGate:
                 meter.rows_in_flight -= rows
                 self._changed.notify_all()
 
-    def _wait(self, tenant: TenantIdentity, meter: QuotaMeter, quota: QuotaConfig, rows: int) -> QuotaLimit | None:
+    def _wait(
+        self, tenant: TenantIdentity, meter: QuotaMeter, quota: QuotaConfig, rows: int, *, patience: float
+    ) -> QuotaLimit | None:
         """Wait until the quota admits a request. Returns the last limit that the request waited for, or None."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + patience
         most_in_flight, limit = quota.max_rows_in_flight, None
         while True:
             now = time.monotonic()

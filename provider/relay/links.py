@@ -170,7 +170,7 @@ class _Link:
 
     def _send_in_turn(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
         signature = sign(self._key, statement(block, permit=permit, executor=self._executor, payload=payload))
-        deposit = wire.Deposit(**msgspec.structs.asdict(block), permit=permit, signature=signature)
+        deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
         deadline = time.monotonic() + _DEPOSIT_S + len(payload) / self._rate
         with self._freed:
             if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S):
@@ -262,12 +262,4 @@ class _Link:
 
 
 def _block_of(request: wire.Effect) -> wire.Binding:
-    return wire.Binding(
-        nonce=block_id(request),
-        group=request.group,
-        direction=request.direction,
-        arithmetic=request.arithmetic,
-        rows=request.rows,
-        counts=request.counts,
-        ring_bits=request.ring_bits,
-    )
+    return wire.Binding(**request.binding() | {"nonce": block_id(request)})

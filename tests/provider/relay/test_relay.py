@@ -12,7 +12,7 @@ import pytest
 import torch
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from provider.config.schema import RelayConfig, RelayTarget
+from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
 from provider.relay import links
 from provider.relay.matrices import without_blocks
@@ -278,6 +278,28 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
     again = link.deposit(tenant, nonce=block)
     assert isinstance(again, wire.Failure)
     assert link.deposit(new_tenant("bob"), nonce=block) == wire.Deposited(block=block)  # ids are each tenant's own
+
+
+def test_blocks_count_against_the_tenants_quota_and_not_against_its_requests(
+    new_tenant: NewTenant, link: Link, pair: Pair
+) -> None:
+    """A helper that floods is refused at once. Requests of the tenant and blocks of others are not."""
+    alice, bob = new_tenant("alice"), new_tenant("bob")
+    assert pair.executor._gateway is not None
+    gate, quotas = pair.executor._gateway.state.quotas, pair.executor.config.quota_of
+    gate.renew(lambda tenant: QuotaConfig(rows_per_s=0.1) if tenant.name == "alice" else quotas(tenant))
+    try:
+        replies = [link.deposit(alice) for _ in range(5)]
+        assert isinstance(replies[0], wire.Deposited)
+        for reply in replies[1:]:
+            assert isinstance(reply, wire.Failure)
+            assert (reply.code, str(reply.limit)) == (wire.ErrorCode.BUSY, "0.1 rows/s")
+        assert isinstance(link.deposit(bob), wire.Deposited)
+        rows = ring_rows(1, alice.width(alice.order(GROUP, 1)))
+        reply, _ = alice.product(rows, alice.order(GROUP, 1), blocks=())
+        assert reply.limit is None
+    finally:
+        gate.renew(quotas)
 
 
 def test_a_helper_that_leaves_within_a_block_holds_no_memory(

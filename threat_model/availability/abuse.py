@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from symbiosis_priv.certificates.reading import Identity
+from symbiosis_priv.certificates.issuing import issue
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
@@ -43,14 +44,16 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
     model = small_llama(hidden, inner=hidden).save(directory / "model")
     revoked = directory / "revoked.txt"
     revoked.touch()
+    helper = issue(directory / "helper", authority=None, kind=Kind.PROVIDER, name="helper")
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": threads},
         "tls": {"revoked": revoked},
         "metrics": METRICS,
+        "relay": {"from": [helper.certificate]},
     }
     with (
         LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local,
-        contextlib.closing(_Bench(local, revoked, columns=(hidden, 3 * hidden), visits=visits)) as bench,
+        contextlib.closing(_Bench(local, helper, revoked, columns=(hidden, 3 * hidden), visits=visits)) as bench,
     ):
         bench.honest(seconds)  # the first requests load the weights
         for name, abuse in abuses(visits).items():
@@ -58,8 +61,10 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
 
 
 class _Bench:
-    def __init__(self, local: LocalFederation, revoked: Path, *, columns: tuple[int, int], visits: int) -> None:
-        self._local, self._revoked, self._visits = local, revoked, visits
+    def __init__(
+        self, local: LocalFederation, helper: Identity, revoked: Path, *, columns: tuple[int, int], visits: int
+    ) -> None:
+        self._local, self._helper, self._revoked, self._visits = local, helper, revoked, visits
         self._federation: Federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
         honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
@@ -130,7 +135,7 @@ class _Bench:
 
     def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest
-        return Client(identity, peer, digest, self._inputs, self._outputs, self._visits)
+        return Client(identity, self._helper, peer, digest, self._inputs, self._outputs, self._visits)
 
     def _counted(self, abuser: Client, before: dict[str, Any]) -> dict[str, int]:
         """The increase of the provider's counters for an abuser and for unauthenticated connections since `before`."""
@@ -163,6 +168,7 @@ def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:
     handshakes = status["handshakes"]
     found = Counter({"pending handshakes": handshakes["present"] + handshakes["late"] + handshakes["crowded_out"]})
     found["connections"] = sum(n for name, n in status["visits"].items() if name.startswith(f"{abuser}@"))
+    found["blocks"] = status["blocks"]["deposits"]
     for tenant in status["tenants"]:
         if tenant["tenant"].startswith(f"{abuser}@"):
             found.update({name: tenant["counts"][name] for name in _COUNTERS})

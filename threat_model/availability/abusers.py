@@ -1,4 +1,5 @@
-"""The abuses of a provider in `bench abuse`. An abuser is a process with a valid tenant certificate."""
+"""The abuses of a provider in `bench abuse`. An abuser is a process with a valid tenant certificate, and with the key
+of a helper whose blocks the provider accepts."""
 
 import contextlib
 import functools
@@ -15,10 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates.reading import Identity
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
+from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.blocks import statement
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.processes import process_costs
 from tenant.connections.channel import Channel, fresh_nonce
@@ -38,11 +42,13 @@ class Client:
     """A tenant with a valid certificate, and the provider that it asks.
 
     Args:
+        helper: a helper whose blocks the provider accepts, and which the tenant has permitted.
         inputs, outputs: columns of a request's rows and of its answer's rows.
         visits: number of connections of the abuser that connects and disconnects.
     """
 
     identity: Identity
+    helper: Identity
     peer: Peer
     digest: str
     inputs: int
@@ -61,6 +67,14 @@ class Client:
             model_digest=self.digest,
             deadline_s=DEADLINE_S,
         )
+
+    def link(self) -> ClientConnection:
+        """A new connection of the helper to the provider."""
+        own, pins = self.helper, self.peer.pins
+        context = client_context(certificate=own.certificate, key=own.key, pins=pins, kind=Kind.PROVIDER)
+        link = ClientConnection("the executor", host=self.peer.host, port=self.peer.port, pins=pins, context=context)
+        link.open(time.monotonic() + DEADLINE_S)
+        return link
 
     def ask(self, channel: Channel) -> None:
         """Send one large request and read the answer."""
@@ -98,6 +112,25 @@ def _flood(abuser: Client) -> None:
     with contextlib.suppress(SymbiosisError):  # the provider may refuse the abuser
         while True:
             abuser.ask(channel)
+
+
+def _flood_blocks(abuser: Client) -> None:
+    """Send blocks, one after the other, that nobody uses."""
+    helper, executor = fingerprint(abuser.helper.certificate), fingerprint(abuser.peer.pins[0])
+    key, payload = abuser.helper.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
+    with (
+        contextlib.suppress(SymbiosisError),
+        contextlib.closing(abuser.channel()) as channel,
+        contextlib.closing(abuser.link()) as link,
+    ):
+        permit = channel.permit([helper], deadline=time.monotonic() + DEADLINE_S).token
+        while True:
+            block = wire.Binding(**request_of(_ROWS).binding())
+            signature = sign(key, statement(block, permit=permit, executor=executor, payload=payload))
+            deadline = time.monotonic() + DEADLINE_S
+            deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
+            link.send(deposit, memoryview(payload), deadline=deadline)
+            link.receive_header(max_payload=0, deadline=deadline)
 
 
 def _read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
@@ -168,6 +201,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
     return {
         "control: a process that only computes": Abuse(_compute),
         "a flood of large requests": Abuse(_flood, _CONNECTIONS, seen=flooding),
+        "a flood of blocks": Abuse(_flood_blocks, _CONNECTIONS, seen={"connections": 1, "blocks": _CONNECTIONS}),
         "answers that nobody reads": Abuse(_read_nothing, seen={"requests": _READERS}),
         "payloads that never come": Abuse(
             functools.partial(_read_nothing, sends_rows=False), seen={"connections": _READERS}

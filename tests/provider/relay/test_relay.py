@@ -296,8 +296,8 @@ def test_blocks_count_against_the_tenants_quota_and_not_against_its_requests(
             assert (reply.code, str(reply.limit)) == (wire.ErrorCode.BUSY, "0.1 rows/s")
         assert isinstance(link.deposit(bob), wire.Deposited)
         rows = ring_rows(1, alice.width(alice.order(GROUP, 1)))
-        reply, _ = alice.product(rows, alice.order(GROUP, 1), blocks=())
-        assert reply.limit is None
+        answer, _ = alice.product(rows, alice.order(GROUP, 1), blocks=())
+        assert answer.limit is None
     finally:
         gate.renew(quotas)
 

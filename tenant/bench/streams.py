@@ -81,8 +81,8 @@ def measure_streams(
         loaded = tasks.register_all(directory / "adapters") if isinstance(model, Llama) else []
         names = [None, *(task.name for task in loaded)]
         ways: dict[str, Callable[[], Way]] = {
-            "one after another": lambda: partial(
-                _answer, WholeEngine(split, tokenizer, tasks=tasks, max_waiting=streams)
+            "one after another": lambda: partial(  # a client may take half of the places
+                _answer, WholeEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
             ),
             "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
         }

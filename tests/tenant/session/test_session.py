@@ -601,7 +601,7 @@ def test_a_row_calls_few_functions(
         session.product(OUT, FORWARD, rows)
     finally:
         sys.setprofile(None)
-    assert len(called) <= 220, Counter(called).most_common(20)
+    assert len(called) <= 210, Counter(called).most_common(20)
 
 
 def test_a_quarantine_survives_a_fork(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from provider.config.schema import ExecutorConfig, ProviderConfig
+from provider.executor import supervisor
 from provider.executor.supervisor import GroupExecutor
 from provider.serve import Provider
 from provider.shards import rendezvous
@@ -116,6 +117,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     `tests/threat_model/availability/test_ranks.py` kills a rank.
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
+    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long
     execute, _ = requests
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:

@@ -317,7 +317,7 @@ def test_another_model_is_refused_with_an_existing_preparation(
     tensors = load_file(other / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{other} is not the checkpoint that was prepared .*{model}"):
+    with pytest.raises(CheckpointError, match=rf"{other} is not the checkpoint that was prepared"):
         tenant("generate", "--model", str(other), *where, "--prompt", "a", "--max-new-tokens", "1")
     tensors["model.layers.0.mlp.up_proj.weight"] *= 3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})

@@ -11,7 +11,7 @@ from tenant.model.loading import adapter_chat_template
 from tenant.training.generate import Chat, generate, open_model
 from tenant.training.options import Decoding
 
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
 FEW = Decoding(max_new_tokens=4)
 
 

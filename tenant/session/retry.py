@@ -77,7 +77,7 @@ class RetryState:
             return
         if self.last is not None:
             self._runtime.notices.waiting(
-                _name(self.last.peer), since=self.began, until=self.deadline, why=str(self._error)
+                self.last.peer.label, since=self.began, until=self.deadline, why=str(self._error)
             )
         self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
@@ -107,7 +107,7 @@ class RetryState:
                 f"no executor of these layers was available {waited}. Are they running? "
                 f"{self._options.deadline_option} waits longer."
             )
-        names = " nor ".join(_name(route.peer) for route in self._failed)
+        names = " nor ".join(route.peer.label for route in self._failed)
         running = "Is it running?" if len(self._failed) == 1 else "Are they running?"
         late = DeadlineExceededError(
             f"no answer from {names} {waited} (last: {self._error}). {running} "
@@ -115,7 +115,3 @@ class RetryState:
         )
         late.__cause__ = self._error
         return late
-
-
-def _name(peer: Peer) -> str:
-    return f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"

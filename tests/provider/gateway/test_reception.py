@@ -25,6 +25,7 @@ from provider.operations import top
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
@@ -103,9 +104,7 @@ def test_handshakes_have_a_smaller_share_while_products_are_answered(
             elapsed, serving = time.monotonic() - begun, provider.status().handshakes
             assert serving.seconds - before.seconds <= SHARE * (elapsed + 1) + 0.02
             resting = time.monotonic()
-            while not larger_share():
-                assert time.monotonic() < resting + 60
-                time.sleep(0.01)
+            until(larger_share, within_s=60)
 
 
 def test_a_new_share_applies_while_the_provider_runs(configure: Configure, launch: Launch, keys: Keys) -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -34,6 +33,7 @@ from symbiosis_priv.network import wire
 from tests import warm
 from tests.experts import write
 from tests.provider.processes import has_ended, listening_addresses
+from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
 TWO_NODES = Path(__file__).parents[3] / "examples/deploy/two-nodes.sh"
@@ -144,10 +144,7 @@ def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
     """Also a rank that hangs, and does not notice anything itself."""
     os.kill(ranks[0], signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while not all(map(has_ended, ranks.values())):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: all(map(has_ended, ranks.values())), within_s=30)
 
 
 def test_the_models_digest_is_broadcast_with_gloo(

@@ -34,6 +34,7 @@ from tenant.connections.executor import MOST_LANES
 from tenant.preparation.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Behaviour, Heard, Identities, NewProvider, NewSession, ScriptedProvider
@@ -388,10 +389,7 @@ def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     away.refuse_connections = True
     session = new_session("none", [there, away])
     assert is_right(session, store, QKV, FORWARD, 3, seed=1)
-    until = time.monotonic() + 15
-    while not any(route.health.state is State.DOWN for route in session.routes.executors):
-        assert time.monotonic() < until
-        session.runtime.closing.wait(0.01)
+    until(lambda: any(route.health.state is State.DOWN for route in session.routes.executors), within_s=15)
     assert "waiting for" not in caplog.text
 
 

@@ -44,6 +44,7 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Behaviour, Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
@@ -592,10 +593,7 @@ def test_a_row_calls_few_functions(
 
     rows = ring_rows(session.preparation, OUT, FORWARD, 1)
     session.product(OUT, FORWARD, rows)
-    until = time.monotonic() + 30
-    while not session.ledger().pads_ready:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: session.ledger().pads_ready, within_s=30)
     sys.setprofile(count)
     try:
         session.product(OUT, FORWARD, rows)

@@ -11,6 +11,7 @@ import torch
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.evidence.schemes import NONE, PAD, PAD_RELAY, QUICK_SCHEMES, SCHEMES, AttackedScheme
+from threat_model.expert_modes import RouteCell, attack_routes
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import (
     bare_effect_faults,
@@ -21,7 +22,6 @@ from threat_model.planted import (
     reused_pad_faults,
     reused_pads,
 )
-from threat_model.routes import RouteCell, attack_routes
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (next step, steps done, number of steps)."""

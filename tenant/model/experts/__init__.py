@@ -2,7 +2,7 @@
 
 modes     where experts run (`RemoteConfig(experts=...)`), the default, and what each mode costs
 stack     the parameter that replaces an offloaded stack, with and without LoRA factors
-routes    sends rows to their experts, one class per mode
+dispatch  sends rows to their experts, one class per mode
 forward   the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay here
 replace   puts the stand-ins into a model
 decoding  refuses to decode while providers see routes

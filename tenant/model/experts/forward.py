@@ -1,7 +1,7 @@
 """The forward pass of experts whose stacks are offloaded, as an implementation of transformers' experts interface.
 
 The routing weights are folded into the rows before the second product, because the sum over a token's experts is then
-part of the product in mode "all". `routes` has the notation.
+part of the product in mode "all". `dispatch` has the notation.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from symbiosis_priv.checkpoints.discovery.experts import stacks_in
-from tenant.model.experts.routes import AsRouted, Everywhere, Flat, Route
+from tenant.model.experts.dispatch import AsRouted, Everywhere, Flat, Route
 from tenant.model.experts.stack import OffloadedStack
 from tenant.options import Experts
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tenant.model.experts.routes import AsRouted, Flat
+from tenant.model.experts.dispatch import AsRouted, Flat
 
 EXPERTS = 5
 CHOICES = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=2, max_size=2), max_size=9).map(

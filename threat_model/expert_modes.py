@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tenant import RemoteConfig, backend_of
 from tenant.options import Experts
 from threat_model.attacks.base import Outcome
-from threat_model.attacks.routes import TokensFromRoutes
+from threat_model.attacks.tokens_from_routes import TokensFromRoutes
 from threat_model.evidence.truth import Truth, Witness
 from threat_model.evidence.views import NeighbourView, Recorder, Views
 from threat_model.lab import Lab

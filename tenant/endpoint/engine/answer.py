@@ -19,7 +19,7 @@ from tenant.endpoint.engine.requests import (
     TokenLogprob,
 )
 from tenant.endpoint.engine.sampling import Sampler
-from tenant.endpoint.engine.text import TextStream
+from tenant.endpoint.engine.text_stream import TextStream
 
 
 class Answer:

@@ -9,7 +9,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.answers import CalledFunction, CalledTool
 from tenant.endpoint.api.bodies import Function
 from tenant.endpoint.api.running import new_id
-from tenant.endpoint.engine.text import begun
+from tenant.endpoint.engine.text_stream import begun
 
 # the white space of calls in the chats that models are trained on
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -6,7 +6,7 @@ from typing import Any
 
 from threat_model.attacks import Outcome
 from threat_model.evidence.statistics import CONFIDENCE, gaussian_channel_bits
-from threat_model.report.rows import noise_scales
+from threat_model.report.sections import noise_scales
 from threat_model.report.security_table import NOT_HIDDEN
 from threat_model.suite import Cell, Suite
 

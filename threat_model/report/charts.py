@@ -2,7 +2,7 @@
 
 from symbiosis_priv.display import figures
 from symbiosis_priv.display.figures import Axis, Bar
-from threat_model.report.rows import pool_cells
+from threat_model.report.sections import pool_cells
 from threat_model.suite import Suite, Verdict
 
 _COLOUR = {

@@ -6,7 +6,7 @@ from html import escape
 
 from threat_model.evidence.statistics import gaussian_channel_bits
 from threat_model.report import charts
-from threat_model.report.rows import MARKS, interval_note, last_sections, noise_scales, pool_cells, summary
+from threat_model.report.sections import MARKS, interval_note, last_sections, noise_scales, pool_cells, summary
 from threat_model.suite import Cell, Suite, Verdict
 
 _CSS = """

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from threat_model.evidence.schemes import AttackedScheme
-from threat_model.report.rows import MARKS, Section, interval_note, last_sections, pool_cells, summary
+from threat_model.report.sections import MARKS, Section, interval_note, last_sections, pool_cells, summary
 from threat_model.suite import Cell, Suite, Verdict
 
 _STYLE = {

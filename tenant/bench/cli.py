@@ -38,7 +38,7 @@ from tenant.bench.cli_options import (
     show,
     widths,
 )
-from tenant.bench.models import Bert, Llama, Traffic
+from tenant.bench.measured_models import Bert, Llama, Traffic
 from tenant.bench.results import result_file, tables
 from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
@@ -365,7 +365,7 @@ def endpoint(
     json: Json = None,
 ) -> None:
     """Answer many requests together with the endpoint's engine, and one after another with `generate()`."""
-    from tenant.bench.streams import measure_streams
+    from tenant.bench.many_requests import measure_streams
 
     checkpoint = None if model is None else resolve(model)
     work = partial(measure_streams, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))

@@ -15,7 +15,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.system.files import output_file
-from tenant.bench.models import check_width
+from tenant.bench.measured_models import check_width
 from tenant.bench.results import goals, result_file, tables
 from tenant.bench.results.result_file import Row, number
 from tenant.cli.options import quiet

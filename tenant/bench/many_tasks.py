@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Bert, Traffic
+from tenant.bench.measured_models import Bert, Traffic
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.providers import provide, remote_config
 from tenant.bench.results.result_file import Row

@@ -19,7 +19,7 @@ from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import figures
 from symbiosis_priv.harness.local import METRICS
-from tenant.bench.models import small_llama
+from tenant.bench.measured_models import small_llama
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import provide
 from tenant.bench.processes.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network.tls import check_pin, server_context
-from tenant.bench.models import HEAD, Llama
+from tenant.bench.measured_models import HEAD, Llama
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import parsed, provide, relayed
 from tenant.bench.results.result_file import Row, percentile

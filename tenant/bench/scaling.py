@@ -8,7 +8,7 @@ from statistics import linear_regression
 from symbiosis_priv.display import figures
 from tenant.bench import steps_and_tokens
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.tenant_process import Step
 from tenant.bench.results.result_file import Row, number
 from tenant.bench.steps_and_tokens import measure_step

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import provide
 from tenant.bench.results.result_file import Row
 from tenant.core.verifier import DEFAULT_COLUMNS

@@ -15,7 +15,7 @@ from pathlib import Path
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import provide, relayed, remote_config

@@ -22,7 +22,7 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
-from tenant.bench.models import small_llama
+from tenant.bench.measured_models import small_llama
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.process_costs import Held

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.wiretaps import AnswerTimes
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import START_S, provide
 from tenant.bench.results.result_file import Row
 from tenant.model.hf import RemoteConfig, backend_of

@@ -18,7 +18,7 @@ from tenant.bench.cli_options import (
     refuse_wrong,
     scheme,
 )
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
 from threat_model.availability.options import Killing, Sharding, Work

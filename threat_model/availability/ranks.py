@@ -22,7 +22,7 @@ import numpy as np
 
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
 from symbiosis_priv.harness.local import METRICS, LocalFederation
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.process_costs import Held

@@ -11,7 +11,7 @@ from typing import Final
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import parsed
 from tenant.bench.results.result_file import Row
 from tenant.session.traffic import PredictedTraffic, of_pass

@@ -16,7 +16,7 @@ from statistics import fmean
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.network.emulation import open_link
 from tenant.bench.network.link import Condition, Kind, Link
 from tenant.bench.processes import process_costs

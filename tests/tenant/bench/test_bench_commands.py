@@ -14,7 +14,7 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import cli as bench_cli
 from tenant.bench import steps_and_tokens
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.tenant_process import Generate
 from tenant.bench.results.result_file import Row, number, read
 from tenant.bench.steps_and_tokens import Contest, contest

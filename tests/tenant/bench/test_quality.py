@@ -7,7 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from tenant.bench.models import Bert
+from tenant.bench.measured_models import Bert
 from tenant.bench.quality import measure_quality
 from tenant.bench.results.goals import goals
 from tenant.bench.results.result_file import number

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.results.result_file import number
 from tests import warm
 from threat_model.availability.options import Sharding

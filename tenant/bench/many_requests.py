@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from tenant.bench.cli_options import Effort
-from tenant.bench.models import Llama
+from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import provide, relayed, remote_config
 from tenant.bench.results.result_file import Row, percentile
 from tenant.endpoint.engine.opening import open_engine

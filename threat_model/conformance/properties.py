@@ -16,7 +16,7 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.concurrency import check_batching
 from threat_model.conformance.oracle import CheckpointOracle, first_difference
 from threat_model.conformance.refusals import check_refusals
-from threat_model.conformance.strategies import by_expert, effects, products, requests
+from threat_model.conformance.request_strategies import by_expert, effects, products, requests
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
 from threat_model.conformance.sweep import bisect, check_every_layer, split
 from threat_model.conformance.trials import EXECUTOR, HELPER, Property, Run, claim

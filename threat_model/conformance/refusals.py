@@ -10,7 +10,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
-from threat_model.conformance.strategies import requests
+from threat_model.conformance.request_strategies import requests
 from threat_model.conformance.subject import Case, Subject, describe
 from threat_model.conformance.trials import Run, claim
 

@@ -12,7 +12,7 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Difference
-from threat_model.conformance.strategies import arithmetics
+from threat_model.conformance.request_strategies import arithmetics
 from threat_model.conformance.subject import Case, Subject, Violation, effect_case
 from threat_model.conformance.trials import Run, claim
 

@@ -150,7 +150,7 @@ def _services_are_forks() -> Iterator[None]:
     """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
     not import torch again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("symbiosis_priv.harness.service.Popen", warm.Popen)
+        patch.setattr("symbiosis_priv.harness.managed_process.Popen", warm.Popen)
         patch.setattr("provider.executor.supervisor.Popen", warm.Popen)
         yield
 

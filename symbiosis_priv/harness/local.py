@@ -24,7 +24,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
-from symbiosis_priv.harness.service import ManagedProcess
+from symbiosis_priv.harness.managed_process import ManagedProcess
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context

@@ -10,9 +10,9 @@ import msgspec
 
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
-from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.continuous import Limits
 from tenant.endpoint.engine.opening import open_engine

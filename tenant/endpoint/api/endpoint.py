@@ -6,7 +6,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from tenant.endpoint.api.metrics import Metrics
-from tenant.endpoint.api.server import CONNECTIONS
+from tenant.endpoint.api.http_server import CONNECTIONS
 from tenant.endpoint.api.service import Service
 
 

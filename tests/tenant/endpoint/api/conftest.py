@@ -10,9 +10,9 @@ import pytest
 from openai import OpenAI
 
 from tenant import RemoteConfig
-from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
-from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.loading import load_language_model, load_tokenizer

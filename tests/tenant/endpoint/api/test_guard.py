@@ -133,8 +133,8 @@ def test_late_bodies_and_long_heads_are_refused(served: Served) -> None:
 
 
 def test_connections_without_a_request_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant.endpoint.api.server._HEAD_S", 0.2)
-    monkeypatch.setattr("tenant.endpoint.api.server.CONNECTIONS", 8)
+    monkeypatch.setattr("tenant.endpoint.api.http_server._HEAD_S", 0.2)
+    monkeypatch.setattr("tenant.endpoint.api.http_server.CONNECTIONS", 8)
     idle = [connected(served, b"GET /health HTTP/1.1\r\n" * (place % 2)) for place in range(12)]
     assert ask(served, "GET", "/health")[0] == 200
     for one in idle:

@@ -11,9 +11,9 @@ import pytest
 from openai import OpenAI
 
 from tenant import RemoteConfig
-from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
-from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.endpoint.jobs.jobs import Jobs

@@ -12,9 +12,9 @@ from openai import OpenAI
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
-from tenant.endpoint.api.app import create_app
+from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
-from tenant.endpoint.api.server import Server
+from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.endpoint.page.router import FILES, page_router

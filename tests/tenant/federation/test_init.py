@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind, fingerprint
-from symbiosis_priv.certificates.requests import create_request
+from symbiosis_priv.certificates.signing_requests import create_request
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation

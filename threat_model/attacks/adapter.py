@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from threat_model.attacks.base import RECOVERED, Attack, Outcome
-from threat_model.attacks.reading import Subtraction, generation, prefills, subtract_candidates
+from threat_model.attacks.exchanges import Subtraction, generation, prefills, subtract_candidates
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import binomial_tail
 from threat_model.evidence.truth import Truth

@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
-from threat_model.attacks.reading import deal, noises, stack
+from threat_model.attacks.exchanges import deal, noises, stack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView

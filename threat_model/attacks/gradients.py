@@ -10,7 +10,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
-from threat_model.attacks.reading import subtract_candidates, unfold
+from threat_model.attacks.exchanges import subtract_candidates, unfold
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import NO_LABEL, Truth
 from threat_model.evidence.views import ExecutorView

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import RECOVERED, DirectedAttack, Outcome, Rows, RowsAttack, score_rows
-from threat_model.attacks.reading import Subtraction, deal, noises, stack, subtract_candidates
+from threat_model.attacks.exchanges import Subtraction, deal, noises, stack, subtract_candidates
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView

@@ -16,7 +16,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD
 from symbiosis_priv.network import wire
 from threat_model.attacks.base import Attack, Outcome
-from threat_model.attacks.reading import generation, noises, prefills
+from threat_model.attacks.exchanges import generation, noises, prefills
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView, NeighbourView, NetworkView, Packet

@@ -3,7 +3,7 @@
 from typing import Any
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
-from threat_model.attacks.adapter import AdapterExtraction
+from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.clustering import BlindClustering
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion

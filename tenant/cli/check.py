@@ -20,7 +20,7 @@ from tenant.training import corpus
 from tenant.training.options import Length
 
 if TYPE_CHECKING:  # importing torch would delay --help
-    from tenant.training.quality import Likeness, Quality
+    from tenant.training.quantisation_error import Likeness, Quality
 
 
 def check(

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tenant.session.tally import Ledger
-from tenant.training.quality import Quality
+from tenant.training.quantisation_error import Quality
 
 MIN_TOP1 = 0.99
 MAX_PERPLEXITY_CHANGE = 0.01

@@ -32,7 +32,7 @@ from tenant.training.corpus import hold_out, read_documents, to_blocks
 from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
-from tenant.training.quality import compare
+from tenant.training.quantisation_error import compare
 from tenant.training.trainer import Progress
 
 Report = Callable[[str, int, int, str], None]

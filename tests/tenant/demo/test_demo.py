@@ -24,7 +24,7 @@ from symbiosis_priv.network.addresses import parse_address
 from tenant.demo.claims import Measurements, claims
 from tenant.demo.screen import show
 from tenant.session.tally import Ledger
-from tenant.training.quality import Quality
+from tenant.training.quantisation_error import Quality
 from tests.warm import Popen
 
 

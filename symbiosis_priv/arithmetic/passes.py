@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.native import pointer
-from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, layout, readable
+from symbiosis_priv.native.column_blocks import FORMATS, addresses, all_rows, layout, readable
 
 
 def encode(

@@ -20,7 +20,7 @@ from symbiosis_priv.arithmetic.ring import Bound, Direction, bounds_of, row_bloc
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.native import pointer
-from symbiosis_priv.native.parts import all_rows, layout, readable
+from symbiosis_priv.native.column_blocks import all_rows, layout, readable
 
 _TINY = torch.finfo(torch.float64).tiny
 

@@ -25,7 +25,7 @@ from tenant.bench.cli_options import Effort
 from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import provide, relayed, remote_config
 from tenant.bench.results.result_file import Row, percentile
-from tenant.endpoint.engine.opening import open_engine
+from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.hf import backend_of

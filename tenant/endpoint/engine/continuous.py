@@ -26,7 +26,7 @@ from symbiosis_priv.errors import (
 )
 from tenant.endpoint.engine.answer import Answer
 from tenant.endpoint.engine.attention import ROWS
-from tenant.endpoint.engine.packed import Output, PackedModel, Rows
+from tenant.endpoint.engine.packed_model import Output, PackedModel, Rows
 from tenant.endpoint.engine.prefixes import Prefixes
 from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
 from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, check, counters, full_length, sizes

@@ -12,7 +12,7 @@ from torch import Tensor
 from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import Answer
 from tenant.endpoint.engine.kv import KeyValues
-from tenant.endpoint.engine.packed import Output, Rows
+from tenant.endpoint.engine.packed_model import Output, Rows
 from tenant.endpoint.engine.requests import Request, RequestLedger, TokenLogprob
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.ledger import ledger_of

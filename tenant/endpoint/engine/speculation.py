@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant.endpoint.engine.kv import KeyValues
-from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import PackedModel, Rows
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.model.loading import load_language_model, load_tokenizer
 

@@ -26,7 +26,7 @@ from tenant import RemoteConfig
 from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
-from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import PackedModel, Rows
 from tenant.endpoint.engine.requests import Done, Event, Failed, Request, Sampling, Token
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.loading import load_language_model, load_tokenizer

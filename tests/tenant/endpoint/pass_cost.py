@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tenant import RemoteConfig
-from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import PackedModel, Rows
 from tenant.model.loading import load_language_model
 
 _PROMPT = range(5, 37)

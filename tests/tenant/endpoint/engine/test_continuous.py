@@ -16,7 +16,7 @@ from symbiosis_priv.errors import ConfigError, DeadlineExceededError, NonFiniteE
 from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import BLOCK
-from tenant.endpoint.engine.packed import PackedModel
+from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Embedded, Sampling, Started
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks

@@ -11,7 +11,7 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
-from tenant.endpoint.engine.packed import PackedModel
+from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Sampling
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import open_drafter

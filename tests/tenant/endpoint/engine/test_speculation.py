@@ -20,7 +20,7 @@ from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine import speculation
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
 from tenant.endpoint.engine.kv import KeyValues
-from tenant.endpoint.engine.packed import Output, PackedModel
+from tenant.endpoint.engine.packed_model import Output, PackedModel
 from tenant.endpoint.engine.requests import Done, Event, Failed, Request, Sampling, Token
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued, open_drafter

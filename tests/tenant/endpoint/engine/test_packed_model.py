@@ -8,7 +8,7 @@ import torch
 
 from tenant import RemoteConfig
 from tenant.endpoint.engine.kv import BLOCK
-from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import PackedModel, Rows
 from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.long_context import small_model

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
-from tenant.endpoint.engine.packed import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import PackedModel, Rows
 from tenant.endpoint.engine.requests import Engine
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.whole import WholeEngine

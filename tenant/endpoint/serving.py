@@ -17,7 +17,7 @@ from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.continuous import Limits
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
-from tenant.endpoint.jobs.jobs import Jobs
+from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.router import UPLOAD, jobs_router
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router

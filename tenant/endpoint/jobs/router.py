@@ -15,7 +15,7 @@ from tenant.endpoint.api.bodies import JsonRoute
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.jobs import bodies
 from tenant.endpoint.jobs.job import ENDED
-from tenant.endpoint.jobs.jobs import Jobs
+from tenant.endpoint.jobs.job_runner import Jobs
 
 UPLOAD = "/v1/files"
 """The path whose bodies this router limits itself."""

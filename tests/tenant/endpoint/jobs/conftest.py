@@ -16,7 +16,7 @@ from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.whole import WholeEngine
-from tenant.endpoint.jobs.jobs import Jobs
+from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.router import UPLOAD, jobs_router
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks

@@ -15,7 +15,7 @@ import pytest
 
 from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.jobs.job import Asked, Job, JobEvent, StoredJob
-from tenant.endpoint.jobs.jobs import Jobs
+from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs
 from tests.waiting import until

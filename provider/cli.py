@@ -110,7 +110,7 @@ def health(
 ) -> None:
     """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
     from provider.config.provider_toml import load
-    from provider.operations.health import ask_health
+    from provider.operations.health_request import ask_health
 
     if config is not None:
         settings = load(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from provider.operations.health import ask_health
+from provider.operations.health_request import ask_health
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.reading import Identity

@@ -18,7 +18,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network.blocks import block_id
-from tenant.connections.helper import HelperClient, MaskRows, Relay
+from tenant.connections.helper_client import HelperClient, MaskRows, Relay
 from tenant.core.pads import Block, EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
-from tenant.connections.executor import Answer
+from tenant.connections.executor_client import Answer
 from tenant.core.attribution import attribute
 from tenant.core.gate import Gate
 from tenant.core.parts import Part

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from symbiosis_priv.errors import QuarantinedError
-from tenant.connections.executor import LANES, ExecutorClient
+from tenant.connections.executor_client import LANES, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 

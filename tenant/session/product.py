@@ -21,7 +21,7 @@ import torch
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from tenant.connections.executor import Answer
+from tenant.connections.executor_client import Answer
 from tenant.core.masked import cut
 from tenant.core.pads import Pad, some_rows
 from tenant.core.parts import Part

@@ -16,8 +16,8 @@ from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.errors import ProtocolError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.executor import ExecutorClient
-from tenant.connections.helper import RelayTarget
+from tenant.connections.executor_client import ExecutorClient
+from tenant.connections.helper_client import RelayTarget
 from tenant.core.gate import Gate
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes

@@ -26,8 +26,8 @@ from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
-from tenant.connections.executor import ExecutorClient, row_limit
-from tenant.connections.helper import HelperClient, RelayTarget
+from tenant.connections.executor_client import ExecutorClient, row_limit
+from tenant.connections.helper_client import HelperClient, RelayTarget
 from tenant.connections.notices import Notices
 from tenant.core.gate import Gate
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice

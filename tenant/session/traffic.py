@@ -13,7 +13,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
-from tenant.connections.executor import LANES
+from tenant.connections.executor_client import LANES
 from tenant.session.options import SessionOptions
 from tenant.session.pieces import piece_rows
 

@@ -516,7 +516,7 @@ def test_rule_5_breach_a_scale_in_a_nonce(
 
     monkeypatch.setattr(passes, "encode", spy)
     monkeypatch.setattr(
-        "tenant.connections.executor.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8)
+        "tenant.connections.executor_client.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8)
     )
     train_a_step(split)
     assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.network import wire
-from tenant.connections.executor import LANES
+from tenant.connections.executor_client import LANES
 from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes

@@ -30,7 +30,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Company
 from symbiosis_priv.network import wire
-from tenant.connections.executor import MOST_LANES
+from tenant.connections.executor_client import MOST_LANES
 from tenant.preparation.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session

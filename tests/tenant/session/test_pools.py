@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
 from symbiosis_priv.federation import Peer
-from tenant.connections.executor import joined
+from tenant.connections.executor_client import joined
 from tenant.core.pads import EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.local import LocalSource

@@ -4,7 +4,7 @@ import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from tenant.bench.network.slow_network import explain
-from tenant.connections.executor import LANES
+from tenant.connections.executor_client import LANES
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 

@@ -20,7 +20,7 @@ from symbiosis_priv.errors import CertificateError, ConnectionLostError, Provide
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
-from tenant.connections.executor import joined, row_limit
+from tenant.connections.executor_client import joined, row_limit
 from tenant.core.secret import SessionSecret
 from tenant.routing.health import State
 from tenant.routing.route import Route

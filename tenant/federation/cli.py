@@ -171,7 +171,7 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
 
 
 def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Found) -> None:
-    from tenant.federation.coverage import lacking
+    from tenant.federation.gaps import lacking
 
     headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
     rows = [[escape(cell) for cell in _cells(finding, preparation)] for finding in findings]

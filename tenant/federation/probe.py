@@ -33,7 +33,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
-from tenant.federation.coverage import Serving, layer_text
+from tenant.federation.gaps import Serving, layer_text
 from tenant.preparation.prepared import Preparation
 
 _ROUND_TRIPS = 20

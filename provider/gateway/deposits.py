@@ -21,7 +21,7 @@ from provider.gateway.usage import Counts
 from provider.refusal import Refusal
 from symbiosis_priv.certificates.signing import is_signed
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import statement
+from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.stream import FrameStream
 
 log = logs.EventLog(__name__)

@@ -27,7 +27,7 @@ from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.errors import ProtocolError, SymbiosisError, one_line
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.blocks import block_id, statement
+from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 

@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.network.blocks import block_id
+from symbiosis_priv.network.block_statement import block_id
 from tenant.connections.helper_client import HelperClient, MaskRows, Relay
 from tenant.core.pads import Block, EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret

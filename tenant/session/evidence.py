@@ -5,7 +5,7 @@ that each is signed by its helper for this executor. An executor accepts only bl
 and keeps the blocks of an answer, so a block that it does not have, or that is not signed, convicts the executor.
 Signed blocks give the effects that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product
 `y' = y + sum e_j`. Then `tenant.core.attribution` checks both, as without relay. The id of a block commits its helper
-to one seed, rows and executor (`symbiosis_priv.network.blocks`), so nobody can have an honest helper sign another
+to one seed, rows and executor (`symbiosis_priv.network.block_statement`), so nobody can have an honest helper sign another
 matrix, or another number of rows, under that id.
 
 An executor knows neither the seeds nor how many rows were ordered. So it also accepts what its tenant does not expect:
@@ -28,7 +28,7 @@ from symbiosis_priv.certificates.signing import is_signed
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, ProviderError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import statement
+from symbiosis_priv.network.block_statement import statement
 from tenant.core.pads import Block, Share, some_rows
 from tenant.core.parts import Part
 from tenant.worker import Promise

@@ -29,7 +29,7 @@ from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import block_id, statement
+from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import server_context
 from tenant.connections.channel import Wiretap
 from tenant.preparation.keys import prepare

@@ -21,7 +21,7 @@ from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import statement
+from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.processes import process_costs

@@ -26,7 +26,7 @@ from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import block_id
+from symbiosis_priv.network.block_statement import block_id
 
 Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour"]
 PARTIES: tuple[Party, ...] = get_args(Party)

@@ -19,7 +19,7 @@ from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import block_id
+from symbiosis_priv.network.block_statement import block_id
 from symbiosis_priv.network.tls import client_context
 
 if TYPE_CHECKING:

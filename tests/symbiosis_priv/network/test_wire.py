@@ -16,7 +16,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import statement
+from symbiosis_priv.network.block_statement import statement
 from tests import drawn
 from tests.builds import BUILDS, build
 

@@ -20,7 +20,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RoleConflictError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import block_id
+from symbiosis_priv.network.block_statement import block_id
 from tenant.core.gate import Gate
 from tenant.routing.routes import Routes
 from tenant.session import relays

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.blocks import block_id
+from symbiosis_priv.network.block_statement import block_id
 
 ORDER = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
 EFFECT = wire.Effect(

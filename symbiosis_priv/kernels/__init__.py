@@ -10,8 +10,8 @@ to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
     limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (limbs)
 """
 
-from symbiosis_priv.kernels.base import Kernel as Kernel
-from symbiosis_priv.kernels.base import Packed as Packed
+from symbiosis_priv.kernels.kernel import Kernel as Kernel
+from symbiosis_priv.kernels.kernel import Packed as Packed
 from symbiosis_priv.kernels.choice import Choice as Choice
 from symbiosis_priv.kernels.choice import choose as choose
 from symbiosis_priv.kernels.choice import tune as tune

@@ -21,7 +21,7 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels.base import Kernel
+from symbiosis_priv.kernels.kernel import Kernel
 from symbiosis_priv.kernels.registry import KERNELS, candidates, is_exact, probe_rows
 from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomically
 

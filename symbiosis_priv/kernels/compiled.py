@@ -11,7 +11,7 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.buffers import large_tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, Direction
-from symbiosis_priv.kernels.base import Kernel, Packed
+from symbiosis_priv.kernels.kernel import Kernel, Packed
 from symbiosis_priv.native import Isa, parallel
 
 _PANEL = 64  # PANEL in product.h

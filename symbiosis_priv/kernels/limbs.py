@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.kernels.base import Kernel, Packed
+from symbiosis_priv.kernels.kernel import Kernel, Packed
 
 BALANCE = -0x7F7F7F80
 """0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit."""

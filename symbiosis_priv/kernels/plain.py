@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.kernels.base import Kernel, Packed
+from symbiosis_priv.kernels.kernel import Kernel, Packed
 
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights that are converted at a time
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.kernels.base import Packed
+from symbiosis_priv.kernels.kernel import Packed
 from symbiosis_priv.kernels.limbs import BALANCE, DigitKernel
 
 MAX_TERMS = 1 << 16

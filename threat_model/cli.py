@@ -28,8 +28,8 @@ def threat_model(
 
     from threat_model.lab import Lab
     from threat_model.report.as_json import to_json
-    from threat_model.report.page import to_html
     from threat_model.report.as_tables import show
+    from threat_model.report.page import to_html
     from threat_model.suite import run_suite
 
     transformers_logging.disable_progress_bar()

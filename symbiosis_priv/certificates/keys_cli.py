@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from symbiosis_priv.certificates import clock, issuing, reading, requests, revocation
+from symbiosis_priv.certificates import clock, issuing, reading, revocation, signing_requests
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.certificates.reading import Description, Identity, Kind
 from symbiosis_priv.display import terminal
@@ -106,12 +106,12 @@ def request(
 
     If the key exists, the request is for the existing key. Use this to renew a certificate.
     """
-    path = requests.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
+    path = signing_requests.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
     terminal.say(f"  name         {name}")
     key = reading.pair(directory, name).key
     terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
-    terminal.say(f"  fingerprint  {requests.load_request(path).fingerprint}")
+    terminal.say(f"  fingerprint  {signing_requests.load_request(path).fingerprint}")
     signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
     _next(f"Send {path} to {signer}, and this fingerprint by another channel. The signer runs:")
@@ -136,10 +136,10 @@ def sign(
     days: Days = 365,
 ) -> None:
     """Sign a request: issue a certificate to a tenant, or to a provider of your federation."""
-    wanted = requests.load_request(request)
+    wanted = signing_requests.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
-    path = requests.sign_request(
+    path = signing_requests.sign_request(
         wanted,
         authority=_identity(directory, authority),
         directory=directory,

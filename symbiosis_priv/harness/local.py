@@ -5,7 +5,7 @@
         model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
 The demo, benchmarks and tests use it; `kill` and `restart` show what happens when a provider fails. Providers are
-started through the command line (`service`), as by an operator, and none of their code is imported.
+started through the command line (`managed_process`), as by an operator, and none of their code is imported.
 """
 
 import contextlib

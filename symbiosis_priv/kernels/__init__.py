@@ -10,11 +10,11 @@ to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
     limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (limbs)
 """
 
-from symbiosis_priv.kernels.kernel import Kernel as Kernel
-from symbiosis_priv.kernels.kernel import Packed as Packed
 from symbiosis_priv.kernels.choice import Choice as Choice
 from symbiosis_priv.kernels.choice import choose as choose
 from symbiosis_priv.kernels.choice import tune as tune
+from symbiosis_priv.kernels.kernel import Kernel as Kernel
+from symbiosis_priv.kernels.kernel import Packed as Packed
 from symbiosis_priv.kernels.matrix import RingMatrix as RingMatrix
 from symbiosis_priv.kernels.registry import KERNELS as KERNELS
 from symbiosis_priv.kernels.registry import is_exact as is_exact

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels.kernel import Kernel
 from symbiosis_priv.kernels.compiled import CompiledKernel
+from symbiosis_priv.kernels.kernel import Kernel
 from symbiosis_priv.kernels.limbs import LimbKernel
 from symbiosis_priv.kernels.plain import Float64Kernel, Int32Kernel
 from symbiosis_priv.kernels.triton_kernel import TritonKernel

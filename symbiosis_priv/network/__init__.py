@@ -1,10 +1,10 @@
 """Frames over TLS 1.3. Read in this order:
 
-wire        the messages, and how they are framed
-blocks      what a helper signs for a block of relayed effects
-tls         contexts that trust only pinned certificates
-records     TLS records in memory
-stream      exact sizes and deadlines, for both sides
-dial        opens a connection to a provider
-addresses   `host:port`, and sockets that listen there
+wire             the messages, and how they are framed
+block_statement  what a helper signs for a block of relayed effects
+tls              contexts that trust only pinned certificates
+records          TLS records in memory
+stream           exact sizes and deadlines, for both sides
+dial             opens a connection to a provider
+addresses        `host:port`, and sockets that listen there
 """

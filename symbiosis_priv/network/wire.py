@@ -209,7 +209,7 @@ class Execute(Binding, frozen=True, tag="execute"):
 
 class RelayOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Send an effect to an executor as a block, under the executor's permit for the tenant, instead of answering with
-    it. `blocks.block_id` is the block's id."""
+    it. `block_statement.block_id` is the block's id."""
 
     permit: Token
     executor: Fingerprint
@@ -309,7 +309,7 @@ class Permit(Message, frozen=True, tag="permit"):
 
 class Deposit(Binding, frozen=True, kw_only=True, tag="deposit"):
     """A block, from a helper to an executor. `nonce` is the block's id, `signature` the helper's, of
-    `blocks.statement`. Payload: `[rows, outputs]` of `e + m`."""
+    `block_statement.statement`. Payload: `[rows, outputs]` of `e + m`."""
 
     permit: Token
     signature: Signature

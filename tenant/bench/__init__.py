@@ -5,7 +5,7 @@ Absolute times are valid for one machine only. Compare the ratios.
 Read in this order:
 
 results           the file of --json, its tables, and goals for its figures
-models            the measured models
+measured_models   the measured models
 processes         processes of tenants and providers, and what they cost
 steps_and_tokens  `bench step` and `bench token`
 scaling           `bench scale`
@@ -13,7 +13,7 @@ masked_linear     `bench linear`
 network           `bench network`, with an emulated link, and `bench bytes`
 many_tenants      `bench provider` and `bench bits`
 many_tasks        `bench tasks`
-streams           `bench endpoint`
+many_requests     `bench endpoint`
 startup           `bench start`
 kernels           `bench kernels`
 quality           `bench quality`

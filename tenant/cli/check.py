@@ -69,7 +69,7 @@ def check(
             load_model,
             load_tokenizer,
         )
-        from tenant.training import quality
+        from tenant.training import quantisation_error
 
     terminal.console().print(_division_table(folder, tied_head=tied_head, federation=pinned))
     if text is None and inputs is None:
@@ -81,13 +81,13 @@ def check(
     table: Callable[..., Table]
     if text is None:
         assert inputs is not None
-        measured, compare = quality.read_inputs(inputs), quality.compare_outputs
+        measured, compare = quantisation_error.read_inputs(inputs), quantisation_error.compare_outputs
         table = partial(_likeness_table, of="outputs")
     else:
         check_reads_text(kind)
         tokenizer = load_tokenizer(model)
         causal = is_language_model(kind)
-        compare = quality.compare if causal else quality.compare_embeddings
+        compare = quantisation_error.compare if causal else quantisation_error.compare_embeddings
         table = _quality_table if causal else partial(_likeness_table, of="hidden states")
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     splits: dict[str, Any] = {}

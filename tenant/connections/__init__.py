@@ -1,8 +1,8 @@
 """Connections to providers. Read in this order:
 
-channel     one TLS connection, for one request at a time; it sends rows as `MaskedRows` only
-lanes       several channels to one provider
-executor    sends masked rows to an executor
-helper      requests effects from a helper
-notices     logs what a request waits for
+channel          one TLS connection, for one request at a time; it sends rows as `MaskedRows` only
+lanes            several channels to one provider
+executor_client  sends masked rows to an executor
+helper_client    requests effects from a helper
+notices          logs what a request waits for
 """

@@ -76,7 +76,7 @@ class Finding:
 
     @property
     def serving(self) -> Serving | None:
-        """The provider and its layer groups, for `coverage`; None if the provider cannot be used."""
+        """The provider and its layer groups, for `gaps`; None if the provider cannot be used."""
         return None if self.failure or not self.groups else Serving(self.peer, self.groups)
 
 

@@ -10,6 +10,6 @@ division       which share of the parameters is offloaded, and what stays
 rounded        the plain model with the rounded weights, for comparison
 adapter_limits bounds on the memory and time that an adapter folder takes
 offloaded      parameters without storage
-compiled       `torch.compile` without a graph break
+torch_compile  `torch.compile` without a graph break
 ledger         formats a session's counters
 """

@@ -26,7 +26,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.masking.backend import Backend
-from tenant.model import compiled
+from tenant.model import torch_compile
 from tenant.model.base_weights import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tenant.model.overlap import waiting
@@ -57,7 +57,7 @@ class LayerGroup:
         self.riders: weakref.WeakSet[Rider] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
         self._of_thread = _OfThread()
-        self.handle = compiled.register(self)
+        self.handle = torch_compile.register(self)
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
@@ -72,7 +72,7 @@ class LayerGroup:
             if torch.is_grad_enabled():
                 parts = _GroupLinear.apply(x, self)  # type: ignore[no-untyped-call]
             else:  # `apply` takes 60 µs, as long as the product of a small layer
-                parts = compiled.forward(self, x, output_dtype(x))
+                parts = torch_compile.forward(self, x, output_dtype(x))
             if len(parts) == 1:  # there are no siblings
                 return parts[0]
             pending = of_thread.pending = _Pending(x, list(parts))
@@ -175,7 +175,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
 class _GroupLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: LayerGroup) -> tuple[Tensor, ...]:
-        return compiled.forward(group, x, output_dtype(x))
+        return torch_compile.forward(group, x, output_dtype(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup], output: tuple[Tensor, ...]) -> None:
@@ -185,7 +185,7 @@ class _GroupLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return compiled.backward(ctx.group, grads, ctx.dtype), None
+        return torch_compile.backward(ctx.group, grads, ctx.dtype), None
 
 
 class RemoteLayer(nn.Module):
@@ -247,7 +247,7 @@ class RemoteLayer(nn.Module):
         return weight.t() if isinstance(self, Conv1D) else weight
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = compiled.output(input, self.group.handle, self.member)
+        y: Tensor = torch_compile.output(input, self.group.handle, self.member)
         for part in self.moved or ():
             y = y - part(input).to(y.dtype)
         if self.bias is not None and (self._bias_trained or self.bias.requires_grad):

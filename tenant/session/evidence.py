@@ -5,8 +5,8 @@ that each is signed by its helper for this executor. An executor accepts only bl
 and keeps the blocks of an answer, so a block that it does not have, or that is not signed, convicts the executor.
 Signed blocks give the effects that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product
 `y' = y + sum e_j`. Then `tenant.core.attribution` checks both, as without relay. The id of a block commits its helper
-to one seed, rows and executor (`symbiosis_priv.network.block_statement`), so nobody can have an honest helper sign another
-matrix, or another number of rows, under that id.
+to one seed, rows and executor (`symbiosis_priv.network.block_statement`), so nobody can have an honest helper sign
+another matrix, or another number of rows, under that id.
 
 An executor knows neither the seeds nor how many rows were ordered. So it also accepts what its tenant does not expect:
 a block of more rows, which convicts the helper that has signed it, and a block that another helper of the tenant has

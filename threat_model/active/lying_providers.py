@@ -28,9 +28,9 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from threat_model.active.lying_relays import attack_relays
 from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.registries import attack_registry
-from threat_model.active.lying_relays import attack_relays
 from threat_model.evidence.statistics import Interval, clopper_pearson
 from threat_model.lab import Lab
 

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels
-from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.exchanges import deal, first_rows, noises, stack
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import ExecutorView
 

@@ -15,8 +15,8 @@ from torch.nn.functional import normalize
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, DirectedAttack, Outcome, Rows, RowsAttack
-from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.attacks.exchanges import deal
+from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import agreement_by_chance, binomial_tail

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels, Rows, RowsAttack
-from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.exchanges import carriers, deal, first_rows, noises, stack
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Exchange, ExecutorView
 

@@ -8,8 +8,8 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
-from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.exchanges import prefills, subtract_candidates
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView

@@ -10,7 +10,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Array, CheckpointOracle
-from threat_model.conformance.connection import Probe
+from threat_model.conformance.raw_connection import Probe
 from threat_model.conformance.request_strategies import batches
 from threat_model.conformance.subject import Case, NotTested, Subject, effect_case
 from threat_model.conformance.trials import Run, claim

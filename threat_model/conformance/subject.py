@@ -18,7 +18,7 @@ from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Array, CheckpointOracle, Difference, Oracle, first_difference
-from threat_model.conformance.connection import Dialler, Probe
+from threat_model.conformance.raw_connection import Dialler, Probe
 
 _SHOWN = 8
 

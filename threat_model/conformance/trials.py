@@ -13,7 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from symbiosis_priv.errors import SymbiosisError, TransportError
 from symbiosis_priv.network import wire
-from threat_model.conformance.connection import OutOfTime
+from threat_model.conformance.raw_connection import OutOfTime
 from threat_model.conformance.subject import NotTested, Subject, Violation, WrongRole
 
 Verdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]

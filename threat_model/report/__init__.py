@@ -1,1 +1,1 @@
-"""A suite's figures in three formats: `terminal.show`, `as_json.to_json`, `page.to_html`."""
+"""A suite's figures in three formats: `as_tables.show`, `as_json.to_json`, `page.to_html`."""

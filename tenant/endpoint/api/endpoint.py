@@ -5,8 +5,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from tenant.endpoint.api.metrics import Metrics
 from tenant.endpoint.api.http_server import CONNECTIONS
+from tenant.endpoint.api.metrics import Metrics
 from tenant.endpoint.api.service import Service
 
 

@@ -24,8 +24,8 @@ from symbiosis_priv.system.files import UNDECODABLE
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.jobs.child import Report, Work
-from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.endpoint.jobs.job import ENDED, Asked, Job, JobEvent, StoredJob
+from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.tasks import Tasks
 from tenant.training import corpus
 

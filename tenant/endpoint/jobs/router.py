@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from tenant.endpoint.api.bodies import JsonRoute
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.jobs import bodies
+from tenant.endpoint.jobs import formats
 from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs
 
@@ -38,9 +38,9 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     uploads = APIRouter(route_class=_limited(files.file_limit + _FORM_BYTES))
 
     @uploads.post(UPLOAD)
-    def upload(form: Annotated[bodies.Upload, Form(media_type="multipart/form-data")]) -> bodies.FileAnswer:
+    def upload(form: Annotated[formats.Upload, Form(media_type="multipart/form-data")]) -> formats.FileAnswer:
         """Store a training file: JSON lines (.jsonl) or plain text."""
-        return bodies.FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
+        return formats.FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
 
     @router.get(UPLOAD)
     def list_files(
@@ -48,15 +48,15 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         after: After = None,
         order: Literal["asc", "desc"] = "desc",
-    ) -> bodies.Page[bodies.FileAnswer]:
+    ) -> formats.Page[formats.FileAnswer]:
         """List the files."""
         found = files.list() if order == "asc" else files.list()[::-1]
-        return bodies.Page[bodies.FileAnswer].of([bodies.FileAnswer.of(file) for file in found], after, limit)
+        return formats.Page[formats.FileAnswer].of([formats.FileAnswer.of(file) for file in found], after, limit)
 
     @router.get(UPLOAD + "/{file_id}")
-    def file(file_id: str) -> bodies.FileAnswer:
+    def file(file_id: str) -> formats.FileAnswer:
         """Describe a file."""
-        return bodies.FileAnswer.of(files.get(file_id))
+        return formats.FileAnswer.of(files.get(file_id))
 
     @router.get(UPLOAD + "/{file_id}/content", response_model=None, responses=_CONTENT)
     def content(file_id: str) -> Response:
@@ -64,45 +64,47 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         return FileResponse(files.path(file_id), media_type="application/octet-stream")
 
     @router.delete(UPLOAD + "/{file_id}")
-    def delete(file_id: str) -> bodies.DeletedFile:
+    def delete(file_id: str) -> formats.DeletedFile:
         """Delete a file."""
         jobs.delete_file(file_id)
-        return bodies.DeletedFile(id=file_id)
+        return formats.DeletedFile(id=file_id)
 
     @router.post("/v1/fine_tuning/jobs")
-    def create(asked: bodies.JobRequest) -> bodies.JobAnswer:
+    def create(asked: formats.JobRequest) -> formats.JobAnswer:
         """Queue a fine-tuning job of the base model."""
         if asked.model != jobs.name:
             said = f"only the base model, {jobs.name}, can be fine-tuned"
             raise ApiError(404, said, code="model_not_found", param="model")
-        return bodies.JobAnswer.of(jobs.create(asked.asked()))
+        return formats.JobAnswer.of(jobs.create(asked.asked()))
 
     @router.get("/v1/fine_tuning/jobs")
-    def list_jobs(after: After = None, limit: Limit = 20) -> bodies.Page[bodies.JobAnswer]:
+    def list_jobs(after: After = None, limit: Limit = 20) -> formats.Page[formats.JobAnswer]:
         """List the jobs, the newest first."""
-        found = [bodies.JobAnswer.of(stored) for stored in jobs.list()[::-1]]
-        return bodies.Page[bodies.JobAnswer].of(found, after, limit)
+        found = [formats.JobAnswer.of(stored) for stored in jobs.list()[::-1]]
+        return formats.Page[formats.JobAnswer].of(found, after, limit)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}")
-    def job(job_id: str) -> bodies.JobAnswer:
+    def job(job_id: str) -> formats.JobAnswer:
         """Describe a job."""
-        return bodies.JobAnswer.of(jobs.get(job_id))
+        return formats.JobAnswer.of(jobs.get(job_id))
 
     @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
-    def cancel(job_id: str) -> bodies.JobAnswer:
+    def cancel(job_id: str) -> formats.JobAnswer:
         """End a job."""
-        return bodies.JobAnswer.of(jobs.cancel(job_id))
+        return formats.JobAnswer.of(jobs.cancel(job_id))
 
     @router.get(
-        "/v1/fine_tuning/jobs/{job_id}/events", response_model=bodies.Page[bodies.EventAnswer], responses=_STREAM
+        "/v1/fine_tuning/jobs/{job_id}/events",
+        response_model=formats.Page[formats.EventAnswer],
+        responses=_STREAM,
     )
     async def events(http: Request, job_id: str, after: After = None, limit: Limit = 20, stream: bool = False) -> Any:
         """List the events of a job, the newest first; or stream them, the oldest first, until the job has ended."""
         stored = jobs.get(job_id)
         if stream:
             return EventSourceResponse(_events(jobs, job_id), sep="\n")
-        found = [bodies.EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
-        return bodies.Page[bodies.EventAnswer].of(found[::-1], after, limit)
+        found = [formats.EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
+        return formats.Page[formats.EventAnswer].of(found[::-1], after, limit)
 
     router.include_router(uploads)
     return router
@@ -113,7 +115,7 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
     while True:
         ended = stored.job.status in ENDED  # its last event is there already
         for number, event in enumerate(stored.events[sent:], start=sent):
-            yield ServerSentEvent(bodies.EventAnswer.of(number, event).model_dump_json())
+            yield ServerSentEvent(formats.EventAnswer.of(number, event).model_dump_json())
             sent = number + 1
         if ended:
             yield ServerSentEvent("[DONE]")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.checkpoints.metadata import called
-from tenant.model import compiled
+from tenant.model import torch_compile
 from tenant.model.offloaded import OffloadedWeight, reader
 from tenant.model.remote_linear import LayerGroup
 
@@ -61,7 +61,7 @@ class OffloadedStack(OffloadedWeight):
 
     def product(self, x: Tensor) -> Tensor:
         """The product of the whole stack, float `[t, d]` to float `[t, o]`, without LoRA."""
-        y: Tensor = compiled.output(x, self.group.handle, 0)
+        y: Tensor = torch_compile.output(x, self.group.handle, 0)
         return y
 
     def like(self, nothing: Tensor) -> Self:

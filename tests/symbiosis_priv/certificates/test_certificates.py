@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, requests
+from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, signing_requests
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
@@ -479,7 +479,7 @@ def test_an_altered_certificate_or_request_is_parsed_or_a_certificate_error(
     path.write_text(f"-----BEGIN {label}-----\n{base64.encodebytes(bytes(altered)).decode()}-----END {label}-----\n")
     with contextlib.suppress(CertificateError, ConfigError):
         if which is request:
-            requests.load_request(path)
+            signing_requests.load_request(path)
             return
         (found,) = reading.load_certificates(path)
         reading.describe(path)
@@ -493,7 +493,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
     """A folder, and the DER of a certificate and of a request."""
     folder = tmp_path_factory.mktemp("parsed")
     identity = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="gpu")
-    request = requests.create_request(folder, name="alice")
+    request = signing_requests.create_request(folder, name="alice")
     der = serialization.Encoding.DER
     return (
         folder,

@@ -14,10 +14,10 @@ from symbiosis_priv.system.private import PrivateFolder
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
 from tenant.preparation.keys import prepare
-from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.lying_providers import ActiveReport, mutual_information
-from threat_model.active.registries import attack_registry
 from threat_model.active.lying_relays import attack_relays
+from threat_model.active.manipulated_folders import attack_folders
+from threat_model.active.registries import attack_registry
 from threat_model.evidence.statistics import clopper_pearson
 from threat_model.lab import Lab
 from threat_model.suite import Suite

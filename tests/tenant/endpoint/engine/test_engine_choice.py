@@ -26,8 +26,8 @@ from transformers import (
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
-from tenant.endpoint.engine.kv import BLOCK, Shape
 from tenant.endpoint.engine.engine_choice import open_engine
+from tenant.endpoint.engine.kv import BLOCK, Shape
 from tenant.endpoint.engine.requests import Sampling
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.endpoint.engine.whole import WholeEngine

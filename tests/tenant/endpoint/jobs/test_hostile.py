@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.jobs.uploads import Files
 from tenant.endpoint.jobs.job_runner import Jobs
+from tenant.endpoint.jobs.uploads import Files
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET
 from tests.waiting import until
 

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tenant.endpoint.api.bodies import WHOLE, Strict
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.jobs.uploads import File
 from tenant.endpoint.jobs.job import Asked, JobEvent, StoredJob
+from tenant.endpoint.jobs.uploads import File
 from tenant.training.options import FineTuning
 
 _DEFAULTS = FineTuning()

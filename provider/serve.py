@@ -21,7 +21,7 @@ from provider.config.schema import AUTO, ProviderConfig
 from provider.executor import supervisor
 from provider.gateway.credentials import Credentials
 from provider.gateway.gateway import Gateway
-from provider.gateway.usage import Usage
+from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, StatusSource
 from provider.products.model import open_store
 from symbiosis_priv.checkpoints.weights import Progress
@@ -88,7 +88,7 @@ class Provider:
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
         check_plan(memory_plan(config, manifest, served))
-        self._usage = Usage(config.usage.database)
+        self._usage = UsageCounters(config.usage.database)
         self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()

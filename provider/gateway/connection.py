@@ -112,7 +112,7 @@ class Connection(FrameLoop[wire.Request]):
             case wire.Hello():
                 self._frames.expect_payload(0)
                 self._answer_hello(request)
-            case wire.Health():
+            case wire.FetchHealth():
                 self._frames.expect_payload(0)
                 self._answer_health()
                 self._pause(size=0)

@@ -27,7 +27,7 @@ from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots
 from provider.gateway.state import GatewayState
-from provider.gateway.usage import Usage
+from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockStore
 from provider.relay.links import Links
@@ -58,7 +58,7 @@ class Gateway:
         served: range,
         credentials: Credentials,
         executor: ExecutorHandle,
-        usage: Usage,
+        usage: UsageCounters,
     ) -> None:
         self._limits = config.limits
         self._credentials = credentials

@@ -9,7 +9,7 @@ from provider.executor.envelope import Stages
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.quota import QuotaGate
 from provider.gateway.slots import Slots
-from provider.gateway.usage import Usage
+from provider.gateway.usage import UsageCounters
 from provider.relay.blocks import BlockStore
 from provider.relay.links import Links
 from provider.relay.permits import Permits
@@ -33,7 +33,7 @@ class GatewayState:
     register: Register
     slots: Slots
     quotas: QuotaGate
-    usage: Usage
+    usage: UsageCounters
     stages: Stages
     permits: Permits
     blocks: BlockStore

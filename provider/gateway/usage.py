@@ -106,7 +106,7 @@ ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {_sum(name)}" for name in COUNTE
 """
 
 
-class Usage:
+class UsageCounters:
     """The counters of one provider. Thread-safe.
 
     Args:

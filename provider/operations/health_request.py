@@ -34,7 +34,7 @@ def ask_health(
     connection = ClientConnection(address, host=host, port=port, pins=pins, context=context)
     try:
         connection.open(deadline)
-        connection.send(wire.Health(), deadline=deadline)
+        connection.send(wire.FetchHealth(), deadline=deadline)
         reply, _ = connection.receive(max_payload=0, deadline=deadline)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(f"{address} gave no report within {timeout:g} s; is it running?") from error

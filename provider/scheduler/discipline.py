@@ -6,13 +6,13 @@ from typing import Generic
 from provider.scheduler.jobs import J, Piece
 from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
-from provider.scheduler.waiting import Waiting
+from provider.scheduler.waiting import RunnableJobs
 
 
 class Discipline(Generic[J]):
     """Multiplies every job in a product of its own, in order of fair shares."""
 
-    def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
+    def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
         self._policy = policy
         self._waiting = waiting
         self._pace = pace

@@ -12,7 +12,7 @@ from provider.scheduler.discipline import Discipline, whole
 from provider.scheduler.jobs import J, Key, Piece
 from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
-from provider.scheduler.waiting import Waiting
+from provider.scheduler.waiting import RunnableJobs
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.network import wire
 
@@ -20,7 +20,7 @@ from symbiosis_priv.network import wire
 class Lockstep(Discipline[J]):
     """The policy `lockstep`; see the module docstring."""
 
-    def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
+    def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
         super().__init__(policy, waiting, pace)
         self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
         self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step

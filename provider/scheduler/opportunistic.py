@@ -28,7 +28,7 @@ from provider.scheduler.discipline import Discipline, whole
 from provider.scheduler.jobs import J, Key, Piece, Stage
 from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
-from provider.scheduler.waiting import Waiting
+from provider.scheduler.waiting import RunnableJobs
 
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
 _HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
@@ -38,7 +38,7 @@ _MAX_LEAD = 8  # layer groups: the largest lead that counts
 class Opportunistic(Discipline[J]):
     """The policy `opportunistic`; see the module docstring."""
 
-    def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
+    def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
         super().__init__(policy, waiting, pace)
         self._absent = Absent(_HORIZON_WAITS * policy.max_wait_s)
         self._idle_since = 0.0  # end of the last product

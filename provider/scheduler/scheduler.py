@@ -12,7 +12,7 @@ from provider.scheduler.lockstep import Lockstep
 from provider.scheduler.opportunistic import Opportunistic
 from provider.scheduler.pace import TELLING_ROWS, Pace
 from provider.scheduler.policy import Policy, PolicyName
-from provider.scheduler.waiting import Waiting
+from provider.scheduler.waiting import RunnableJobs
 
 
 class Scheduler(Generic[J]):
@@ -21,7 +21,7 @@ class Scheduler(Generic[J]):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.pace = Pace(policy.slice_s)
-        self._waiting: Waiting[J] = Waiting(policy.inference_weight)
+        self._waiting: RunnableJobs[J] = RunnableJobs(policy.inference_weight)
         disciplines: dict[PolicyName, type[Discipline[J]]]
         disciplines = {"none": Discipline, "lockstep": Lockstep, "opportunistic": Opportunistic}
         self._discipline = disciplines[policy.name](policy, self._waiting, self.pace)

@@ -55,7 +55,7 @@ class _Level(Generic[J]):
                 self._idle = {tenant: flow for tenant, flow in self._idle.items() if flow.charged > self.now}
 
 
-class Waiting(Generic[J]):
+class RunnableJobs(Generic[J]):
     """The runnable jobs.
 
     Args:

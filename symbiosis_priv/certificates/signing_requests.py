@@ -33,7 +33,7 @@ _MAKE = "make one with `symbiosis-priv keys request`"
 
 
 @dataclass(frozen=True)
-class Request:
+class SigningRequest:
     """A request with a valid signature. `keys request` shows the same fingerprint to the owner of the key."""
 
     kind: reading.Kind
@@ -64,7 +64,7 @@ def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.K
     return path
 
 
-def load_request(path: Path) -> Request:
+def load_request(path: Path) -> SigningRequest:
     """Reads a request and checks its signature. Raises `CertificateError`: the file is not a request, its signature is
     not valid, or its key type is not supported; `ConfigError`: a bad name."""
     try:
@@ -82,7 +82,7 @@ def load_request(path: Path) -> Request:
         raise CertificateError(f"{path} does not have exactly one common name: {_MAKE}")
     check_name(name)
     unit = reading.sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
-    return Request(
+    return SigningRequest(
         reading.Kind.PROVIDER if unit == reading.Kind.PROVIDER else reading.Kind.TENANT,
         name,
         key,
@@ -91,7 +91,7 @@ def load_request(path: Path) -> Request:
 
 
 def sign_request(
-    request: Request,
+    request: SigningRequest,
     *,
     authority: reading.Identity,
     directory: Path,
@@ -138,7 +138,7 @@ def sign_request(
     return path
 
 
-def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
+def _require_free(directory: Path, request: SigningRequest, *, renew: bool) -> None:
     """Checks the name against every certificate of the folder: against its file name and the names inside. Raises
     `CertificateError`: the name is taken."""
     for path in sorted(directory.glob("*.pem")):

@@ -335,7 +335,7 @@ class Block(Binding, frozen=True, kw_only=True, tag="block"):
     signature: Signature
 
 
-class Health(Message, frozen=True, tag="health"):
+class FetchHealth(Message, frozen=True, tag="health"):
     """Ask for a `HealthReport`."""
 
 
@@ -368,7 +368,7 @@ class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
 
 
 Buffer = bytes | bytearray | memoryview
-Request = Hello | Execute | Effect | Health | PermitRequest | FetchBlock
+Request = Hello | Execute | Effect | FetchHealth | PermitRequest | FetchBlock
 Reply = Welcome | Result | HealthReport | Failure | Permit | Block
 LinkReply = Deposited | Failure
 """What an executor answers to a helper."""

@@ -289,7 +289,7 @@ def test_layers_are_loaded_in_idle_time_or_at_the_first_request(
         client = connect(to=provider)
 
         def loaded() -> int:
-            report = client.ask(wire.Health())
+            report = client.ask(wire.FetchHealth())
             assert isinstance(report, wire.HealthReport)
             return report.groups_loaded
 

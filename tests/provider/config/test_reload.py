@@ -135,9 +135,9 @@ def test_a_revoked_tenant_stays_revoked_until_a_restart(
             reply, _ = connect(name, role=None, to=provider).receive()
             assert isinstance(reply, wire.Failure)
             assert reply.code == wire.ErrorCode.REVOKED
-        assert isinstance(connect("alice", role=None, to=provider).ask(wire.Health()), wire.HealthReport)
+        assert isinstance(connect("alice", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
     with Provider(config) as provider:
-        assert isinstance(connect("bob", role=None, to=provider).ask(wire.Health()), wire.HealthReport)
+        assert isinstance(connect("bob", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
         tls.revoked.write_text(whole)
         provider.reload()
 
@@ -161,7 +161,7 @@ def test_a_revocation_while_a_provider_starts_counts(
 def refused(connect: Connect, provider: Provider) -> bool:
     client = connect("alice", role=None, to=provider)
     try:
-        return isinstance(client.ask(wire.Health()), wire.Failure)
+        return isinstance(client.ask(wire.FetchHealth()), wire.Failure)
     except OSError:  # the connection is closed
         return True
 

@@ -98,7 +98,7 @@ def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
         deadline = time.monotonic() + 20
         with contextlib.closing(connect(tenant, role=None, to=victim)) as only:
             while True:
-                report = only.ask(wire.Health())
+                report = only.ask(wire.FetchHealth())
                 assert isinstance(report, wire.HealthReport)
                 if report.connections == 1:
                     return Culprit(bills, tenant)
@@ -341,7 +341,7 @@ class FarClient:
 
     def health(self) -> None:
         self._until_done(self._tls.do_handshake)
-        self._tls.write(wire.encode(wire.Health()))
+        self._tls.write(wire.encode(wire.FetchHealth()))
         self._until_done(lambda: self._tls.read(1))
         self._raw.close()
 
@@ -402,7 +402,7 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
                 with connection, contextlib.ExitStack() as stack:
                     if number % 2:
                         tls = keys.context("bob").wrap_socket(connection, server_hostname="127.0.0.1")
-                        stack.enter_context(tls).sendall(wire.encode(wire.Health()))
+                        stack.enter_context(tls).sendall(wire.encode(wire.FetchHealth()))
 
     with watching(victim) as watch:
         threads = [threading.Thread(target=come_and_go) for _ in range(4)]

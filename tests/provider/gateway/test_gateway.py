@@ -49,7 +49,7 @@ def works(client: Client, requests: Requests) -> bool:
 
 def healthy(client: Client) -> bool:
     try:
-        return isinstance(client.ask(wire.Health()), wire.HealthReport)
+        return isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
     except OSError:  # refused before the first request
         return False
 
@@ -65,7 +65,7 @@ def refused(connection: socket.socket, context: ssl.SSLContext) -> bool:
     """Returns True if the provider refuses the client. In TLS 1.3 a client learns of a refusal at its first read."""
     with connection, context.wrap_socket(connection, server_hostname="127.0.0.1") as tls:
         try:
-            tls.sendall(wire.encode(wire.Health()))
+            tls.sendall(wire.encode(wire.FetchHealth()))
             return tls.recv(1) == b""
         except (ssl.SSLError, ConnectionError):
             return True
@@ -85,7 +85,7 @@ def test_certificate_of_another_authority(provider: Provider, connect: Connect, 
 
 def test_old_tls_and_no_tls(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
     with open_tcp(provider) as plain:
-        plain.sendall(wire.encode(wire.Health()))
+        plain.sendall(wire.encode(wire.FetchHealth()))
         with contextlib.suppress(ConnectionError):
             while plain.recv(100):  # a TLS alert at most
                 pass
@@ -137,7 +137,7 @@ def test_a_part_of_the_layers(
         assert failure(helper.ask(effect(3, 2, seed=bytes(32)))) == wire.ErrorCode.NOT_SERVED
         assert len(helper.product(effect(4, 2, seed=bytes(32)))) == 2
         assert failure(client.ask(execute(9, 0))) == wire.ErrorCode.BAD_REQUEST
-        report = client.ask(wire.Health())
+        report = client.ask(wire.FetchHealth())
         assert isinstance(report, wire.HealthReport)
         assert (report.groups, report.groups_loaded) == (5, 5)
         assert abs(report.time - time.time()) < 60
@@ -156,7 +156,7 @@ def test_layers_that_the_model_does_not_have(configure: Configure) -> None:
 
 def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: Requests) -> None:
     assert works(connect(), requests)
-    report = connect(role=None).ask(wire.Health())
+    report = connect(role=None).ask(wire.FetchHealth())
     assert isinstance(report, wire.HealthReport)
     assert (report.name, report.model_digest, report.groups) == ("alpha", provider.model_digest, 9)
     assert report.groups_loaded >= 1
@@ -178,7 +178,7 @@ def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkey
     monkeypatch.setattr(ExecutorRequester, "report", noted)
     for _ in range(100):
         for client in clients:
-            assert isinstance(client.ask(wire.Health()), wire.HealthReport)
+            assert isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
     assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(asked))
 
 
@@ -190,7 +190,7 @@ def test_a_health_report_counts_only_the_tenant_that_asks(
         neighbour = connect("alice", to=provider)
 
         def counted(client: Client) -> tuple[int, int]:
-            report = client.ask(wire.Health())
+            report = client.ask(wire.FetchHealth())
             assert isinstance(report, wire.HealthReport)
             return report.requests, report.connections
 
@@ -214,7 +214,7 @@ def test_tenants_with_one_name_from_two_authorities_are_separate(
         alice = connect("alice", to=provider)
         assert works(alice, requests)
         namesake = connect("namesake", role=None, to=provider)  # not alice's only connection
-        report = namesake.ask(wire.Health())
+        report = namesake.ask(wire.FetchHealth())
         assert isinstance(report, wire.HealthReport)
         assert (report.requests, report.connections) == (0, 1)
         assert isinstance(namesake.hello(provider.model_digest, "helper"), wire.Welcome)  # nor alice's role
@@ -235,7 +235,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
         (execute(0, 1, direction="backward"), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # backward rows are wider
         (execute(0, too_many), b"\0" * 4 * WIDTH * too_many, code.TOO_LARGE),
         (effect(0, 1, seed=seed), b"", code.ROLE_REFUSED),
-        (wire.Health(), b"\0", code.BAD_REQUEST),
+        (wire.FetchHealth(), b"\0", code.BAD_REQUEST),
     ]:
         assert failure(client.ask(request, payload)) == expected, request
         assert works(client, requests)
@@ -306,7 +306,7 @@ def test_silent_and_slow_clients_are_dropped(
         idle = connect(to=provider)
         trickle = connect(to=provider)
         trickle.socket.settimeout(0.05)
-        frame = wire.encode(wire.Health())
+        frame = wire.encode(wire.FetchHealth())
         ended = False
         for byte in frame * 100:  # each byte in time, but the frame never completes
             try:
@@ -342,7 +342,7 @@ def test_a_client_that_does_not_read_is_dropped(
             client = connect("bob", role=None, to=provider)
             deadline = time.monotonic() + 10
             while True:  # until the client has been dropped and only this connection of its tenant is left
-                report = client.ask(wire.Health())
+                report = client.ask(wire.FetchHealth())
                 assert isinstance(report, wire.HealthReport)
                 if report.connections == 1 and report.requests == 1:
                     break

@@ -47,7 +47,9 @@ class Vandal:
 
     def good(self) -> bytes:
         rows = self._random.randrange(4)
-        request = self._random.choice([self._execute(0, rows), wire.Health(), self._effect(0, rows, seed=bytes(32))])
+        request = self._random.choice(
+            [self._execute(0, rows), wire.FetchHealth(), self._effect(0, rows, seed=bytes(32))]
+        )
         payload = bytes(rows * WIDTH * 4) if isinstance(request, wire.Execute) else b""
         return wire.encode(request, payload_bytes=len(payload)) + payload
 

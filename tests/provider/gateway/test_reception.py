@@ -70,9 +70,9 @@ def test_many_handshakes_take_their_share_and_delay_no_other_network(
             # a client with another address waits for one step of the crowd's handshakes, twice
             client = connect(to=provider)
             assert time.monotonic() - came < 10.0
-            assert isinstance(client.ask(wire.Health()), wire.HealthReport)
+            assert isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
             neighbour = connect(to=provider, source="127.0.0.9")  # it waited in the queue for longer than its timeout
-            assert isinstance(neighbour.ask(wire.Health()), wire.HealthReport)
+            assert isinstance(neighbour.ask(wire.FetchHealth()), wire.HealthReport)
             assert provider.status().handshakes.late == 0
         elapsed, status = time.monotonic() - begun, provider.status()
         assert status.handshakes.seconds <= SHARE * (elapsed + 1) + 0.02
@@ -147,7 +147,7 @@ def test_a_slow_handshake_has_one_deadline_and_no_thread(configure: Configure, c
             time.sleep(0.05)
         assert 1.0 <= time.monotonic() - begun < 10.0
         assert provider.status().handshakes.present == 0
-        assert isinstance(connect(to=provider).ask(wire.Health()), wire.HealthReport)
+        assert isinstance(connect(to=provider).ask(wire.FetchHealth()), wire.HealthReport)
 
 
 def test_a_reception_whose_thread_has_ended_can_be_stopped(configure: Configure) -> None:

@@ -29,7 +29,7 @@ from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfi
 from provider.executor.client import ExecutorRequester
 from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
-from provider.gateway.usage import Counts, Usage, read
+from provider.gateway.usage import Counts, UsageCounters, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -189,7 +189,7 @@ def test_refused_requests_have_a_limited_rate_and_are_billed(
         alice, begun = connect("alice", to=provider, role=None), time.monotonic()
         for _ in range(20):
             assert isinstance(alice.ask(execute(0, 0), matrix), wire.Failure)
-        assert isinstance(alice.ask(wire.Health()), wire.HealthReport)
+        assert isinstance(alice.ask(wire.FetchHealth()), wire.HealthReport)
         assert time.monotonic() - begun > 0.5
         broken = connect("bob", to=provider)
         broken.socket.sendall(b"HTTP" + bytes(8))
@@ -393,7 +393,7 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
 def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:
     """Counts that could not be written are on the bill all the same, and are written when there is room again."""
     database = tmp_path / "usage.sqlite"
-    usage = Usage(database)
+    usage = UsageCounters(database)
     usage._connection.execute("PRAGMA max_page_count = 1")
     crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
     for tenant in crowd:
@@ -448,7 +448,7 @@ def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
 def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path) -> None:
     """Damaged, of a later release, another file, or on a full disk: no tenant is served without a bill."""
     whole = tmp_path / "whole.sqlite"
-    usage = Usage(whole)
+    usage = UsageCounters(whole)
     for number in range(300):
         usage.count(TenantIdentity(f"tenant-{number}", authority="sha256:a"), "executor", Counts(requests=1))
     usage.close()
@@ -463,20 +463,20 @@ def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("junk", "damaged", "short", "later", "other", "folder"):
         with pytest.raises(ConfigError, match="choose another file"):
-            Usage(tmp_path / name)
+            UsageCounters(tmp_path / name)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
         with pytest.raises(ConfigError, match="free disk space"):
-            Usage(whole)
+            UsageCounters(whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    Usage(whole).close()
+    UsageCounters(whole).close()
 
 
 def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
-    both = [Usage(database), Usage(database)]
+    both = [UsageCounters(database), UsageCounters(database)]
     for _ in range(20):
         for usage in both:
             usage.count(ALICE, "executor", Counts(requests=1))
@@ -496,7 +496,7 @@ def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tm
 
 def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
-    usage, waits = Usage(database), list[float]()
+    usage, waits = UsageCounters(database), list[float]()
 
     def served() -> None:
         usage.count(ALICE, "executor", Counts(requests=1))
@@ -523,7 +523,7 @@ def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path:
 @pytest.mark.parametrize("fate", ["moved", "replaced", "damaged"])
 def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate: str) -> None:
     database = tmp_path / "usage.sqlite"
-    usage = Usage(database)
+    usage = UsageCounters(database)
     usage.count(ALICE, "executor", Counts(requests=1))
     usage.keep()
     whole = database.read_bytes()
@@ -551,7 +551,7 @@ def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate
 @pytest.mark.parametrize("value", ["9223372036854775807", "NULL", "'text'", "-5", "1.5"])
 def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, value: str) -> None:
     database = tmp_path / "usage.sqlite"
-    usage = Usage(database)
+    usage = UsageCounters(database)
     for tenant in (ALICE, BOB):
         usage.count(tenant, "executor", Counts(requests=1, rows=1))
     usage.settle()
@@ -566,7 +566,7 @@ def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, v
     usage.settle()
     assert usage.unwritten_s == 0
     usage.close()
-    Usage(database).close()
+    UsageCounters(database).close()
     bill = [(row["tenant"], row["requests"]) for row in read(database)]
     assert sorted(bill) == [("alice", 2), ("bob", 1), ("bob", 1)]
 
@@ -585,7 +585,7 @@ def damage_a_row(database: Path, change: str) -> None:
 
 @pytest.mark.skipif(not OPEN_FILES.exists(), reason="open files are read from /proc")
 def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
-    usage = Usage(tmp_path / "usage.sqlite")
+    usage = UsageCounters(tmp_path / "usage.sqlite")
     before = len(list(OPEN_FILES.iterdir()))
     for _ in range(3):
         usage.keep()
@@ -603,7 +603,7 @@ def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
     )
     run = CliRunner()
     assert isinstance(run.invoke(app, ["usage", "-c", str(path)]).exception, ConfigError)
-    usage = Usage(tmp_path / "provider.usage.sqlite")
+    usage = UsageCounters(tmp_path / "provider.usage.sqlite")
     usage.count(ALICE, "executor", Counts(requests=2, rows=5))
     usage.count(ALICE, "executor", Counts(requests=1, rows=1))
     usage.settle()
@@ -765,4 +765,4 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
     client.product(execute(0, 50), ones(50))
     assert isinstance(client.ask(execute(0, 1), bytes(4 * WIDTH)), wire.Failure)
     fresh = connect(context=context(), role=None, to=service)
-    assert isinstance(fresh.ask(wire.Health()), wire.HealthReport)
+    assert isinstance(fresh.ask(wire.FetchHealth()), wire.HealthReport)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider.gateway import usage_journal
-from provider.gateway.usage import Counts, Usage, read
+from provider.gateway.usage import Counts, UsageCounters, read
 from provider.gateway.usage_journal import Journal, journals
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -19,7 +19,7 @@ KEY = ("2026-01-31", "alice", "sha256:a", "executor")
 TENANTS = [TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol", "dave", "erin")]
 
 
-def kill(usage: Usage) -> None:
+def kill(usage: UsageCounters) -> None:
     """Leave the files as SIGKILL leaves them: descriptors and locks are gone, nothing else is written."""
     usage._closed.set()
     usage._flusher.join()
@@ -28,7 +28,7 @@ def kill(usage: Usage) -> None:
     usage._connection.close()
 
 
-def count(usage: Usage, tenant: TenantIdentity) -> None:
+def count(usage: UsageCounters, tenant: TenantIdentity) -> None:
     usage.count(tenant, "executor", Counts(requests=1, rows=7))
 
 
@@ -54,7 +54,7 @@ def test_every_count_is_on_the_bill_once(steps: list[int | str]) -> None:
     """At any time, for any ends, with commits that fail, and with several providers at one file."""
     with TemporaryDirectory() as folder:
         database = Path(folder) / "usage.sqlite"
-        running, true = [Usage(database)], Counter[str]()
+        running, true = [UsageCounters(database)], Counter[str]()
         for step in steps:
             usage = running[-1]
             if isinstance(step, int):
@@ -69,14 +69,14 @@ def test_every_count_is_on_the_bill_once(steps: list[int | str]) -> None:
             elif step == "flush":
                 usage.keep()
             elif step == "start another":
-                running.append(Usage(database))
+                running.append(UsageCounters(database))
             else:
-                (kill if step == "kill" else Usage.close)(running.pop())
-                running = running or [Usage(database)]
+                (kill if step == "kill" else UsageCounters.close)(running.pop())
+                running = running or [UsageCounters(database)]
             assert billed(database) == true
         for usage in running:
             usage.close()
-        Usage(database).close()
+        UsageCounters(database).close()
         assert billed(database) == true
         assert files(database) == 0
 
@@ -85,7 +85,7 @@ def test_a_full_journal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Counts of more tenants than there are slots are in memory until the next commit, and none is lost after it."""
     monkeypatch.setattr(usage_journal, "_SLOTS", 2)
     database, true = tmp_path / "usage.sqlite", Counter[str]()
-    usage = Usage(database)
+    usage = UsageCounters(database)
     for tenant in (*TENANTS, *TENANTS):
         count(usage, tenant)
         true[tenant.name] += 1
@@ -98,13 +98,13 @@ def test_a_full_journal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         usage.settle()
     assert files(database) == len(usage._journals) == 1
     kill(usage)
-    Usage(database).close()
+    UsageCounters(database).close()
     assert billed(database) == true
 
 
 def test_a_deleted_journal_is_replaced(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
-    usage = Usage(database)
+    usage = UsageCounters(database)
     (tmp_path / usage._journals[0].name).unlink()
     count(usage, TENANTS[0])
     usage.settle()
@@ -115,7 +115,7 @@ def test_a_deleted_journal_is_replaced(tmp_path: Path) -> None:
 
 def test_an_earlier_copy_of_the_file_gets_the_later_counts_again(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
-    usage = Usage(database)
+    usage = UsageCounters(database)
     count(usage, TENANTS[0])
     usage.keep()
     copy = database.read_bytes()
@@ -125,7 +125,7 @@ def test_an_earlier_copy_of_the_file_gets_the_later_counts_again(tmp_path: Path)
     for name in ("-wal", "-shm"):
         database.with_name(database.name + name).unlink(missing_ok=True)
     database.write_bytes(copy)
-    Usage(database).close()
+    UsageCounters(database).close()
     assert billed(database) == {"alice": 2}
 
 
@@ -183,6 +183,6 @@ def test_what_a_power_cut_leaves_of_a_journal_can_be_read(kept: int, journal: Jo
 
 def test_nothing_but_files_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "usage.sqlite.counts-fifo")
-    with contextlib.closing(Usage(tmp_path / "usage.sqlite")) as usage:
+    with contextlib.closing(UsageCounters(tmp_path / "usage.sqlite")) as usage:
         count(usage, TENANTS[0])
         assert billed(tmp_path / "usage.sqlite") == {"alice": 1}

@@ -47,7 +47,7 @@ requests: SearchStrategy[wire.Request] = (
     executes
     | effects
     | hellos
-    | st.builds(wire.Health)
+    | st.builds(wire.FetchHealth)
     | st.builds(wire.PermitRequest, helpers=st.lists(fingerprints, min_size=1, max_size=3).map(tuple))
     | st.builds(wire.FetchBlock, block=nonces)
 )
@@ -307,7 +307,7 @@ def test_limits_are_checked_before_memory_is_allocated(header: int, payload: int
 
 def test_the_layout_of_a_frame() -> None:
     """Twelve bytes, little-endian: the format for other implementations."""
-    frame = wire.encode(wire.Health(), payload_bytes=0x01020304)
+    frame = wire.encode(wire.FetchHealth(), payload_bytes=0x01020304)
     header = msgspec.msgpack.encode({"type": "health"})
     assert frame == b"SYM1" + bytes([len(header), 0, 0, 0]) + bytes([4, 3, 2, 1]) + header
 
@@ -410,7 +410,7 @@ def test_a_frame_beyond_the_limits_is_not_written() -> None:
     with pytest.raises(FrameTooLargeError):
         wire.encode(wire.Failure(code=wire.ErrorCode.INTERNAL, detail="x" * wire.MAX_HEADER))
     with pytest.raises(FrameTooLargeError):
-        wire.encode(wire.Health(), payload_bytes=wire.MAX_PAYLOAD + 1)
+        wire.encode(wire.FetchHealth(), payload_bytes=wire.MAX_PAYLOAD + 1)
 
 
 @given(st.data(), drawn.widths(), testing.row_counts())

@@ -14,7 +14,7 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.engine.continuous import Limits
+from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.jobs.job_runner import Jobs
@@ -53,7 +53,7 @@ def opened(
         if options.draft is not None:
             full = remote.checkpoint or model
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
-        limits = Limits(memory=options.memory_mib << 20)
+        limits = EngineLimits(memory=options.memory_mib << 20)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
         try:
             yield Service(

@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from tenant.endpoint.api.endpoint import Endpoint, Settings
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
 from tenant.endpoint.api.guard import Guard
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.routes import chat, completions, embeddings, models, responses
 from tenant.endpoint.api.service import Service
 
@@ -50,7 +50,7 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
         separate_input_output_schemas=False,
         responses=_ERRORS,
     )
-    metrics = Metrics(service.engine)
+    metrics = EndpointMetrics(service.engine)
     app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
     app.include_router(models.open_router)
     for router in (models.router, chat.router, completions.router, embeddings.router, responses.router, *routers):

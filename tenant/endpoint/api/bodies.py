@@ -55,7 +55,7 @@ class Generating(Strict):
     user: str | None = None
 
 
-class Decoding(Generating):
+class CompletionFields(Generating):
     """The fields that chat and completions share."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -75,7 +75,7 @@ class Decoding(Generating):
     top_k: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
 
 
-class CompletionRequest(Decoding):
+class CompletionRequest(CompletionFields):
     """`POST /v1/completions`."""
 
     prompt: str | Texts | Ids | ManyIds
@@ -163,7 +163,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(Decoding):
+class ChatRequest(CompletionFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from tenant.endpoint.api.http_server import CONNECTIONS
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.service import Service
 
 
@@ -44,7 +44,7 @@ class Endpoint:
 
     service: Service
     settings: Settings
-    metrics: Metrics
+    metrics: EndpointMetrics
 
     def client(self, http: Request) -> str:
         """Return the name of the client for the engine: a digest of its key."""

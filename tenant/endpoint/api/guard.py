@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from symbiosis_priv.network.addresses import names_host
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _DROPPED = 8  # limits: a body up to this size is read and dropped, because most
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: EndpointMetrics) -> None:
         self.app = app
         self._settings = settings
         self._metrics = metrics

@@ -12,7 +12,7 @@ _PREFIX = "symbiosis_endpoint_"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-class Metrics:
+class EndpointMetrics:
     """Counts the requests of one endpoint.
 
     Args:

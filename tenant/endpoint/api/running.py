@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
+from starlette.requests import EngineRequest as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.answers import Ledger, PromptTokensDetails, Usage
 from tenant.endpoint.api.errors import ApiError, failed, refused
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.engine.requests import (
     Done,
     Embedded,
     Engine,
+    EngineRequest,
     Event,
     Failed,
     Handle,
-    Request,
     RequestLedger,
     Started,
     Token,
@@ -47,7 +47,7 @@ class Running:
     """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], metrics: Metrics, users: Counter[str | None]
+        self, engine: Engine, requests: Sequence[EngineRequest], metrics: EndpointMetrics, users: Counter[str | None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -195,7 +195,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def choices(request: Request, n: int) -> list[Request]:
+def choices(request: EngineRequest, n: int) -> list[EngineRequest]:
     """Return `n` requests for the same prompt. Each has its own seed."""
     sampling, found = request.sampling, []
     for index in range(n):

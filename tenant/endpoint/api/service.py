@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, TaskError
 from tenant.endpoint.api.answers import Model
-from tenant.endpoint.api.bodies import Decoding
+from tenant.endpoint.api.bodies import CompletionFields
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import new_id
 from tenant.endpoint.api.vocabulary import Vocabulary
-from tenant.endpoint.engine.requests import Engine, Pooling, Request, Sampling
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Pooling, Sampling
 from tenant.model.loading import adapter_chat_template
 from tenant.tasks import Tasks
 
@@ -151,8 +151,15 @@ class Service:
         return found
 
     def request(
-        self, asked: Decoding, prompt: Sequence[int], *, client: str, limit: int | None, default: int, **sampling: Any
-    ) -> Request:
+        self,
+        asked: CompletionFields,
+        prompt: Sequence[int],
+        *,
+        client: str,
+        limit: int | None,
+        default: int,
+        **sampling: Any,
+    ) -> EngineRequest:
         """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None).
 
         Raises:
@@ -160,7 +167,7 @@ class Service:
         """
         if asked.stream_options is not None and not asked.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        return Request(
+        return EngineRequest(
             id=new_id("request"),
             prompt=tuple(prompt),
             adapter=self.adapter(asked.model),
@@ -194,7 +201,7 @@ class Service:
             param=param,
         )
 
-    def _sampling(self, asked: Decoding, **more: Any) -> Sampling:
+    def _sampling(self, asked: CompletionFields, **more: Any) -> Sampling:
         """Missing fields are those of the model's generation config, and else OpenAI's defaults."""
         biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.requests import Request as HttpRequest
+from starlette.requests import EngineRequest as HttpRequest
 
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import Collected, Running, collected, while_connected
-from tenant.endpoint.engine.requests import Request
+from tenant.endpoint.engine.requests import EngineRequest
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
@@ -25,7 +25,7 @@ _SEND_S = 60.0  # a client that takes nothing for so long is disconnected
 class Prepared(Protocol):
     """A request whose fields have been checked, and its answer."""
 
-    requests: list[Request]
+    requests: list[EngineRequest]
 
     def whole(self, results: list[Collected], running: Running) -> BaseModel:
         """Return the whole answer."""

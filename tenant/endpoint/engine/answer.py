@@ -9,9 +9,9 @@ from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.engine.requests import (
     Done,
     Embedded,
+    EngineRequest,
     Failed,
     Finish,
-    Request,
     RequestLedger,
     Sink,
     Started,
@@ -22,7 +22,7 @@ from tenant.endpoint.engine.sampling import Sampler
 from tenant.endpoint.engine.text_stream import TextStream
 
 
-class Answer:
+class GeneratedAnswer:
     """One answer. The engine calls `start`, then `add` for every token until `finish` is set, then `done` or `fail`.
 
     Args:
@@ -31,7 +31,7 @@ class Answer:
         tokenizer: the model's.
     """
 
-    def __init__(self, request: Request, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, request: EngineRequest, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
         self.request = request
         self.finish: Finish | None = None
         self.new_tokens = 0

@@ -24,11 +24,11 @@ from symbiosis_priv.errors import (
     UncoveredError,
     VerificationError,
 )
-from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.attention import ROWS
-from tenant.endpoint.engine.packed_model import Output, PackedModel, Rows
+from tenant.endpoint.engine.packed_model import NextTokens, Output, PackedModel
 from tenant.endpoint.engine.prefixes import Prefixes
-from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, RequestLedger, Sink
 from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, check, counters, full_length, sizes
 from tenant.endpoint.engine.turns import Turns
 from tenant.model.ledger import since
@@ -45,7 +45,7 @@ _PROVIDERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """What an engine may use.
 
     Args:
@@ -84,7 +84,7 @@ class ContinuousEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         tasks: Tasks | None = None,
-        limits: Limits = Limits(),
+        limits: EngineLimits = EngineLimits(),
         drafter: Drafter | None = None,
     ) -> None:
         self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
@@ -101,9 +101,9 @@ class ContinuousEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> Sequence:
+    def submit(self, request: EngineRequest, sink: Sink) -> Sequence:
         self._check(request)
-        sequence = Sequence(Answer(request, sink, self._tokenizer))
+        sequence = Sequence(GeneratedAnswer(request, sink, self._tokenizer))
         with self._changed:
             if self._closed:
                 raise OverloadedError("the endpoint is stopping")
@@ -135,7 +135,7 @@ class ContinuousEngine(Engine):
         self._thread.join(_STOP_S)
         self._packed.close()
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: EngineRequest) -> None:
         check(request, adapters=self._tasks or (), context=self._context)
         if not request.prompt:
             raise ConfigError("the prompt has no tokens")
@@ -196,7 +196,7 @@ class ContinuousEngine(Engine):
         sequence.kv.release()
         sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
 
-    def _next_rows(self) -> list[tuple[Sequence, Rows]]:
+    def _next_rows(self) -> list[tuple[Sequence, NextTokens]]:
         """Choose the rows of a step: a token of each answer, then prompts in turn."""
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
@@ -222,7 +222,7 @@ class ContinuousEngine(Engine):
                 self._running.add(sequence)
         return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
 
-    def _step(self, chosen: list[tuple[Sequence, Rows]]) -> None:
+    def _step(self, chosen: list[tuple[Sequence, NextTokens]]) -> None:
         """Compute some rows. Where the error may be of one request alone, each request is tried alone."""
         if not chosen:
             return
@@ -241,7 +241,7 @@ class ContinuousEngine(Engine):
             for (sequence, rows), output in zip(chosen, outputs, strict=True):
                 self._take(sequence, rows, output)
 
-    def _compute(self, chosen: list[tuple[Sequence, Rows]]) -> list[Output]:
+    def _compute(self, chosen: list[tuple[Sequence, NextTokens]]) -> list[Output]:
         try:
             return self._packed([rows for _, rows in chosen])
         finally:
@@ -249,7 +249,7 @@ class ContinuousEngine(Engine):
             charge([s for s, _ in chosen], [len(rows.tokens) for _, rows in chosen], since(before, self._counted))
             self._steps += 1
 
-    def _take(self, sequence: Sequence, rows: Rows, output: Output) -> None:
+    def _take(self, sequence: Sequence, rows: NextTokens, output: Output) -> None:
         try:
             self._tokens += sequence.take(rows, output)
         except Exception as error:  # no token has a probability, or a grammar fails
@@ -278,7 +278,7 @@ class ContinuousEngine(Engine):
     def _reserved(self) -> int:
         return sum(self._bytes(sequence.request) for sequence in self._running)
 
-    def _bytes(self, request: Request) -> int:
+    def _bytes(self, request: EngineRequest) -> int:
         """The most memory of a sequence, up to its full length with a guess after it."""
         length = full_length(request) + self._ahead
         step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)

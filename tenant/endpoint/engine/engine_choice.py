@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelError, one_line
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
-from tenant.endpoint.engine.packed_model import PackedModel, Rows
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.requests import Engine
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.whole import WholeEngine
@@ -25,7 +25,7 @@ def open_engine(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tasks: Tasks | None = None,
-    limits: Limits | None = None,
+    limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that it cannot drive, the one that calls
@@ -42,7 +42,7 @@ def open_engine(
         ConfigError: there is a drafter, and the engine on `generate()` has no use for it.
         SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
     """
-    limits = limits or Limits()
+    limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
@@ -68,8 +68,10 @@ def _probed(model: Any, tasks: Tasks | None) -> PackedModel:
         with torch.no_grad():
             own = model(input_ids=torch.tensor([tokens], dtype=torch.long, device=model.device), use_cache=False)
         kv = packed.new_kv()
-        packed([Rows(kv=kv, tokens=tokens[:-2], logits=0)])
-        ((logits, _), _) = packed([Rows(kv=kv, tokens=tokens[-2:], logits=2), Rows(kv=packed.new_kv(), tokens=[1])])
+        packed([NextTokens(kv=kv, tokens=tokens[:-2], logits=0)])
+        ((logits, _), _) = packed(
+            [NextTokens(kv=kv, tokens=tokens[-2:], logits=2), NextTokens(kv=packed.new_kv(), tokens=[1])]
+        )
         expected = own.logits[0, -2:].float()
         if not (logits.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max():
             raise UnsupportedModelError("its tokens computed one by one differ from its own pass")

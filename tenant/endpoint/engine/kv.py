@@ -91,7 +91,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class KVBlock:
     """Keys `[layers, heads, key_width, BLOCK]` and values `[layers, heads, BLOCK, value_width]` of `BLOCK` tokens, for
     the layers of one kind.
 
@@ -103,7 +103,7 @@ class Block:
     values: Tensor
 
     @classmethod
-    def empty(cls, shape: Shape, layers: int) -> "Block":
+    def empty(cls, shape: Shape, layers: int) -> "KVBlock":
         """Make a block of zeros."""
         size = (layers, shape.heads)
         return cls(
@@ -111,9 +111,9 @@ class Block:
             torch.zeros(*size, BLOCK, shape.value_width, dtype=shape.dtype, device="cpu"),
         )
 
-    def copy(self) -> "Block":
+    def copy(self) -> "KVBlock":
         """Return a block that shares no memory with this one."""
-        return Block(self.keys.clone(), self.values.clone())
+        return KVBlock(self.keys.clone(), self.values.clone())
 
 
 class KeyValues:
@@ -136,7 +136,7 @@ class KeyValues:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.length = 0
-        self._blocks: list[list[Block | None]] = [[] for _ in shape.kinds]  # of each kind; None: released
+        self._blocks: list[list[KVBlock | None]] = [[] for _ in shape.kinds]  # of each kind; None: released
         self._shared = 0  # this many leading blocks may belong to other sequences too: never written
 
     @property
@@ -159,7 +159,7 @@ class KeyValues:
         self.length += tokens
         for layers, blocks in zip(self.shape.kinds.values(), self._blocks, strict=True):
             while len(blocks) * BLOCK < self.length:
-                blocks.append(Block.empty(self.shape, layers))
+                blocks.append(KVBlock.empty(self.shape, layers))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Set keys `[tokens, heads, key_width]` and values `[tokens, heads, value_width]` of the last tokens of a
@@ -225,5 +225,5 @@ def held_bytes(sequences: Iterable[KeyValues]) -> int:
     return sum(block.keys.nbytes + block.values.nbytes for block in held.values())
 
 
-def _copied(block: Block | None) -> Block | None:
+def _copied(block: KVBlock | None) -> KVBlock | None:
     return block and block.copy()

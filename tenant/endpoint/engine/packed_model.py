@@ -30,7 +30,7 @@ _STEP = "_symbiosis_priv_step"  # attribute of keys that a `_Step` has returned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class NextTokens:
     """The next tokens of one sequence.
 
     Args:
@@ -47,7 +47,7 @@ class Rows:
 
 
 class Output(NamedTuple):
-    """Results of `Rows`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens, width]`."""
+    """Results of `NextTokens`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens, width]`."""
 
     logits: Tensor
     hidden: Tensor
@@ -100,7 +100,7 @@ class PackedModel:
         return KeyValues(self.shape)
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[Rows]) -> list[Output]:
+    def __call__(self, rows: Sequence[NextTokens]) -> list[Output]:
         """Compute the next tokens of some sequences, which are all different. An error leaves their lengths as before.
 
         Raises:
@@ -129,7 +129,7 @@ class PackedModel:
             raise
         return step.outputs(output.logits)
 
-    def _extends_head(self, rows: Sequence[Rows]) -> bool:
+    def _extends_head(self, rows: Sequence[NextTokens]) -> bool:
         """True if an adapter changes the LM head, which then needs all rows of the batch."""
         if self._tasks is None:
             return False
@@ -139,7 +139,7 @@ class PackedModel:
 class _Step(Cache):
     """Stands for the cache of one pass: appends keys and values to the sequences, and knows which rows are whose."""
 
-    def __init__(self, rows: Sequence[Rows], *, keep_all: bool) -> None:
+    def __init__(self, rows: Sequence[NextTokens], *, keep_all: bool) -> None:
         super().__init__(layers=[])
         self._rows = rows
         self._ends = list(accumulate(len(part.tokens) for part in rows))
@@ -191,7 +191,7 @@ class _Step(Cache):
         """No keys: `_registered` then makes no mask."""
         return 0, 0
 
-    def _places(self) -> list[tuple[Rows, slice]]:
+    def _places(self) -> list[tuple[NextTokens, slice]]:
         begins = (0, *self._ends[:-1])
         return [(part, slice(*place)) for part, *place in zip(self._rows, begins, self._ends, strict=True)]
 

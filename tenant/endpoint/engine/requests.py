@@ -53,7 +53,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EngineRequest:
     """One answer to generate, or one embedding to compute.
 
     Args:
@@ -208,7 +208,7 @@ class Engine(ABC):
     """Generates answers. All methods may be called from any thread."""
 
     @abstractmethod
-    def submit(self, request: Request, sink: Sink) -> Handle:
+    def submit(self, request: EngineRequest, sink: Sink) -> Handle:
         """Take a request. Its events go to `sink`; the last one is `Done` or `Failed`.
 
         Raises:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
-from tenant.endpoint.engine.answer import Answer
+from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.kv import KeyValues
-from tenant.endpoint.engine.packed_model import Output, Rows
-from tenant.endpoint.engine.requests import Request, RequestLedger, TokenLogprob
+from tenant.endpoint.engine.packed_model import NextTokens, Output
+from tenant.endpoint.engine.requests import EngineRequest, RequestLedger, TokenLogprob
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.ledger import ledger_of
 from tenant.session.tally import Ledger
@@ -54,7 +54,7 @@ class Sequence:
         cancelled: True once the client does not want the answer.
     """
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: GeneratedAnswer) -> None:
         self.answer = answer
         self.tokens = list(answer.request.prompt)
         self.kv: KeyValues | None = None
@@ -66,7 +66,7 @@ class Sequence:
         self._sum: Tensor | None = None
 
     @property
-    def request(self) -> Request:
+    def request(self) -> EngineRequest:
         return self.answer.request
 
     @property
@@ -85,7 +85,7 @@ class Sequence:
     def ledger(self) -> RequestLedger:
         return self._spent
 
-    def rows(self, most: int, guess: Tokens[int] = ()) -> Rows:
+    def rows(self, most: int, guess: Tokens[int] = ()) -> NextTokens:
         """Return the tokens to compute next: up to `most` of the prompt, or the last token and the guess after it."""
         assert self.kv is not None
         done = self.kv.length
@@ -96,9 +96,9 @@ class Sequence:
             tokens = self.tokens[done : done + most]
             reads = self.request.sampling.prompt_logprobs is not None
             logits = len(tokens) if reads else int(done + len(tokens) == len(self.tokens))
-        return Rows(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
+        return NextTokens(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
 
-    def take(self, rows: Rows, output: Output) -> int:
+    def take(self, rows: NextTokens, output: Output) -> int:
         """Use the results of `rows`. Returns the number of new tokens."""
         assert self.kv is not None
         done = self.kv.length
@@ -130,7 +130,7 @@ class Sequence:
             for row in output.hidden.double():  # in order, so that the sum does not depend on how the prompt was cut
                 self._sum = row if self._sum is None else self._sum + row
 
-    def _extend(self, rows: Rows, logits: Tensor) -> int:
+    def _extend(self, rows: NextTokens, logits: Tensor) -> int:
         """Choose tokens from the rows of the last token and of a guess, as long as the guess is right."""
         assert self.kv is not None
         before = len(self.tokens)
@@ -142,17 +142,17 @@ class Sequence:
         return len(self.tokens) - before
 
 
-def full_length(request: Request) -> int:
+def full_length(request: EngineRequest) -> int:
     """Return the largest number of tokens that a request can get, those of its prompt included."""
     return len(request.prompt) + request.max_tokens * (request.pooling is None)
 
 
-def sizes(request: Request) -> str:
+def sizes(request: EngineRequest) -> str:
     """Describe the length of a request, for errors."""
     return f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens"
 
 
-def check(request: Request, *, adapters: Container[str], context: int | None) -> None:
+def check(request: EngineRequest, *, adapters: Container[str], context: int | None) -> None:
     """Refuse a request that the model cannot serve.
 
     Raises:

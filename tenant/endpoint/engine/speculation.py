@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant.endpoint.engine.kv import KeyValues
-from tenant.endpoint.engine.packed_model import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.model.loading import load_language_model, load_tokenizer
 
@@ -84,10 +84,10 @@ class DraftModel(Drafter):
             for sequence, output in zip(parts, outputs, strict=True):
                 if len(output.logits):
                     guesses.setdefault(sequence, []).append(int(output.logits[-1, : self._vocabulary].argmax()))
-            parts = {s: Rows(kv=self._read[s], tokens=guess[-1:]) for s, guess in guesses.items()}
+            parts = {s: NextTokens(kv=self._read[s], tokens=guess[-1:]) for s, guess in guesses.items()}
         return {s: guesses.get(s) or s.tokens[-1:] * self.ahead for s in sequences if s.decoding}
 
-    def _unread(self, sequence: Sequence) -> Rows:
+    def _unread(self, sequence: Sequence) -> NextTokens:
         kv = self._read.setdefault(sequence, self._packed.new_kv())
         kv.truncate(max(0, len(sequence.tokens) - 2))
         kv.release()
@@ -95,7 +95,7 @@ class DraftModel(Drafter):
         if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
             tokens = []
         complete = kv.length + len(tokens) == len(sequence.tokens)
-        return Rows(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
+        return NextTokens(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
 
 
 def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from symbiosis_priv.errors import ConfigError, OverloadedError, SymbiosisError
-from tenant.endpoint.engine.answer import Answer
-from tenant.endpoint.engine.requests import Engine, Load, Request, RequestLedger, Sink
+from tenant.endpoint.engine.answer import GeneratedAnswer
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, RequestLedger, Sink
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.endpoint.engine.sequence import check, costs, counters
 from tenant.model.ledger import since
@@ -60,7 +60,7 @@ class WholeEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> "_Job":
+    def submit(self, request: EngineRequest, sink: Sink) -> "_Job":
         check(request, adapters=self._tasks or (), context=self._context)
         logits = len(request.prompt) * self._model.config.get_text_config().vocab_size * 4
         if request.sampling.prompt_logprobs is not None and logits > _LOGITS:
@@ -68,7 +68,7 @@ class WholeEngine(Engine):
                 f"log probabilities of {len(request.prompt):,} tokens of prompt take {logits:,} bytes here, more than "
                 f"{_LOGITS:,}; ask for those of a shorter prompt"
             )
-        job = _Job(Answer(request, sink, self._tokenizer), self)
+        job = _Job(GeneratedAnswer(request, sink, self._tokenizer), self)
         with self._changed:
             waiting, own = sum(map(len, self._waiting.values())), len(self._waiting.get(request.client, ()))
             if self._closed or own >= self._max_waiting - waiting:
@@ -165,7 +165,7 @@ class WholeEngine(Engine):
                     stopping_criteria=StoppingCriteriaList([_Ended(job)]),
                 )
 
-    def _prompt_logprobs(self, request: Request, given: dict[str, Tensor]) -> list[Any]:
+    def _prompt_logprobs(self, request: EngineRequest, given: dict[str, Tensor]) -> list[Any]:
         top = request.sampling.prompt_logprobs
         if top is None:
             return []
@@ -182,7 +182,7 @@ class WholeEngine(Engine):
 class _Job:
     """A request that the engine has taken."""
 
-    def __init__(self, answer: Answer, engine: WholeEngine) -> None:
+    def __init__(self, answer: GeneratedAnswer, engine: WholeEngine) -> None:
         self.answer = answer
         self.cancelled = False
         self.before: Ledger | None = None  # the session's counters at the start of this request

@@ -33,7 +33,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     sequence_length: int
 
 
-class Job(msgspec.Struct, kw_only=True):
+class FineTuningJob(msgspec.Struct, kw_only=True):
     """The state of one job.
 
     Args:
@@ -67,7 +67,7 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
 class StoredJob:
     """A job and its events, with their folder."""
 
-    def __init__(self, folder: Path, job: Job, events: list[JobEvent]) -> None:
+    def __init__(self, folder: Path, job: FineTuningJob, events: list[JobEvent]) -> None:
         self.folder = folder
         self.job = job
         self.events = events
@@ -76,7 +76,7 @@ class StoredJob:
     def read(cls, folder: Path) -> "StoredJob | None":
         """Read a job; None if it was never completely written."""
         try:
-            job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
+            job = msgspec.json.decode((folder / "job.json").read_bytes(), type=FineTuningJob)
         except (OSError, *UNDECODABLE):
             return None
         return cls(folder, job, _events(folder / "events.jsonl")) if job.id == folder.name else None

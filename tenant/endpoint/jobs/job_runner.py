@@ -24,7 +24,7 @@ from symbiosis_priv.system.files import UNDECODABLE
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.jobs.child import Report, Work
-from tenant.endpoint.jobs.job import ENDED, Asked, Job, JobEvent, StoredJob
+from tenant.endpoint.jobs.job import ENDED, Asked, FineTuningJob, JobEvent, StoredJob
 from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.tasks import Tasks
 from tenant.training import corpus
@@ -100,7 +100,7 @@ class Jobs:
             said = str(error).replace(str(path), asked.training_file)
             raise ApiError(400, said, code="invalid_training_file", param="training_file") from error
         name = f"ftjob-{secrets.token_hex(12)}"
-        job = Job(id=name, created_at=int(time.time()), model=self.name, asked=asked)
+        job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
         with self._changed:
             if sum(one.job.status not in ENDED for one in self._jobs.values()) >= _MAX_WAITING:
                 raise ApiError(429, f"{_MAX_WAITING} jobs are waiting; try again later", code="overloaded")

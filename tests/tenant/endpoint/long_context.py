@@ -24,10 +24,10 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
 from tenant.endpoint.engine.attention import Attention
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
-from tenant.endpoint.engine.packed_model import PackedModel, Rows
-from tenant.endpoint.engine.requests import Done, Event, Failed, Request, Sampling, Token
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Sampling, Token
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.loading import load_language_model, load_tokenizer
 
@@ -88,7 +88,7 @@ def read_beside_others(engine: ContinuousEngine, prompt: tuple[int, ...]) -> tup
                 return
             sink = Answers()
             short = tuple((number + i) % 300 for i in range(_SHORT))
-            engine.submit(Request(id="short", prompt=short, client="other", max_tokens=64), sink)
+            engine.submit(EngineRequest(id="short", prompt=short, client="other", max_tokens=64), sink)
             assert sink.ended.wait(600)
             gaps.extend(sink.gaps)
             nonlocal held
@@ -96,7 +96,7 @@ def read_beside_others(engine: ContinuousEngine, prompt: tuple[int, ...]) -> tup
 
     other = threading.Thread(target=chat)
     begin, answer = time.monotonic(), Answers()
-    engine.submit(Request(id="long", prompt=prompt, max_tokens=8, sampling=Sampling(logprobs=5)), answer)
+    engine.submit(EngineRequest(id="long", prompt=prompt, max_tokens=8, sampling=Sampling(logprobs=5)), answer)
     other.start()
     assert answer.ended.wait(3600)
     seconds = time.monotonic() - begin
@@ -138,20 +138,20 @@ def measure(tokens: int, folder: Path) -> dict[str, Any]:
     generator = torch.Generator(device="cpu").manual_seed(1)
     prompt = tuple(torch.randint(3, 320, (tokens,), generator=generator, dtype=torch.int64, device="cpu").tolist())
     memory = packed.shape.bytes(tokens + 8) + packed.shape.bytes(_SHORT + 64)
-    engine = ContinuousEngine(packed, load_tokenizer(checkpoint), limits=Limits(memory=memory))
+    engine = ContinuousEngine(packed, load_tokenizer(checkpoint), limits=EngineLimits(memory=memory))
     warm = Answers()
-    engine.submit(Request(id="warm", prompt=prompt[:512], max_tokens=2), warm)
+    engine.submit(EngineRequest(id="warm", prompt=prompt[:512], max_tokens=2), warm)
     assert warm.ended.wait(600)
     before = peak_bytes()
     answer, gaps, seconds, held = read_beside_others(engine, prompt)
     grown = peak_bytes() - before
     try:
-        engine.submit(Request(id="too long", prompt=(*prompt, 1), max_tokens=2 * BLOCK), Answers())
+        engine.submit(EngineRequest(id="too long", prompt=(*prompt, 1), max_tokens=2 * BLOCK), Answers())
         refusal = ""
     except ConfigError as error:
         refusal = str(error)
     kv = packed.new_kv()
-    ((logits, _),) = packed([Rows(kv=kv, tokens=prompt)])
+    ((logits, _),) = packed([NextTokens(kv=kv, tokens=prompt)])
     uncut = token_logprob(logits[0], int(logits[0].argmax()), top=5)
     engine.close()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tenant import RemoteConfig
-from tenant.endpoint.engine.packed_model import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.model.loading import load_language_model
 
 _PROMPT = range(5, 37)
@@ -29,11 +29,11 @@ def main() -> None:
     passes: dict[str, Callable[[], object]] = {}
     for answers in (1, 8):
         kvs = [packed.new_kv() for _ in range(answers)]
-        packed([Rows(kv=kv, tokens=_PROMPT) for kv in kvs])
+        packed([NextTokens(kv=kv, tokens=_PROMPT) for kv in kvs])
         ids = torch.tensor([list(_PROMPT)] * answers, dtype=torch.int64, device="cpu")
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values
-        rows = [Rows(kv=kv, tokens=[7]) for kv in kvs]
+        rows = [NextTokens(kv=kv, tokens=[7]) for kv in kvs]
         passes[f"the engine's pass, {answers}"] = partial(packed, rows)
         passes[f"the model's own pass, {answers}"] = partial(
             model, input_ids=ids[:, :1], past_key_values=cache, use_cache=True

@@ -36,7 +36,7 @@ async def chat(asked: ChatRequest, http: Request) -> Any:
 class PreparedChat:
     """A chat whose fields have been checked, and its answers."""
 
-    def __init__(self, asked: ChatRequest, service: Service, request: engine.Request, *, in_tags: bool) -> None:
+    def __init__(self, asked: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
         self.requests = choices(request, asked.n or 1)
         self._asked = asked
         self._service = service

@@ -32,7 +32,7 @@ class _Prepared:
     """A request whose fields have been checked, and its answers."""
 
     def __init__(
-        self, asked: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.Request]
+        self, asked: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.EngineRequest]
     ) -> None:
         self.requests = requests
         self._asked = asked

@@ -22,7 +22,7 @@ async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
     adapter = service.adapter(asked.model)
     prompts = await service.prompts(asked.input, param="input")
     requests = [
-        engine.Request(
+        engine.EngineRequest(
             id=new_id("embd"),
             prompt=tuple(prompt),
             adapter=adapter,

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from tenant.endpoint.api.guard import Guard
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.waiting import until
 
@@ -164,7 +164,7 @@ def test_a_key_leaves_places_for_other_keys(served: Served) -> None:
 
     async def asked() -> list[int]:
         guard, statuses = (
-            Guard(app, replace(served.settings, requests=8, body_s=60.0), Metrics(served.service.engine)),
+            Guard(app, replace(served.settings, requests=8, body_s=60.0), EndpointMetrics(served.service.engine)),
             [],
         )
 

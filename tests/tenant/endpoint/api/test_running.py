@@ -7,11 +7,11 @@ import pytest
 
 from symbiosis_priv.errors import QuarantinedError
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.metrics import Metrics
+from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.running import Running, collected
-from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Load, Request, RequestLedger, Sink, Token
+from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
 
-REQUEST = Request(id="1", prompt=(1,), adapter="lora")
+REQUEST = EngineRequest(id="1", prompt=(1,), adapter="lora")
 
 
 class Scripted(Engine):
@@ -21,7 +21,7 @@ class Scripted(Engine):
         self.sinks: list[Sink] = []
         self.cancelled = 0
 
-    def submit(self, request: Request, sink: Sink) -> "Scripted":
+    def submit(self, request: EngineRequest, sink: Sink) -> "Scripted":
         self.sinks.append(sink)
         return self
 
@@ -39,7 +39,7 @@ class Scripted(Engine):
 
 
 async def running(engine: Scripted, *events: Event) -> Running:
-    found = Running(engine, [REQUEST], Metrics(engine), Counter())
+    found = Running(engine, [REQUEST], EndpointMetrics(engine), Counter())
     for event in events:
         await asyncio.to_thread(engine.sinks[0], event)
     return found
@@ -75,7 +75,7 @@ def test_costs_are_those_of_running_and_ended_requests() -> None:
     async def run() -> None:
         users: Counter[str | None] = Counter()
         engine = Scripted()
-        both = Running(engine, [REQUEST, REQUEST], Metrics(engine), users)
+        both = Running(engine, [REQUEST, REQUEST], EndpointMetrics(engine), users)
         assert both.ledger().rows == 4
         assert users["lora"] == 1
         for sink in engine.sinks:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
 
-from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token, TokenLogprob
+from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token, TokenLogprob
 from tenant.model.loading import load_language_model
 from tenant.tasks.methods import BottleneckConfig, DiffPruningConfig
 
@@ -76,7 +76,7 @@ class Asked:
         self.got: list[Token] = []
         self._ended = threading.Event()
         self._at = at or {}
-        self.handle = engine.submit(Request(id="test", prompt=prompt, **said), self._take)
+        self.handle = engine.submit(EngineRequest(id="test", prompt=prompt, **said), self._take)
 
     def _take(self, event: Event) -> None:
         self.events.append(event)

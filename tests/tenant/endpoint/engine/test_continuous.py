@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, NonFiniteError, OverloadedError, TaskError
 from tenant import RemoteConfig, backend_of
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Embedded, Sampling, Started
@@ -53,7 +53,9 @@ def opened(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Open]:
     engines = []
 
     def open_engine(**limits: int) -> ContinuousEngine:
-        engines.append(ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(**limits)))
+        engines.append(
+            ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(**limits))
+        )
         return engines[-1]
 
     yield open_engine
@@ -63,7 +65,7 @@ def opened(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def engine(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[ContinuousEngine]:
-    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(step_rows=48))
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(step_rows=48))
     yield engine
     engine.close()
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.kv import BLOCK, Shape
 from tenant.endpoint.engine.requests import Sampling
@@ -144,7 +144,7 @@ def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
     )
     tokenizer: Any = Letters()
     block = Shape.from_config(config, torch.float32).block_bytes
-    engine = open_engine(model, tokenizer, limits=Limits(memory=5 * block, step_rows=BLOCK))
+    engine = open_engine(model, tokenizer, limits=EngineLimits(memory=5 * block, step_rows=BLOCK))
     first = Asked(engine, prompt, max_tokens=8)
     assert first.tokens == output[0, len(prompt) :].tolist()
     assert engine.load().memory <= 2 * block
@@ -152,7 +152,7 @@ def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
     assert again.done().ledger.cached_tokens == len(prompt) + 7
     shorter = Asked(engine, prompt[:BLOCK], max_tokens=2, sampling=Sampling(logprobs=1))
     assert shorter.done().ledger.cached_tokens == 0
-    alone = open_engine(model, tokenizer, limits=Limits(memory=5 * block))
+    alone = open_engine(model, tokenizer, limits=EngineLimits(memory=5 * block))
     assert shorter.logprobs == Asked(alone, prompt[:BLOCK], max_tokens=2, sampling=Sampling(logprobs=1)).logprobs
     alone.close()
     engine.close()

@@ -8,7 +8,7 @@ import torch
 
 from tenant import RemoteConfig
 from tenant.endpoint.engine.kv import BLOCK
-from tenant.endpoint.engine.packed_model import PackedModel, Rows
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.long_context import small_model
@@ -23,11 +23,11 @@ def test_a_prompt_read_in_chunks_has_the_bits_of_one_pass() -> None:
     with torch.no_grad():
         own = model(input_ids=torch.tensor([tokens])).logits[0]
     packed = PackedModel(model)
-    ((uncut, _),) = packed([Rows(kv=packed.new_kv(), tokens=tokens, logits=length)])
+    ((uncut, _),) = packed([NextTokens(kv=packed.new_kv(), tokens=tokens, logits=length)])
     kv, found = packed.new_kv(), []
     for size in (1, 2, BLOCK - 5, 3, 200, length):
         chunk = tokens[kv.length :][:size]
-        ((logits, _),) = packed([Rows(kv=kv, tokens=chunk, logits=len(chunk))])
+        ((logits, _),) = packed([NextTokens(kv=kv, tokens=chunk, logits=len(chunk))])
         found.append(logits)
     packed.close()
     assert torch.equal(torch.cat(found), uncut)
@@ -44,6 +44,6 @@ def test_products_run_outside_the_mode_for_local_functions(checkpoint: Path) -> 
         type(backend).multiply(backend, *args, **said)
 
     with mock.patch.object(backend, "multiply", multiply):
-        packed([Rows(kv=packed.new_kv(), tokens=[1, 2])])
+        packed([NextTokens(kv=packed.new_kv(), tokens=[1, 2])])
     packed.close()
     assert inside == [True] * len(backend.facts)

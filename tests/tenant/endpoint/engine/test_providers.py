@@ -10,7 +10,7 @@ import torch
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Sampling
 from tenant.endpoint.engine.sequence import Drafter
@@ -48,7 +48,7 @@ def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Ca
         tasks = Tasks(model)
         tasks.register_all(adapters)
         engine = ContinuousEngine(
-            PackedModel(model, tasks), tokenizer, tasks=tasks, limits=Limits(step_rows=512), drafter=drafter
+            PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(step_rows=512), drafter=drafter
         )
         opened.append((engine, model))
         return engine, model

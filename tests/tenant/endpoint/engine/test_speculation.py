@@ -18,10 +18,10 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine import speculation
-from tenant.endpoint.engine.continuous import ContinuousEngine, Limits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import Output, PackedModel
-from tenant.endpoint.engine.requests import Done, Event, Failed, Request, Sampling, Token
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Sampling, Token
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued, open_drafter
 from tenant.model.loading import load_language_model
@@ -77,7 +77,7 @@ def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: A
                 ended[index].set()
 
         for i, prompt in enumerate(PROMPTS):
-            engine.submit(Request(id=str(i), prompt=prompt, **said), lambda event, i=i: sink(i, event))  # type: ignore[misc]
+            engine.submit(EngineRequest(id=str(i), prompt=prompt, **said), lambda event, i=i: sink(i, event))  # type: ignore[misc]
         assert all(event.wait(60) for event in ended)
     return [[event for event in events if isinstance(event, Token)] for events in found]
 
@@ -85,7 +85,7 @@ def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: A
 @contextmanager
 def running(packed: PackedModel, tokenizer: Any, drafter: Drafter | None, **limits: int) -> Iterator[ContinuousEngine]:
     closed, packed.close = packed.close, lambda: None  # type: ignore[method-assign]
-    engine = ContinuousEngine(packed, tokenizer, drafter=drafter, limits=Limits(**limits))
+    engine = ContinuousEngine(packed, tokenizer, drafter=drafter, limits=EngineLimits(**limits))
     try:
         yield engine
     finally:
@@ -166,12 +166,12 @@ def test_a_draft_model_reads_long_prompts_in_parts(
 def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: Drafter, tokenizer: Any) -> None:
     memory = packed.shape.bytes(20)
     with running(packed, tokenizer, PromptLookup(), memory=memory) as engine:
-        engine.submit(Request(id="1", prompt=(1,), max_tokens=1), lambda event: None)
+        engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
     with (
         running(packed, tokenizer, draft, memory=memory) as engine,
         pytest.raises(ConfigError, match="bytes"),
     ):
-        engine.submit(Request(id="1", prompt=(1,), max_tokens=1), lambda event: None)
+        engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(tokenizer: Any, tmp_path: Path) -> None:

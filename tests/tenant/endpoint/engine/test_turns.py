@@ -6,12 +6,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.endpoint.engine.requests import Request
+from tenant.endpoint.engine.requests import EngineRequest
 from tenant.endpoint.engine.turns import Turns
 
 
 def asked(client: str, adapter: str | None) -> Any:
-    return SimpleNamespace(request=Request(id="r", prompt=(1,), client=client, adapter=adapter))
+    return SimpleNamespace(request=EngineRequest(id="r", prompt=(1,), client=client, adapter=adapter))
 
 
 def served(turns: Turns) -> list[str]:

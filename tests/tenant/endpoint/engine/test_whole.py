@@ -10,7 +10,7 @@ import torch
 
 from symbiosis_priv.errors import ConfigError, OverloadedError, TaskError
 from tenant import RemoteConfig
-from tenant.endpoint.engine.requests import Done, Embedded, Event, Request, Sampling, Started, Token
+from tenant.endpoint.engine.requests import Done, Embedded, EngineRequest, Event, Sampling, Started, Token
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
@@ -62,7 +62,7 @@ class Events:
 
 def answered(engine: WholeEngine, **said: Any) -> Events:
     events = Events()
-    engine.submit(Request(id="1", **({"prompt": PROMPT} | said)), events)
+    engine.submit(EngineRequest(id="1", **({"prompt": PROMPT} | said)), events)
     events.wait()
     return events
 
@@ -130,15 +130,15 @@ def test_embeddings_are_hidden_states(engine: WholeEngine, model: Any) -> None:
 
 def test_cancelled_requests_end_and_too_many_are_refused(engine: WholeEngine) -> None:
     long = Events()
-    running = engine.submit(Request(id="long", prompt=PROMPT, max_tokens=200, client="a"), long)
+    running = engine.submit(EngineRequest(id="long", prompt=PROMPT, max_tokens=200, client="a"), long)
     assert long.first.wait(60)
     waiting = [Events() for _ in range(4)]
     handles = [
-        engine.submit(Request(id="w", prompt=PROMPT, max_tokens=1, client=client), events)
+        engine.submit(EngineRequest(id="w", prompt=PROMPT, max_tokens=1, client=client), events)
         for client, events in zip("aabc", waiting, strict=True)
     ]
     with pytest.raises(OverloadedError):
-        engine.submit(Request(id="more", prompt=PROMPT), long)
+        engine.submit(EngineRequest(id="more", prompt=PROMPT), long)
     handles[1].cancel()
     assert waiting[1].ended.is_set()
     running.cancel()
@@ -153,7 +153,7 @@ def test_cancelled_requests_end_and_too_many_are_refused(engine: WholeEngine) ->
 
 def test_requests_that_cannot_be_served_are_refused(engine: WholeEngine) -> None:
     with pytest.raises(TaskError, match="none-such"):
-        engine.submit(Request(id="1", prompt=PROMPT, adapter="none-such"), Events())
+        engine.submit(EngineRequest(id="1", prompt=PROMPT, adapter="none-such"), Events())
     with pytest.raises(ConfigError, match="context"):
-        engine.submit(Request(id="1", prompt=PROMPT, max_tokens=1 << 20), Events())
+        engine.submit(EngineRequest(id="1", prompt=PROMPT, max_tokens=1 << 20), Events())
     assert len(answered(engine, max_tokens=0).all) == 2

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.jobs.job import Asked, Job, JobEvent, StoredJob
+from tenant.endpoint.jobs.job import Asked, FineTuningJob, JobEvent, StoredJob
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs
@@ -133,7 +133,9 @@ def test_a_finished_jobs_model_is_there_when_the_endpoint_starts_again(
     for name in ("ftjob-good", "ftjob-damaged"):
         folder = tmp_path / "private" / "jobs" / name
         folder.mkdir(parents=True)
-        job = Job(id=name, created_at=1, model="tiny", asked=asked, fine_tuned_model=name.replace("ftjob", "ft"))
+        job = FineTuningJob(
+            id=name, created_at=1, model="tiny", asked=asked, fine_tuned_model=name.replace("ftjob", "ft")
+        )
         StoredJob(folder, job, []).change("succeeded")
     shutil.copytree(adapters / "lora", tmp_path / "private" / "jobs" / "ftjob-good" / "adapter")
     with open_jobs(tmp_path / "private"):

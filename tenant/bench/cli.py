@@ -38,7 +38,7 @@ from tenant.bench.cli_options import (
     show,
     widths,
 )
-from tenant.bench.measured_models import Bert, Llama, Traffic
+from tenant.bench.measured_models import Bert, Llama, QueuedRequests
 from tenant.bench.results import result_file, tables
 from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
@@ -54,7 +54,7 @@ app = typer.Typer(
 _SHAPE = Llama(width=2048, layers=4, inner=5632)
 _SMALL = Llama(width=512, layers=4, inner=1408)
 _BILLION = Llama(width=2048, layers=16, inner=8192)
-_BERT_BASE, _TRAFFIC = Bert(), Traffic()
+_BERT_BASE, _TRAFFIC = Bert(), QueuedRequests()
 _EFFORT, _FIVE_TIMES, _ONCE = Effort(), Effort(repeat=5), Effort(repeat=1)
 _MASKINGS = "none,pad,local"
 _POLICIES = "none,lockstep,opportunistic"
@@ -326,7 +326,7 @@ def tasks(
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
     batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
-    traffic: Traffic = _TRAFFIC,
+    traffic: QueuedRequests = _TRAFFIC,
     effort: Effort = _EFFORT,
     json: Json = None,
 ) -> None:

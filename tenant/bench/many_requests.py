@@ -26,7 +26,7 @@ from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import provide, relayed, remote_config
 from tenant.bench.results.result_file import Row, percentile
 from tenant.endpoint.engine.engine_choice import open_engine
-from tenant.endpoint.engine.requests import Done, Engine, Event, Failed, Request, Token
+from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
@@ -47,7 +47,7 @@ _ADAPTERS: Final[dict[str, PeftConfig]] = {
     "bottleneck": BottleneckConfig(bottleneck_dim=16, target_modules=["o_proj", "down_proj"]),
 }
 
-Way = Callable[[list[Request]], list[list[float]]]
+Way = Callable[[list[EngineRequest]], list[list[float]]]
 """Answers requests. Returns the times of each answer's tokens."""
 
 
@@ -97,7 +97,7 @@ def measure_streams(
                 torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
                 random = np.random.default_rng(turn)
                 requests = [
-                    Request(
+                    EngineRequest(
                         id=str(i),
                         prompt=tuple(random.integers(1, split.config.vocab_size, size=prompt).tolist()),
                         adapter=names[i % len(names)],
@@ -144,7 +144,7 @@ class _NoText:
         return ""
 
 
-def _measure(way: Way, requests: list[Request], split: Any, figures: _Figures) -> None:
+def _measure(way: Way, requests: list[EngineRequest], split: Any, figures: _Figures) -> None:
     before, began = ledger_of(split) or Ledger(), time.perf_counter()
     answers = way(requests)
     figures.seconds += max(times[-1] for times in answers) - began
@@ -155,7 +155,7 @@ def _measure(way: Way, requests: list[Request], split: Any, figures: _Figures) -
     figures.round_trips += since(before, ledger_of(split) or Ledger()).executor_round_trips
 
 
-def _answer(engine: Engine, requests: list[Request]) -> list[list[float]]:
+def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
     """Submit all requests at once, and close the engine when all answers have ended."""
     answers = [_Answer(engine, request) for request in requests]
     times = [answer.wait() for answer in answers]
@@ -166,7 +166,7 @@ def _answer(engine: Engine, requests: list[Request]) -> list[list[float]]:
 class _Answer:
     """A request, and the times of its tokens."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Engine, request: EngineRequest) -> None:
         self._times: list[float] = []
         self._last: Event | None = None
         self._ended = threading.Event()
@@ -187,7 +187,7 @@ class _Answer:
             self._ended.set()
 
 
-def _generate(model: Any, requests: list[Request], *, batch: int) -> list[list[float]]:
+def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[list[float]]:
     """Answer with `generate()` of plain transformers, in batches of this size."""
     times = []
     for start in range(0, len(requests), batch):

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from tenant.bench.cli_options import Effort
-from tenant.bench.measured_models import Bert, Traffic
+from tenant.bench.measured_models import Bert, QueuedRequests
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.providers import provide, remote_config
 from tenant.bench.results.result_file import Row
@@ -53,7 +53,7 @@ def measure_tasks(
     tasks: int,
     batch: int,
     tokens: int,
-    traffic: Traffic,
+    traffic: QueuedRequests,
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> Iterator[Row]:
@@ -182,7 +182,9 @@ def _ledger(model: Any) -> Ledger | None:
     return ledger_of(model) if hasattr(model, "hf_quantizer") else None
 
 
-def _coordinated(tasks: Tasks, names: Sequence[str], traffic: Traffic, on_turn: Callable[[str], None]) -> Iterator[Row]:
+def _coordinated(
+    tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, on_turn: Callable[[str], None]
+) -> Iterator[Row]:
     """The plans take turns, batch by batch, so that a change of the machine's speed affects all of them alike."""
 
     def run(rows: int, tokens: int) -> None:
@@ -224,7 +226,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: Traffic, on_turn: 
         }
 
 
-def _requests(tasks: Tasks, names: Sequence[str], traffic: Traffic, longest: int) -> list[Request]:
+def _requests(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, longest: int) -> list[Request]:
     random = np.random.default_rng(0)
     lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
     chosen = random.integers(len(names), size=traffic.requests)

@@ -22,7 +22,7 @@ from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import small_llama
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import provide
-from tenant.bench.processes.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
+from tenant.bench.processes.request_load import DEADLINE_S, Kind, LoadResult, RequestLoad, serve_load
 from tenant.bench.results.result_file import Row, number, percentile
 
 _CHECKED_S = 2.0
@@ -208,10 +208,10 @@ class _Bench:
         row = self._row(scenario, loads, seen, seconds)
         return {**row, **_executor_figures(before, after), **_compared(seen)}, alone
 
-    def _load(self, name: str, kind: Kind, rows: int, rank: int, seconds: float) -> Load:
+    def _load(self, name: str, kind: Kind, rows: int, rank: int, seconds: float) -> RequestLoad:
         if name not in self._identities:
             self._identities[name] = self._local.issue_tenant(name)
-        return Load(
+        return RequestLoad(
             name=name,
             identity=self._identities[name],
             kind=kind,
@@ -228,7 +228,7 @@ class _Bench:
         executor: dict[str, Any] = self._local.status("executor")["executor"]
         return executor
 
-    def _row(self, scenario: Scenario, loads: Sequence[Load], seen: Sequence[LoadResult], seconds: float) -> Row:
+    def _row(self, scenario: Scenario, loads: Sequence[RequestLoad], seen: Sequence[LoadResult], seconds: float) -> Row:
         of_kind = {
             kind: [(load.rows, found.turns) for load, found in zip(loads, seen, strict=True) if load.kind == kind]
             for kind in ("generating", "training")

@@ -102,7 +102,7 @@ class Bert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class QueuedRequests:
     """Requests that wait, as in the PetS paper: their lengths follow a normal distribution, their tasks a uniform
     one."""
 

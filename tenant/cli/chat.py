@@ -27,9 +27,9 @@ def chat(*, model: Model, remote: Remote, adapter: Adapter = None, decoding: Dec
     with contextlib.suppress(ImportError):  # not on every system; with it, input() edits lines and has a history
         import readline  # noqa: F401
     with Interrupts() as interrupts, opened(model, remote, adapter) as (loaded, tokenizer):
-        from tenant.training.generate import Chat
+        from tenant.training.generate import Conversation
 
-        conversation, stopped = Chat(loaded, tokenizer, decoding=decoding), False
+        conversation, stopped = Conversation(loaded, tokenizer, decoding=decoding), False
         while True:
             try:
                 message = _message(terminal)

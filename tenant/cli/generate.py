@@ -47,7 +47,7 @@ def generate(
         from tenant.training import generate as generation
 
         if chat:
-            text = generation.Chat(loaded, tokenizer, decoding=decoding).answer(words, stream=True)
+            text = generation.Conversation(loaded, tokenizer, decoding=decoding).answer(words, stream=True)
         else:
             text = generation.generate(loaded, tokenizer, words, decoding=decoding, stream=True)
         if not text:

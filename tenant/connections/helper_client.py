@@ -34,7 +34,7 @@ _RELAY_S: Final = 30.0  # an order that takes longer is given up; the link betwe
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelayTarget:
+class RelayInstruction:
     """The executor to which the helpers of a pad send their effects.
 
     Args:
@@ -75,7 +75,7 @@ class Relay(NamedTuple):
     """The request that orders one effect as a block, and the executor that receives the block."""
 
     request: wire.Effect
-    target: RelayTarget
+    target: RelayInstruction
 
 
 class HelperClient:
@@ -106,7 +106,7 @@ class HelperClient:
         self._routes = routes
         self._choosing = threading.Lock()
 
-    def relay(self, target: RelayTarget, wanted: MaskRows) -> Relay | None:
+    def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
         """Return an order for `submit`. None if the helper does not relay, or cannot answer with one block."""
         welcome = self.route.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:

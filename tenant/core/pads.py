@@ -32,7 +32,7 @@ from tenant.core.secret import SessionSecret
 from tenant.worker import Promise, Worker
 
 
-class Block(NamedTuple):
+class RelayedBlock(NamedTuple):
     """An effect that its helper was told to send to an executor, plus rows of a second keystream.
 
     Args:
@@ -70,7 +70,7 @@ class Share(NamedTuple):
     first_row: int
     effect: Promise[Tensor] | Promise[Tensor | None]
     offset: int = 0
-    block: Block | None = None
+    block: RelayedBlock | None = None
     fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
 
     @property
@@ -144,7 +144,7 @@ class Pad:
             assert share.block is not None
             share.block.second.add_to(answer, first_row=share.first_row)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[RelayedBlock]:
         """The block of every share, or no block if an effect is subtracted by the tenant."""
         blocks = [s.block for s in self.shares if s.block is not None and (s.is_relayed or not s.effect.done())]
         return blocks if len(blocks) == len(self.shares) else []

@@ -9,14 +9,14 @@ from symbiosis_priv.federation import Federation, Peer
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServedGroups:
     """A working provider, and the layer groups that it serves in each direction."""
 
     peer: Peer
     groups: Mapping[Direction, range]
 
 
-def lacking(federation: Federation, serving: Sequence[Serving], layers: Sequence[int]) -> list[str]:
+def lacking(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
     """Return a message with a fix for each gap; empty if providers can compute every layer under every pad it needs.
 
     Args:
@@ -41,7 +41,7 @@ def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
     return f"layer{'s' * several} {', '.join(map(str, found))}"
 
 
-def _gaps(executors: Sequence[Serving], layers: Sequence[int], direction: Direction) -> Iterator[str]:
+def _gaps(executors: Sequence[ServedGroups], layers: Sequence[int], direction: Direction) -> Iterator[str]:
     served = {group for executor in executors for group in executor.groups[direction]}
     if gap := [group for group in range(len(layers)) if group not in served]:
         yield f"{layer_text(gap, layers)} {direction}: no executor; list, start or repair an executor that serves them"
@@ -49,8 +49,8 @@ def _gaps(executors: Sequence[Serving], layers: Sequence[int], direction: Direct
 
 def _unmasked(
     federation: Federation,
-    executor: Serving,
-    helpers: Sequence[Serving],
+    executor: ServedGroups,
+    helpers: Sequence[ServedGroups],
     layers: Sequence[int],
     direction: Direction,
 ) -> Iterator[str]:

@@ -33,7 +33,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
-from tenant.federation.gaps import Serving, layer_text
+from tenant.federation.gaps import ServedGroups, layer_text
 from tenant.preparation.prepared import Preparation
 
 _ROUND_TRIPS = 20
@@ -75,9 +75,9 @@ class Finding:
     bytes_per_s: float | None = None
 
     @property
-    def serving(self) -> Serving | None:
+    def serving(self) -> ServedGroups | None:
         """The provider and its layer groups, for `gaps`; None if the provider cannot be used."""
-        return None if self.failure or not self.groups else Serving(self.peer, self.groups)
+        return None if self.failure or not self.groups else ServedGroups(self.peer, self.groups)
 
 
 def probe_all(
@@ -197,7 +197,7 @@ class ProviderProbe:
     def _clock_ahead(self) -> float:
         """Return the seconds that the provider's clock is ahead."""
         began = time.time()
-        reply, _ = self._ask(wire.Health())
+        reply, _ = self._ask(wire.FetchHealth())
         if not isinstance(reply, wire.HealthReport):
             raise ProtocolError(f"{self.name} gives no health report; run the same release on both sides")
         return reply.time - (began + time.time()) / 2

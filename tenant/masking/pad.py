@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network.block_statement import block_id
 from tenant.connections.helper_client import HelperClient, MaskRows, Relay
-from tenant.core.pads import Block, EffectSource, Pad, Share
+from tenant.core.pads import EffectSource, Pad, RelayedBlock, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.worker import Promise
@@ -68,9 +68,9 @@ class PadSource(EffectSource):
             shares.append(share)
         return Pad(rows, tuple(shares))
 
-    def _block(self, relay: Relay, seed: Seed) -> Block:
+    def _block(self, relay: Relay, seed: Seed) -> RelayedBlock:
         request, target = relay
-        return Block(
+        return RelayedBlock(
             executor=target.executor,
             certificate=target.order.executor,
             id=block_id(request),

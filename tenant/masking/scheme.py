@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.wire import Role
-from tenant.connections.helper_client import HelperClient, RelayTarget
+from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource
 from tenant.core.secret import SessionSecret
@@ -102,7 +102,7 @@ class BackendScheme(Scheme):
         """Open the scheme's backend for one model."""
 
 
-Holders = Callable[[int, Peer | None], tuple[Sequence[HelperClient], RelayTarget | None]]
+Holders = Callable[[int, Peer | None], tuple[Sequence[HelperClient], RelayInstruction | None]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
     return [job.result() for job in jobs]
 
 
-class Waiting:
+class _Waiting:
     """Context manager: give up the turn of this thread's part, if it has one, and take it back at the end. A class,
     because a generator takes longer than many steps of a product."""
 
@@ -94,7 +94,7 @@ class Waiting:
             part.take_turn()
 
 
-waiting = Waiting()
+waiting = _Waiting()
 
 
 class _Stopped(BaseException):

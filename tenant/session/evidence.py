@@ -29,7 +29,7 @@ from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, Proto
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
-from tenant.core.pads import Block, Share, some_rows
+from tenant.core.pads import RelayedBlock, Share, some_rows
 from tenant.core.parts import Part
 from tenant.worker import Promise
 
@@ -84,7 +84,11 @@ def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer |
 
 
 def _signed(
-    part: Part, share: Share, block: Block, fetch: Callable[[bytes, int], tuple[wire.Block, bytearray]], signer: Signer
+    part: Part,
+    share: Share,
+    block: RelayedBlock,
+    fetch: Callable[[bytes, int], tuple[wire.Block, bytearray]],
+    signer: Signer,
 ) -> Tensor | Peer:
     """A block, int32 `[rows, o]`, or the provider that is at fault. Raises `TransportError` without evidence."""
     encoding = wire.encoding_of("ring", part.rows.ring_bits)

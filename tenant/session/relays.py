@@ -17,7 +17,7 @@ from symbiosis_priv.errors import ProtocolError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import ExecutorClient
-from tenant.connections.helper_client import RelayTarget
+from tenant.connections.helper_client import RelayInstruction
 from tenant.core.gate import Gate
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -69,7 +69,7 @@ class Relays:
         until, _ = self._paused.get(route.peer, (0.0, 0.0))
         return route if until <= time.monotonic() else None
 
-    def order(self, route: Route, holders: Sequence[Peer]) -> RelayTarget | None:
+    def order(self, route: Route, holders: Sequence[Peer]) -> RelayInstruction | None:
         """Permission to relay effects of these helpers to an executor; None if they are not relayed.
 
         Raises:
@@ -81,7 +81,7 @@ class Relays:
         if permit is None or not set(holders) <= {found[0] for found in permitted if found is not None}:
             return None
         self._gate.check_relay(route.peer, holders)
-        return RelayTarget(
+        return RelayInstruction(
             executor=route.peer,
             order=wire.RelayOrder(permit=permit.token, executor=fingerprint(route.peer.certificate)),
             until=time.monotonic() + _USED_PART * permit.block_seconds,

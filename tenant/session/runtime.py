@@ -27,7 +27,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor_client import ExecutorClient, row_limit
-from tenant.connections.helper_client import HelperClient, RelayTarget
+from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.connections.notices import Notices
 from tenant.core.gate import Gate
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
@@ -259,7 +259,7 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _holders(self, index: int, executor: Peer | None) -> tuple[list[HelperClient], RelayTarget | None]:
+    def _holders(self, index: int, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
         """Return the helpers of the next pad, and the executor to which they relay; see `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
         target = None if self.relays is None else self.relays.target(index, route)

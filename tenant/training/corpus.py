@@ -38,7 +38,7 @@ class Example:
     labels: list[int]
 
 
-class ChatMessage(msgspec.Struct):
+class JsonMessage(msgspec.Struct):
     role: str
     content: str
 
@@ -49,7 +49,7 @@ class JsonLine(msgspec.Struct):
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[JsonMessage] | None = None
 
     @property
     def form(self) -> str | None:

@@ -55,7 +55,7 @@ def generate(
     return _Generation(model, tokenizer, decoding).text_after(tokenizer(prompt)["input_ids"], stream=stream)
 
 
-class Chat:
+class Conversation:
     """A conversation. The model reads each message once: keys and values of earlier messages are kept. The tokenizer
     has a chat template."""
 

@@ -20,7 +20,7 @@ from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from threat_model.availability.chaos import run_chaos
-from threat_model.availability.options import Killing, Work
+from threat_model.availability.options import Killing, TenantWork
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
@@ -180,7 +180,7 @@ def test_a_provider_that_lies_rarely_is_caught_at_its_first_lie(
 
 def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> None:
     """A small version of `symbiosis-priv bench chaos`."""
-    work = Work(steps=8, generations=1, kills=3)
+    work = TenantWork(steps=8, generations=1, kills=3)
     chaos = run_chaos(tmp_path, work, Killing(executors=2, every=1.0))
     assert chaos.identical
     assert len(chaos.kills) >= work.kills

@@ -269,7 +269,7 @@ class ScriptedProvider:
             )
             connection.sendall(frame(welcome))
             return True
-        if isinstance(request, wire.Health):
+        if isinstance(request, wire.FetchHealth):
             report = wire.HealthReport(
                 name="scripted",
                 model_digest=self._model.manifest.digest,

@@ -21,7 +21,7 @@ from threat_model.evidence.statistics import (
     binomial_tail,
     clopper_pearson,
 )
-from threat_model.evidence.truth import Call, Truth
+from threat_model.evidence.truth import GroupCall, Truth
 from threat_model.evidence.views import Party
 
 V = TypeVar("V")
@@ -145,7 +145,7 @@ class RowsAttack(Attack[V, Rows]):
         return score_rows(guess, truth.calls)
 
 
-def score_rows(guess: Rows, calls: Mapping[int, Call]) -> Outcome:
+def score_rows(guess: Rows, calls: Mapping[int, GroupCall]) -> Outcome:
     """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
 
     The pair test asks whether two guesses fit their own rows better than each other's rows:

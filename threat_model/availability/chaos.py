@@ -34,7 +34,7 @@ from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
-from threat_model.availability.options import Killing, Work
+from threat_model.availability.options import Killing, TenantWork
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
 _SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
@@ -105,7 +105,7 @@ class Chaos:
 
 def run_chaos(
     directory: Path,
-    work: Work,
+    work: TenantWork,
     killing: Killing,
     *,
     on_event: Callable[[str], None] = lambda _: None,
@@ -139,7 +139,7 @@ def run_chaos(
     )
 
 
-def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int], bool]) -> RunResult:
+def _do(model: Path, remote: RemoteConfig, work: TenantWork, *, goes_on: Callable[[int], bool]) -> RunResult:
     base = load_model(model, remote=remote, dtype=torch.float32)
     with contextlib.closing(backend_of(base)):
         torch.manual_seed(0)

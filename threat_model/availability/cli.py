@@ -21,9 +21,9 @@ from tenant.bench.cli_options import (
 from tenant.bench.measured_models import Llama
 from tenant.bench.results.result_file import Row
 from tenant.cli.options import takes
-from threat_model.availability.options import Killing, Sharding, Work
+from threat_model.availability.options import Killing, Sharding, TenantWork
 
-_WORK, _KILLING, _SHARDING = Work(), Killing(), Sharding()
+_WORK, _KILLING, _SHARDING = TenantWork(), Killing(), Sharding()
 _SHAPE = Llama(width=512, layers=1, inner=1408)
 
 
@@ -47,7 +47,7 @@ def abuse(
 
 
 @takes
-def chaos(*, work: Work = _WORK, killing: Killing = _KILLING, json: Json = None) -> None:
+def chaos(*, work: TenantWork = _WORK, killing: Killing = _KILLING, json: Json = None) -> None:
     """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs."""
     from threat_model.availability.chaos import run_chaos
 

@@ -9,7 +9,7 @@ from tenant.bench.cli_options import Masking
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TenantWork:
     """The tenant's work: optimizer steps of LoRA on all linears, and then greedy texts."""
 
     steps: Annotated[int, Option(min=1, help="Optimizer steps, at least.")] = 200

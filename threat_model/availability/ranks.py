@@ -30,7 +30,7 @@ from tenant.bench.processes.providers import provide
 from tenant.bench.results.result_file import Row
 from tenant.masking.registry import session_scheme
 from threat_model.availability.options import Sharding
-from threat_model.availability.request_loop import PATIENCE_S, Answer, serve_requests
+from threat_model.availability.request_loop import PATIENCE_S, TimedAnswer, serve_requests
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
 """What happens to a rank, and by which signal."""
@@ -94,7 +94,7 @@ def measure_ranks(
             provider_options=options,
         )
         with local, contextlib.ExitStack() as running:
-            children: list[Child[None, list[Answer]]] = []
+            children: list[Child[None, list[TimedAnswer]]] = []
             for tenant in range(sharding.tenants):
                 identity = local.issue_tenant(f"tenant-{tenant}")
                 where = local.federation, local.model, local.cache
@@ -139,7 +139,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     return _Loss(what, at, back, named, before, process_costs.held([gateway]))
 
 
-def _row(loss: _Loss, answers: Sequence[Answer], sharding: Sharding, *, executors: int) -> Row:
+def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, executors: int) -> Row:
     before = [a for a in answers if loss.at - sharding.seconds <= a.asked and a.answered < loss.at]
     meanwhile = [a for a in answers if a.answered >= loss.at and a.asked < loss.back]
     if not before or not meanwhile:

@@ -27,7 +27,7 @@ _GROUP = 0  # the group of q, k and v
 _LARGEST = 100  # largest entry of a row, so that the exact product is in the range
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """The times of one answer by `time.monotonic`, a clock that all processes of a machine share."""
 
     asked: float
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 @contextmanager
 def serve_requests(
     path: Path, model: Path, cache: Path, identity: Identity, options: Sharding
-) -> Iterator[Callable[[None], list[Answer]]]:
+) -> Iterator[Callable[[None], list[TimedAnswer]]]:
     """For `Child`: sends requests until the parent's first question, and answers it with the times of all answers.
 
     Args:
@@ -55,12 +55,12 @@ def serve_requests(
     session_options = SessionOptions(masking=options.masking, deadline_s=PATIENCE_S)
     stopped = threading.Event()
 
-    def ask_repeatedly(session: Session) -> list[Answer]:
+    def ask_repeatedly(session: Session) -> list[TimedAnswer]:
         answers = []
         while not stopped.is_set():
             asked = time.monotonic()
             product = session.product(_GROUP, FORWARD, rows)
-            answers.append(Answer(asked, time.monotonic(), torch.equal(product, expected)))
+            answers.append(TimedAnswer(asked, time.monotonic(), torch.equal(product, expected)))
             if options.pause_s:
                 stopped.wait(options.pause_s)
         return answers
@@ -72,7 +72,7 @@ def serve_requests(
         session.product(_GROUP, FORWARD, rows)
         running = thread.submit(ask_repeatedly, session)
 
-        def stop(_: None) -> list[Answer]:
+        def stop(_: None) -> list[TimedAnswer]:
             stopped.set()
             return running.result()
 

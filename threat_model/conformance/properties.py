@@ -32,7 +32,7 @@ def _digest(subject: Subject, run: Run) -> None:
         run.one()
         with subject.dialler.connect() as probe:
             reply = hello(probe, subject.role, digest)
-            health, _ = probe.ask(wire.Health())
+            health, _ = probe.ask(wire.FetchHealth())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise subject.wrong_role(reply)
         if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):

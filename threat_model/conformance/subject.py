@@ -323,7 +323,7 @@ class Subject:
         reply = hello(probe, self.role, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
             # The provider names another digest. The property `digest` reports that; the others show what differs.
-            health, _ = probe.ask(wire.Health())
+            health, _ = probe.ask(wire.FetchHealth())
             if isinstance(health, wire.HealthReport):
                 reply = hello(probe, self.role, health.model_digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:

@@ -18,7 +18,7 @@ NO_LABEL = -100
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class GroupCall:
     """One call of an offloaded layer group.
 
     Args:
@@ -48,7 +48,7 @@ class Truth:
         prompts: int64 `[b, t]` of each `generate` call.
     """
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, GroupCall] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     generated: list[int] = field(default_factory=list)
     batches: list[tuple[int, int]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Truth:
     coins: dict[Direction, Tensor] = field(default_factory=dict)
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 
-    def of(self, *, group: int | None = None, direction: Direction | None = None) -> list[tuple[int, Call]]:
+    def of(self, *, group: int | None = None, direction: Direction | None = None) -> list[tuple[int, GroupCall]]:
         """(order, call) of a group and direction."""
         return [
             (order, call)
@@ -112,7 +112,7 @@ class Witness(Backend):
             bits = self.facts[index].bounds[direction].ring_bits
             plain, _ = self._public.in_ring(index, direction, rows, ring_bits=bits)
         tokens, labels, first = self._positions(len(rows))
-        call = Call(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
+        call = GroupCall(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
         self._truth.calls[self._recorder.last_executed] = call
 
     def close(self) -> None:

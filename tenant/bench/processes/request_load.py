@@ -36,7 +36,7 @@ _NICE = 10  # in practice a tenant has its own machine, so here the provider has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class RequestLoad:
     """One tenant, and the requests that it sends.
 
     Args:
@@ -75,7 +75,7 @@ class LoadResult:
 
 
 @contextmanager
-def serve_load(load: Load) -> Iterator[Callable[[Literal["alone", "together"]], str | LoadResult]]:
+def serve_load(load: RequestLoad) -> Iterator[Callable[[Literal["alone", "together"]], str | LoadResult]]:
     """For `Child`: "alone" gets the answers to compare with and returns their digest, "together" measures."""
     torch.set_num_threads(1)
     os.nice(_NICE)
@@ -84,7 +84,7 @@ def serve_load(load: Load) -> Iterator[Callable[[Literal["alone", "together"]], 
 
 
 class _Tenant:
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: RequestLoad) -> None:
         federation = load_federation(load.federation)
         self._load, self._groups = load, load.groups
         executor, identity = federation.executors[0], load.identity

@@ -16,7 +16,7 @@ from tenant.model.experts.stack import OffloadedStack
 from tenant.model.remote_linear import LayerGroup, output_dtype
 
 
-class Route(ABC):
+class Dispatch(ABC):
     """The routes of one forward pass: `index`, int64 `[t, k]`, holds the experts of each token."""
 
     def __init__(self, index: Tensor, *, experts: int) -> None:
@@ -31,7 +31,7 @@ class Route(ABC):
         """Multiply each row by its expert's matrix, and sum over each token's experts: float `[s, w]` to `[t, d]`."""
 
 
-class Everywhere(Route):
+class Everywhere(Dispatch):
     """Mode "all": every token goes to every expert, with zeros where an expert does not take part."""
 
     def spread(self, stack: OffloadedStack, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Everywhere(Route):
         return stack.product(every.scatter_add(1, self.index[..., None].expand_as(rows), rows).flatten(1))
 
 
-class AsRouted(Route):
+class AsRouted(Dispatch):
     """Mode "counts": rows sorted by expert. Providers see how many rows each expert gets.
 
     Attributes:

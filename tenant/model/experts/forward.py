@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from symbiosis_priv.checkpoints.discovery.experts import stacks_in
-from tenant.model.experts.dispatch import AsRouted, Everywhere, Flat, Route
+from tenant.model.experts.dispatch import AsRouted, Dispatch, Everywhere, Flat
 from tenant.model.experts.stack import OffloadedStack
 from tenant.options import Experts
 
 
 def forward(
-    kind: type[Route], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    kind: type[Dispatch], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts' output.
 
@@ -57,7 +57,7 @@ def forward(
     return output.to(hidden_states.dtype)
 
 
-ROUTES: dict[Experts, type[Route]] = {"all": Everywhere, "flat": Flat, "counts": AsRouted}
+ROUTES: dict[Experts, type[Dispatch]] = {"all": Everywhere, "flat": Flat, "counts": AsRouted}
 """The modes in which experts are offloaded."""
 
 

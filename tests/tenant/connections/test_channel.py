@@ -158,7 +158,7 @@ def damaged(reply: wire.Result, answer: Tensor) -> dict[str, tuple[bytes, type[E
         "huge header": (wire.PREFIX.pack(wire.MAGIC, 1 << 31, 0), FrameTooLargeError),
         "huge payload": (wire.PREFIX.pack(wire.MAGIC, 10, (1 << 32) - 1), FrameTooLargeError),
         "garbage": (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), ProtocolError),
-        "a request": (wire.encode(wire.Health()), ProtocolError),
+        "a request": (wire.encode(wire.FetchHealth()), ProtocolError),
         "short": (wire.encode(reply, payload_bytes=len(body) - 4) + body[:-4], ProtocolError),
         "long": (wire.encode(reply, payload_bytes=len(body) + 4) + body + bytes(4), FrameTooLargeError),
         "payload on a failure": (

@@ -8,7 +8,7 @@ import pytest
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import adapter_chat_template
-from tenant.training.generate import Chat, generate, open_model
+from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -26,7 +26,7 @@ def test_a_message_is_read_once_and_changes_nothing(opened: Any) -> None:
     model, tokenizer = opened
     rows: list[int] = []
     hook = model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
-    chat = Chat(model, tokenizer, decoding=FEW)
+    chat = Conversation(model, tokenizer, decoding=FEW)
     first = chat.answer("The weather")
     assert rows[1:] == [1, 1, 1]
     rows.clear()
@@ -39,7 +39,7 @@ def test_a_message_is_read_once_and_changes_nothing(opened: Any) -> None:
 
 def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:
     model, tokenizer = opened
-    chat, fresh = Chat(model, tokenizer, decoding=FEW), Chat(model, tokenizer, decoding=FEW)
+    chat, fresh = Conversation(model, tokenizer, decoding=FEW), Conversation(model, tokenizer, decoding=FEW)
     assert chat.answer("The weather") == fresh.answer("The weather")
 
     def fail(*args: Any) -> None:
@@ -54,8 +54,8 @@ def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:
 
 def test_an_answer_can_be_stopped(opened: Any) -> None:
     model, tokenizer = opened
-    whole = Chat(model, tokenizer, decoding=FEW).answer("The weather")
-    chat = Chat(model, tokenizer, decoding=FEW)
+    whole = Conversation(model, tokenizer, decoding=FEW).answer("The weather")
+    chat = Conversation(model, tokenizer, decoding=FEW)
     part = chat.answer("The weather", stop=lambda: True)
     assert part != whole
     assert whole.startswith(part)
@@ -78,6 +78,6 @@ def test_a_template_that_refuses_a_message_is_an_error(opened: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     try:
         with pytest.raises(ConfigError, match="template refuses"):
-            Chat(model, tokenizer).answer("Hello")
+            Conversation(model, tokenizer).answer("Hello")
     finally:
         tokenizer.chat_template = TEMPLATE

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import EngineRequest as HttpRequest
+from starlette.requests import Request as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.answers import Ledger, PromptTokensDetails, Usage

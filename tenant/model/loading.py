@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -247,6 +248,18 @@ def load_adapter(model: Any, folder: Path) -> Any:
         if homeless:
             raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
     return adapted
+
+
+def load_adapter_tensors(adapted: Any, folder: Path) -> None:
+    """Load the tensors of a PEFT folder into the adapter that a `PeftModel` has. The base model does not change. Raises
+    `CheckpointError`: the folder lacks tensors of the adapter, or has other ones; RuntimeError: a tensor has another
+    shape."""
+    found = load_file(folder / "adapter_model.safetensors")
+    # PEFT saves copies of the base model's embeddings beside an adapter on them
+    own, saved = (get_peft_model_state_dict(adapted, save_embedding_layers=copies) for copies in (False, "auto"))
+    if other := sorted((own.keys() - found.keys()) | (found.keys() - saved.keys())):
+        raise CheckpointError(f"the tensors in {folder} are not those of the adapter: {_some(other)}")
+    set_peft_model_state_dict(adapted, {name: found[name] for name in own})
 
 
 @contextmanager

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError, SymbiosisError, one_line
 from symbiosis_priv.system.files import storing
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_adapter_tensors
 from tenant.model.overlap import overlapped
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
@@ -72,6 +74,10 @@ class ResumableTrainer(Trainer):
             vet_adapter(resume_from)
             if missing := [name for name in _STATES if not (resume_from / name).is_file()]:
                 raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # Trainer would ignore that
+            with _reading(str(resume_from)):
+                done = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME)).global_step
+            if resume_from.name != f"checkpoint-{done}":
+                raise CheckpointError(f"{resume_from} holds the state after step {done}; {_ANEW}")
         with self._interrupts.whole():
             try:
                 before = self._loss()
@@ -103,8 +109,12 @@ class ResumableTrainer(Trainer):
             return float(self.evaluate()["eval_loss"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the adapter's tensors and nothing else.
+
+        Trainer would load a whole model if the folder has one, and adapters in subfolders with their configurations.
+        """
         with _reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            load_adapter_tensors(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with _reading(checkpoint):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.loading import load_adapter_tensors
 from tenant.preparation.keys import prepare
 from threat_model.lab import Lab
 
@@ -59,6 +61,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         }
         refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, place / "cache")))
         refused["verification keys of another user"] = _refuses_planted_keys(lab, place / "shared")
+        refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, place / "run", cache)
     return refused
 
 
@@ -79,10 +82,11 @@ def _refused(lab: Lab, folder: Path, cache: Path) -> bool:
     return False
 
 
-def _load(lab: Lab, folder: Path, cache: Path) -> None:
+def _load(lab: Lab, folder: Path, cache: Path) -> Any:
     remote = RemoteConfig(federation=lab.federation_path, cache=cache)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote, trust_remote_code=False)
     backend_of(model).close()
+    return model
 
 
 def _refuses_facts(lab: Lab, cache: Path) -> bool:
@@ -105,6 +109,21 @@ def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
     shared.chmod(0o777)
     try:
         prepare(None, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
+    except SymbiosisError:
+        return True
+    return False
+
+
+def _refuses_norm(lab: Lab, folder: Path, cache: Path) -> bool:
+    """Returns True if the tenant does not continue with the tensors of a training checkpoint that replaces a norm."""
+    model = _load(lab, lab.store.path, cache)
+    name, norm = next((name, tensor) for name, tensor in model.named_parameters() if name.endswith("norm.weight"))
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=1))
+    adapted.save_pretrained(str(folder))
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {f"base_model.model.{name}": 2 * norm.detach()}, path, metadata={"format": "pt"})
+    try:
+        load_adapter_tensors(adapted, folder)
     except SymbiosisError:
         return True
     return False

@@ -1,7 +1,9 @@
 """Runs that end early lose nothing that can be saved. Simulated arithmetic; `test_cli.py` uses real providers."""
 
+import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import warnings
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
@@ -193,6 +195,68 @@ def test_a_resumed_run_uses_the_options_of_its_start(run: Run, tmp_path: Path, t
     with pytest.raises(ConfigError, match="other data"):
         finetune(model, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
     assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
+
+
+@pytest.fixture(scope="module")
+def begun(model: Path, text: Path) -> Path:
+    """The output folder of a run with one step."""
+    output = text.parent / "begun"
+    finetune(model, text, output, remote=SIMULATE, options=replace(OPTIONS, steps=1))
+    return output
+
+
+def _add_whole_model(checkpoint: Path) -> None:
+    """Trainer loads this file into the model, and then no adapter."""
+    embeddings = {"base_model.model.model.embed_tokens.weight": torch.zeros(320, 64)}
+    save_file(embeddings, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def _changed_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def write(checkpoint: Path) -> None:
+        found = tensors(checkpoint)
+        change(found)
+        save_file(found, checkpoint / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
+def _add_second_adapter(checkpoint: Path) -> None:
+    """Trainer loads adapters in subfolders, with the configurations that lie there."""
+    folder = Path(shutil.copytree(checkpoint, checkpoint / "second"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": 3, "r": 10**12}))
+
+
+def _say(checkpoint: Path, **entries: object) -> None:
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+_HOSTILE: dict[str, Callable[[Path], object]] = {
+    "a norm of the base model": _changed_adapter(
+        lambda found: found.update({"base_model.model.model.norm.weight": torch.zeros(64)})
+    ),
+    "an adapter without one of its tensors": _changed_adapter(lambda found: found.pop(min(found))),
+    "a state of another type": lambda checkpoint: (checkpoint / "trainer_state.json").write_text("[]"),
+    "a state of another step": lambda checkpoint: _say(checkpoint, global_step=10**6),
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_a_hostile_checkpoint_is_not_resumed(name: str, run: Run, begun: Path, tmp_path: Path) -> None:
+    output = Path(shutil.copytree(begun, tmp_path / "adapter"))
+    _HOSTILE[name](last_checkpoint(output))
+    with pytest.raises(CheckpointError, match="checkpoint-1"):
+        run(output, resume=True, steps=2)
+
+
+def test_a_checkpoint_loads_nothing_beside_the_adapter(run: Run, begun: Path, tmp_path: Path) -> None:
+    honest, hostile = (Path(shutil.copytree(begun, tmp_path / name)) for name in ("honest", "hostile"))
+    _add_whole_model(last_checkpoint(hostile))
+    _add_second_adapter(last_checkpoint(hostile))
+    for output in (honest, hostile):
+        run(output, resume=True, steps=2)
+    assert equal(honest, hostile)
 
 
 def test_pairs_of_unequal_length_are_padded(run: Run, model: Path, tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypa
     monkeypatch.setattr("tenant.preparation.keys._bind", lambda folder, prepared, model: None)
     monkeypatch.setattr(PrivateFolder, "_check_safe", lambda self: None)
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
+    monkeypatch.setattr(
+        "threat_model.active.folders.load_adapter_tensors",
+        lambda adapted, folder: adapted.load_adapter(str(folder), "default", is_trainable=True),  # as Trainer does
+    )
     monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
     monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
     with warnings.catch_warnings():
@@ -69,6 +73,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypa
         "an index that points to the tensors of another folder",
         "a channel scale in the cache",
         "verification keys of another user",
+        "a training checkpoint with a norm of the base model",
     } <= fallen
 
 

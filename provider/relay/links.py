@@ -165,8 +165,8 @@ class _Link:
     def close(self) -> None:
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
-        for line in idle:
-            line.close()
+        for connection in idle:
+            connection.close()
 
     def _send_in_turn(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
         signature = sign(self._key, statement(block, permit=permit, executor=self._executor, payload=payload))
@@ -190,17 +190,17 @@ class _Link:
         return self._in_use[tenant] < _CONNECTIONS - self._in_use.total()
 
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
-        line = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
+        connection = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
         try:
-            line.send(deposit, payload, deadline=deadline)
-            header, _ = line.receive_header(max_payload=0, deadline=deadline)
+            connection.send(deposit, payload, deadline=deadline)
+            header, _ = connection.receive_header(max_payload=0, deadline=deadline)
             reply = wire.decode_link_reply(header)
             if isinstance(reply, wire.Deposited) and reply.block != deposit.nonce:
                 raise ProtocolError("the executor has confirmed another block")
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        self._put_idle(line)
+        self._put_idle(connection)
         if isinstance(reply, wire.Failure):
             log.often("block_refused", address=self._target.address, code=reply.code, detail=one_line(reply.detail))
             return "refused"
@@ -209,29 +209,29 @@ class _Link:
     def _connect(self, deadline: float) -> ClientConnection:
         host, port = parse_address(self._target.address)
         pins = [self._target.certificate]
-        line = ClientConnection("the executor", host=host, port=port, pins=pins, context=self._context)
+        connection = ClientConnection("the executor", host=host, port=port, pins=pins, context=self._context)
         try:
-            line.open(deadline)
+            connection.open(deadline)
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        return line
+        return connection
 
     def _take_idle(self) -> ClientConnection | None:
         with self._lock:
             while self._idle:
-                line = self._idle.pop()
-                if not line.peer_left():
-                    return line
-                line.close()
+                connection = self._idle.pop()
+                if not connection.peer_left():
+                    return connection
+                connection.close()
         return None
 
-    def _put_idle(self, line: ClientConnection) -> None:
+    def _put_idle(self, connection: ClientConnection) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.append(line)
+                self._idle.append(connection)
                 return
-        line.close()
+        connection.close()
 
     def _mark_down(self, error: SymbiosisError) -> None:
         with self._lock:

@@ -44,7 +44,7 @@ class _Level(Generic[J]):
             flow = self._idle.pop(job.tenant, None) or _Flow()
             flow.charged = max(flow.charged, self.now)
             self.flows[job.tenant] = flow
-        _line_up(job, flow.jobs)
+        _enqueue(job, flow.jobs)
 
     def remove(self, job: J) -> None:
         flow = self.flows[job.tenant]
@@ -80,7 +80,7 @@ class RunnableJobs(Generic[J]):
         if not level.flows:
             level.charged = max(level.charged, self._now)
         level.add(job)
-        _line_up(job, self._by_key.setdefault(job.key, OrderedDict()))
+        _enqueue(job, self._by_key.setdefault(job.key, OrderedDict()))
 
     def remove(self, job: J) -> None:
         """Remove a job that is not runnable any more."""
@@ -136,8 +136,8 @@ class RunnableJobs(Generic[J]):
         return max(inference.charged, self._now) <= fine_tuning.charged
 
 
-def _line_up(job: J, line: OrderedDict[J, None]) -> None:
+def _enqueue(job: J, jobs: OrderedDict[J, None]) -> None:
     """Append a job; put it in front if some of its rows were taken, so that jobs that have begun are finished first."""
-    line[job] = None
+    jobs[job] = None
     if job.taken:
-        line.move_to_end(job, last=False)
+        jobs.move_to_end(job, last=False)

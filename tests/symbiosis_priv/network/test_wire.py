@@ -392,7 +392,7 @@ def test_no_message_has_a_field_for_a_secret() -> None:
         "Hello": {"version", "role", "model_digest"},
         "Execute": binding | {"blocks", "confirms"},
         "Effect": binding | {"seed", "first_row", "relay"},
-        "Health": set(),
+        "FetchHealth": set(),
         "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
         "Result": binding | {"limit", "relayed"},
         "PermitRequest": {"helpers"},

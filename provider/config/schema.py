@@ -3,12 +3,14 @@
 `provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from provider.scheduler.policy import Policy, PolicyName
+from symbiosis_priv.certificates.naming import NAME
 from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -23,6 +25,7 @@ AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
 """The environment variables that pass the model's digest and the configuration to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
+_TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -378,12 +381,19 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError('[relay] from is for executors: add "executor" to roles, or remove from')
         if self.registry.announce and "executor" not in self.roles:
             raise ValueError("[registry] lists executors: tenants choose their helpers by hand. Remove announce")
+        for tenant in self.tenants:
+            if not _TENANT.fullmatch(tenant):
+                raise ValueError(
+                    f"[tenants.{tenant!a}] names no tenant: write the name in its certificate, or "
+                    f'"NAME@sha256:0123456789abcdef" with the 16 or all 64 digits of its authority'
+                )
         if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
             raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')
 
     def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
         """A tenant's quota: its own values, and the default's where it has none."""
-        own = self.tenants.get(str(tenant)) or self.tenants.get(tenant.name)
+        names = f"{tenant.name}@{tenant.authority}", str(tenant), tenant.name
+        own = next((self.tenants[name] for name in names if name in self.tenants), None)
         if own is None:
             return self.quota
         values = {name: value for name, value in msgspec.structs.asdict(own).items() if value is not None}

@@ -115,15 +115,26 @@ def test_rows_in_flight_wait_for_earlier_rows() -> None:
     waiter.join()
 
 
-def test_a_tenants_own_quota_overrides_the_default(configure: Configure) -> None:
+@pytest.mark.parametrize("digits", [16, 64])
+def test_a_tenants_own_quota_overrides_the_default(digits: int, configure: Configure) -> None:
+    """The log shows 16 digits of an authority, and `provider usage` all of them."""
+    bob = TenantIdentity("bob", authority=f"sha256:{'b' * 64}")
+    named = f"bob@sha256:{'b' * digits}"
     config = msgspec.structs.replace(
         configure(),
         quota=QuotaConfig(rows_per_s=5.0, weight=1.0),
-        tenants={"alice": QuotaConfig(weight=2.0), str(BOB): QuotaConfig(rows_per_s=7.0)},
+        tenants={"alice": QuotaConfig(weight=2.0), named: QuotaConfig(rows_per_s=7.0)},
     )
     assert config.quota_of(ALICE) == QuotaConfig(rows_per_s=5.0, weight=2.0)
-    assert config.quota_of(BOB) == QuotaConfig(rows_per_s=7.0, weight=1.0)
-    assert config.quota_of(TenantIdentity("bob", authority="sha256:b")) == config.quota
+    assert config.quota_of(bob) == QuotaConfig(rows_per_s=7.0, weight=1.0)
+    assert config.quota_of(TenantIdentity("bob", authority=f"sha256:{'c' * 64}")) == config.quota
+
+
+@pytest.mark.parametrize("name", ["alice ", "*", "alice@sha256:0123456789abcde", "alice@sha256:0123456789ABCDEF", ""])
+def test_a_quota_that_no_tenant_has_is_refused(name: str, configure: Configure) -> None:
+    """Otherwise a spelling mistake leaves a tenant without limits."""
+    with pytest.raises(ValueError, match="names no tenant"):
+        msgspec.structs.replace(configure(), tenants={name: QuotaConfig(rows_per_s=1.0)})
 
 
 def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect, requests: Requests) -> None:
@@ -144,17 +155,17 @@ def test_a_tenant_over_its_quota_is_told_which_one(
 ) -> None:
     """The answer that waited and the refusal name the limit, and so do the log and the metrics."""
     execute, _ = requests
-    quota = QuotaConfig(rows_per_s=100.0, requests_per_s=1000.0)
+    quota = QuotaConfig(rows_per_s=10.0, requests_per_s=1000.0)
     with Provider(msgspec.structs.replace(configure(), tenants={"alice": quota})) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         limits = []
-        for rows in (105, 300, 1):
+        for rows in (19, 300, 1):  # the second waits for 0.9 s, the third would wait for 30 s
             alice.send(execute(0, rows), bytes(4 * WIDTH * rows))
             reply, _ = alice.receive()
             assert isinstance(reply, wire.Result | wire.Failure)
             limits.append(reply.limit and str(reply.limit))
         assert isinstance(reply, wire.Failure)
-        assert limits == [None, "100 rows/s", "100 rows/s"]
+        assert limits == [None, "10 rows/s", "10 rows/s"]
         bob.product(execute(0, 1), ones(1))
         assert [(name.partition("@")[0], count) for name, count in provider.status().over_quota.items()] == [
             ("alice", 2)

@@ -5,6 +5,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig, rounded_model
 from tenant.masking.backend import Backend, RingBackend, Simulation
+from tenant.model.hf import backend_of
 from tenant.model.offloaded import OffloadedWeight, seal
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
 
@@ -484,6 +486,29 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
     assert bool(torch.isfinite(loss))
     assert before
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+
+
+@pytest.mark.parametrize(("name", "of_qkv"), [("oft", 3), ("ia3", 1), ("lora", 1)])
+def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
+    name: str, of_qkv: int, load: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes the input of `down_proj` only, which
+    has no siblings."""
+    base: Any = load()
+    backend, asked = backend_of(base), Counter[str]()
+    multiply = backend.multiply
+
+    def counting(index: int, *args: Any, **kwargs: Any) -> None:
+        asked[backend.facts[index].entry.members[0].rpartition(".")[2]] += 1
+        multiply(index, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "multiply", counting)
+    config: PeftConfig = METHODS[name]()
+    config.task_type = "CAUSAL_LM"
+    get_peft_model(base, config).eval()(input_ids=torch.arange(5)[None])
+    blocks = base.config.num_hidden_layers
+    others = {"o_proj": blocks, "gate_proj": blocks, "down_proj": blocks, "lm_head": 1}
+    assert asked == {"q_proj": of_qkv * blocks} | others
 
 
 ADAPTERS = r"On an offloaded nn\.Linear, PEFT's Lora, "

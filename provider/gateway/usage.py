@@ -161,7 +161,8 @@ class UsageCounters:
                 self._failing_since = self._failing_since or time.monotonic()
                 return
             self._failing_since = None
-            if found[-1][0].outdated:
+            last = found[-1][0]
+            if last.outdated or (self._database is not None and not last.name):  # counts in memory end with the process
                 self._renew_journals(found)
         finally:
             self._writing.release()

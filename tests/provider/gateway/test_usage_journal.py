@@ -81,9 +81,10 @@ def test_every_count_is_on_the_bill_once(steps: list[int | str]) -> None:
         assert files(database) == 0
 
 
-def test_a_full_journal_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_full_journal_is_replaced(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of more tenants than there are slots are in memory until the next commit, and none is lost after it."""
-    monkeypatch.setattr(usage_journal, "_SLOTS", 2)
+    monkeypatch.setattr(usage_journal, "_SLOTS", slots)
     database, true = tmp_path / "usage.sqlite", Counter[str]()
     usage = UsageCounters(database)
     for tenant in (*TENANTS, *TENANTS):

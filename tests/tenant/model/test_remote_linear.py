@@ -492,8 +492,8 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
 def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
     name: str, of_qkv: int, load: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes the input of `down_proj` only, which
-    has no siblings."""
+    """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes that of `down_proj`, which has no
+    siblings."""
     base: Any = load()
     backend, asked = backend_of(base), Counter[str]()
     multiply = backend.multiply

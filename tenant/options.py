@@ -7,7 +7,7 @@ from typing import Literal
 
 from symbiosis_priv.limits import RingBits
 from tenant.connections.channel import Wiretap
-from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.core.blame import DEFAULT_COLUMNS
 
 Experts = Literal["all", "flat", "counts", "local"]
 """Where the experts of a mixture run."""

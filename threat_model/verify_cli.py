@@ -166,7 +166,7 @@ def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadl
 
 def _oracle(model: str | None, *, weight_bits: int, scope: Scope, digest: str | None, seed: int) -> Oracle:
     from symbiosis_priv.checkpoints.weights import WeightStore
-    from tenant.core.verifier import DEFAULT_COLUMNS
+    from tenant.core.blame import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
     from threat_model.conformance import CheckpointOracle, PreparedOracle
 

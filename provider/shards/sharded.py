@@ -45,7 +45,7 @@ from provider.products.operands import Operands
 from provider.shards import rendezvous, torchrun
 from provider.shards.heartbeats import Heartbeats
 from provider.shards.unit import Unit
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, RankLostError
@@ -144,7 +144,7 @@ class ShardedOperands(Operands):
         """Compute a product on rank 0 while the other ranks follow. See `Operands.product`. Raises `RankLostError`: a
         rank did not take part. The group cannot be used any more."""
         if self._entries[group].turned:
-            direction = BACKWARD if direction == FORWARD else FORWARD
+            direction = opposite(direction)
         mode = self._mode(group, direction, len(rows)) if counts is None else Mode.EXPERTS
         return self._multiply(rows, group=group, direction=direction, mode=mode, counts=counts)
 

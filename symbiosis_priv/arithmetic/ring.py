@@ -57,6 +57,10 @@ BACKWARD: Final = "backward"
 DIRECTIONS: Final[tuple[Direction, Direction]] = (FORWARD, BACKWARD)
 
 
+def opposite(direction: Direction) -> Direction:
+    return BACKWARD if direction == FORWARD else FORWARD
+
+
 class Widths(NamedTuple):
     """The width of a product's rows, and of its result."""
 

@@ -32,6 +32,12 @@ def clip(counts: Counts, first: int, rows: int) -> Counts:
     return tuple(found)
 
 
+def pick(counts: Counts, numbers: Sequence[int]) -> Counts:
+    """The counts of the rows `numbers` alone, ascending."""
+    experts = np.searchsorted(np.cumsum(counts), numbers, side="right")
+    return tuple(np.bincount(experts, minlength=len(counts)).tolist())
+
+
 def merge(parts: Sequence[Counts]) -> tuple[Counts, Tensor]:
     """Sort the rows of several requests by expert.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.choice import Choice, choose
@@ -130,9 +130,7 @@ class RingMatrix:
 
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""
-        if not self._turned:
-            return direction
-        return BACKWARD if direction == FORWARD else FORWARD
+        return opposite(direction) if self._turned else direction
 
     def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         count = rows.shape[0]

@@ -29,7 +29,7 @@ from tenant.bench.measured_models import HEAD, Llama
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import parsed, provide, relayed
 from tenant.bench.results.result_file import Row, percentile
-from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation

@@ -17,7 +17,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from tenant.bench.measured_models import Llama
 from tenant.bench.processes.providers import provide
 from tenant.bench.results.result_file import Row
-from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 
 _START_S = 3600.0

@@ -29,7 +29,7 @@ def prepare(
     pinned, folder = load_federation(federation), resolve(model)
     with loading():
         from symbiosis_priv.checkpoints.weights import WeightStore
-        from tenant.core.verifier import DEFAULT_COLUMNS
+        from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.model import ledger as ledgers
         from tenant.preparation.keys import prepare as prepare_model
         from tenant.preparation.slim import write_slim

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import ConnectionLostError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.lanes import Lanes
+from tenant.connections.relayed_effects import blocks_at, fetch_effects
 from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route
@@ -164,9 +164,9 @@ class ExecutorClient:
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
-            blocks = _blocks(part, self.route.peer) if self.uses_blocks and part.count <= limit else ()
+            blocks = blocks_at(self.route.peer, part) if self.uses_blocks and part.count <= limit else ()
             for pad in part.pads if self._relay and not blocks else ():
-                pad.fetch_effects()
+                fetch_effects(pad)
             requests = part.requests[self, limit] = [
                 wire.Execute(
                     nonce=fresh_nonce(),
@@ -189,17 +189,6 @@ class ExecutorClient:
                 yield self.confirms.popleft()
             except IndexError:  # also if other threads have taken them
                 return
-
-
-def _blocks(part: Part, executor: Peer) -> tuple[wire.BlockRows, ...]:
-    """The blocks of all rows of a part, if they lie at this executor or are on their way to it; else none."""
-    found, now = list[wire.BlockRows](), time.monotonic()
-    for first, pad in part.pads_in_place():
-        blocks = pad.blocks()
-        if not blocks or any(block.executor != executor or block.until < now for block in blocks):
-            return ()
-        found += [wire.BlockRows(block=b.id, start=b.start, first=first, rows=pad.rows) for b in blocks]
-    return tuple(found) if len(found) <= wire.MAX_BLOCKS else ()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

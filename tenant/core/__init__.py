@@ -3,16 +3,17 @@
 It contains no timing, retries, failover or progress: that code can delay a product or make it fail, but cannot weaken a
 promise. Read it in this order:
 
-    rows          float rows to integer rows, and back
-    secret        the secret of a session, and the counters of its mask rows
-    pads          one-time pads: drawn, burnt, used once
-    masked        `MaskedRows`, the only rows that may leave
-    gate          the last check of every request: rule 8, quarantine
-    verifier      the check of every product, and the keys that attribute faults
-    parts         one request: mask, open, check
-    attribution   finds whose result was wrong, after a refused product
+    secret      the secret of a session, and the counters of its mask rows
+    pads        one-time pads: drawn, burnt, used once
+    masked      `MaskedRows`, the only rows that may leave
+    gate        the last check of every request: rule 8, quarantine
+    verifier    the check of every product, and its keys
+    rows        float rows to integer rows, and checked products to floats
+    parts       one request: mask, open, check
+    blame       finds whose result was wrong, after a refused product
 
-Public facts of a layer group (widths, scales, bounds) are in `symbiosis_priv.checkpoints.facts`.
+Public facts of a layer group (widths, scales, bounds) are in `symbiosis_priv.checkpoints.facts`, keystreams and modular
+arithmetic in `symbiosis_priv.arithmetic`. `tenant.preparation` makes the keys and stores them.
 
 The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):
 

@@ -2,7 +2,7 @@
 
 Rule 8: a company that knows a seed of a pad never sees a row masked with that pad. The executor and all helpers of a
 pad together know everything about the row, so the privacy of `pad` depends on this rule. The gate checks every request
-with rows after routing has chosen an executor. Routing may have preferences, but cannot override the gate.
+after routing has chosen its provider: routing cannot override the gate.
 
 Quarantine: nothing more is sent to a provider whose answer or effect was not the product of the pinned weights. A
 provider stays quarantined under another name or with another key, because a party that shares a name, a certificate, a
@@ -30,12 +30,12 @@ class Quarantine:
     """The quarantined providers of a session.
 
     Attributes:
-        parties: the traits of these providers. They are read once, so later changes of pinned files make no difference.
+        parties: the traits of these providers.
     """
 
     def __init__(self) -> None:
         self.parties: list[Traits] = []
-        # cached, because it reads files and is called for every request
+        # pinned files are read once: a file that is replaced later makes no difference
         self._traits = functools.lru_cache(_REMEMBERED)(traits)
 
     def __contains__(self, peer: Peer) -> bool:
@@ -60,7 +60,6 @@ class Gate:
     Args:
         federation: decides which providers are one company.
         helpers: the helpers of the federation that are used.
-        quarantined: providers that get no request.
 
     Attributes:
         settling: a lock that is held while a fault is attributed. No request is sent while it is held.

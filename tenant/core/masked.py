@@ -19,7 +19,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
-from tenant.core.pads import Pad, some_rows
+from tenant.core.pads import Pad, in_place, some_rows
 
 
 class UnmaskedByChoice(tuple[Pad, ...]):
@@ -49,27 +49,23 @@ class MaskedRows:
     def __init__(self, maker: object, masked_words: Tensor, pads: Sequence[Pad]) -> None:
         if maker is not _MAKER:
             raise TypeError("only tenant.core.masked makes MaskedRows; mask the rows")
-        # every helper once
-        holders = dict.fromkeys([s.holder for pad in pads for s in pad.shares if s.holder is not None])
+        holders = [share.holder for pad in pads for share in pad.shares if share.holder is not None]
         assign = object.__setattr__
         assign(self, "masked_words", masked_words)
         assign(self, "pads", pads)
-        assign(self, "holders", tuple(holders))
+        assign(self, "holders", tuple(dict.fromkeys(holders)))
 
     def split(self, rows: int) -> list[MaskedRows]:
         """Split into pieces of at most `rows` rows. Each piece names all pads and all holders."""
-        if self.masked_words.shape[0] <= rows:
-            return [self]
         return [MaskedRows(_MAKER, masked_words, self.pads) for masked_words in self.masked_words.split(rows)]
 
     def __len__(self) -> int:
         return self.masked_words.shape[0]
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError("MaskedRows are frozen")
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError("MaskedRows are frozen")
+    __delattr__ = __setattr__
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("MaskedRows are neither copied nor stored")
@@ -79,8 +75,7 @@ class MaskedRows:
 
 
 def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
-    """Split pads into pads for the first `rows` rows and pads for the other rows. `UNMASKED_BY_CHOICE` is returned
-    unchanged."""
+    """Split pads into those for the first `rows` rows and those for the other rows. `UNMASKED_BY_CHOICE` stays."""
     if pads is UNMASKED_BY_CHOICE:
         return pads, pads
     head, rest = list[Pad](), deque(pads)
@@ -124,14 +119,14 @@ def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
     Raises:
         BurntRowError: a pad was used before, or has another number of rows.
     """
-    masked_words, pads, first = masked.masked_words.clone(), list(masked.pads), 0
-    for number, old in enumerate(masked.pads):
-        if (new := fresh.get(number)) is not None:
-            if new.rows != old.rows:
-                raise BurntRowError(f"a pad of {new.rows} rows cannot replace one of {old.rows}")
-            rows = masked_words[first : first + old.rows]
-            old.subtract_mask(rows)
-            new.add_mask(rows)
-            pads[number] = new
-        first += old.rows
+    masked_words, pads = masked.masked_words.clone(), list(masked.pads)
+    for number, (first, old) in enumerate(in_place(masked.pads)):
+        if (new := fresh.get(number)) is None:
+            continue
+        if new.rows != old.rows:
+            raise BurntRowError(f"a pad of {new.rows} rows cannot replace one of {old.rows}")
+        rows = some_rows(masked_words, first, old.rows)
+        old.subtract_mask(rows)
+        new.add_mask(rows)
+        pads[number] = new
     return MaskedRows(_MAKER, masked_words, pads)

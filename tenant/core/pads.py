@@ -17,7 +17,8 @@ subtracts the blocks from its product, and the tenant adds the m_j to the answer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -72,12 +73,6 @@ class Share(NamedTuple):
     offset: int = 0
     block: RelayedBlock | None = None
     fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
-
-    @property
-    def is_relayed(self) -> bool:
-        """Returns True if the effect lies at an executor; False if that is not known yet."""
-        known = self.block is not None and self.effect.done() and self.effect.exception() is None
-        return known and self.effect.result() is None
 
     def later(self, rows: int) -> Self:
         """The share without its first `rows` rows."""
@@ -144,43 +139,10 @@ class Pad:
             assert share.block is not None
             share.block.second.add_to(answer, first_row=share.first_row)
 
-    def blocks(self) -> list[RelayedBlock]:
-        """The block of every share, or no block if an effect is subtracted by the tenant."""
-        blocks = [s.block for s in self.shares if s.block is not None and (s.is_relayed or not s.effect.done())]
-        return blocks if len(blocks) == len(self.shares) else []
-
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
-        effects = [(share.effect.result(), share.offset) for share in self.shares]
-        return [effect[first : first + self.rows] for effect, first in effects if effect is not None]
-
-    def fetch_effects(self) -> None:
-        """Request the effects that lie at an executor, so that they can be subtracted from an answer without blocks."""
-        self.shares = tuple(
-            s._replace(effect=s.fetch(s.first_row, self.rows), offset=0) if s.fetch and s.is_relayed else s
-            for s in self.shares
-        )
-
-    def wrong_effects(self, accepts: Callable[[Tensor, Tensor], bool]) -> Iterator[Peer | None]:
-        """Yield the holders whose effects are not the product of their mask rows; None stands for the tenant.
-
-        Args:
-            accepts: returns True if int32 `[r, o]` is the product of int32 `[r, d]`.
-        """
-        for share, effect in zip(self.shares, self.effects(), strict=True):
-            if not accepts(share.keystream.expand(share.first_row, self.rows), effect):
-                yield share.holder
-
-    def make_next(self) -> None:
-        """Expand the masks that follow this pad's masks, for the next product, and the rows that open the answer."""
-        for share in self.shares:
-            share.keystream.make_ahead(share.first_row + self.rows, self.rows)
-            if share.block is not None:
-                share.block.second.make_ahead(share.first_row, self.rows)
-
-    def holders(self) -> list[Peer]:
-        """The helpers that know a seed of this pad."""
-        return [share.holder for share in self.shares if share.holder is not None]
+        rows = self.rows
+        return [e[s.offset : s.offset + rows] for s in self.shares if (e := s.effect.result()) is not None]
 
     def split(self, rows: int) -> tuple[Self, Self]:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
@@ -247,6 +209,11 @@ class EffectSource(ABC):
             key = key_of(seed, group_name=facts.entry.name, direction=direction)
             keystream = self._keystreams[place] = Keystream(key, width=width(direction))
         return keystream
+
+
+def in_place(pads: Sequence[Pad]) -> Iterable[tuple[int, Pad]]:
+    """The pads of consecutive rows, each with the first row that it covers."""
+    return zip(accumulate([pad.rows for pad in pads], initial=0), pads, strict=False)
 
 
 def some_rows(matrix: Tensor, first: int, count: int) -> Tensor:

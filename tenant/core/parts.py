@@ -8,20 +8,19 @@ The steps of a part, in this order:
     put       only in a narrow ring: checks the corrected product of a row that failed, and writes its results
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
-from symbiosis_priv.arithmetic.passes import refused, unmask
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
-from tenant.core.pads import Pad, Share, some_rows
-from tenant.core.rows import Products, Rows
+from tenant.core.pads import Pad, in_place, some_rows
+from tenant.core.rows import Rows, UncheckedProduct
+from tenant.core.verifier import V
 
 
 @dataclass(eq=False)
@@ -57,7 +56,7 @@ class Part:
     encoded: Tensor
     column: Column
     expected: Tensor
-    second: Callable[[], tuple[Column, Products]]
+    second: Callable[[], tuple[Column, V]]
     pads: Sequence[Pad]
     outputs: int
     counts: Counts | None = None
@@ -70,22 +69,8 @@ class Part:
         self.widest = max(self.width, self.outputs)
         self.size = wire.RING32.size(self.count, self.width + self.outputs)
 
-    @property
-    def shares(self) -> list[Share]:
-        """All shares of the pads."""
-        return [share for pad in self.pads for share in pad.shares]
-
-    @property
-    def has_effects(self) -> bool:
-        """True if every effect has arrived here; False also if that is not known without a lock."""
-        return all(share.effect.kept is not None for pad in self.pads for share in pad.shares)
-
     def mask(self) -> None:
-        """Mask the rows. Afterwards the part holds no unmasked rows.
-
-        Raises:
-            BurntRowError: a pad was used before, or the pads do not cover the rows.
-        """
+        """Mask the rows (`masked.mask`). Afterwards the part holds no unmasked rows."""
         self.sent = mask(self.encoded, self.pads)
         del self.encoded
 
@@ -93,25 +78,11 @@ class Part:
         """The counts of some rows of this part."""
         return None if self.counts is None else clip(self.counts, first, rows)
 
-    def remask(self, spoilt: Callable[[Pad], bool], draw: Callable[[int, Counts | None], Pad]) -> int:
-        """Replace pads, and forget the requests that were sent under the old ones.
-
-        Args:
-            spoilt: selects the pads to replace.
-            draw: draws a fresh pad for a number of rows and their counts.
-
-        Returns:
-            The number of rows whose pads were replaced.
-        """
-        fresh = {
-            number: draw(pad.rows, self.counts_of(first, pad.rows))
-            for number, (first, pad) in enumerate(self.pads_in_place())
-            if spoilt(pad)
-        }
+    def remask(self, fresh: Mapping[int, Pad]) -> None:
+        """Replace pads, by their index (`masked.remask`), and forget the requests that were sent under the old ones."""
         self.sent = remask(self.sent, fresh)
         self.pads = self.sent.pads
         self.requests.clear()
-        return sum(pad.rows for pad in fresh.values())
 
     def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results.
@@ -125,39 +96,39 @@ class Part:
         """
         self.relayed = relayed
         if relayed:
-            for first, pad in self.pads_in_place():
+            for first, pad in in_place(self.pads):
                 pad.open_relayed(some_rows(answer, first, pad.rows))
-        return [row for block in self.opened(answer) for row in self._check(*block)]
+        refused = list[int]()
+        for product in self.opened(answer):
+            first = product.start - self.start
+            refused += [first + row for row in self._check(product)]
+        return refused
 
-    def opened(self, answer: Tensor) -> list[tuple[int, Tensor, Sequence[Tensor]]]:
-        """The rows of each pad: the first row, the answer, and the effects to subtract from it."""
+    def opened(self, answer: Tensor) -> list[UncheckedProduct]:
+        """The product of each pad's rows."""
         if self.relayed or not self.pads:
-            return [(0, answer, ())]
-        return [(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in self.pads_in_place()]
+            return [self._unchecked(0, answer, ())]
+        blocks = in_place(self.pads)
+        return [self._unchecked(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in blocks]
 
     def put(self, row: int, one: Rows, product: Tensor) -> bool:
         """Check the product of one row, int32 `[o]`, and write its results if it is right. Returns True if it is."""
-        if one.decode(0, product[None], column=self.column, expected=self.expected[row : row + 1]):
+        expected = self.expected[row : row + 1]
+        if one.decode(UncheckedProduct(0, product[None], column=self.column, expected=expected)):
             return False
         self.rows.put([self.start + row], one)
         return True
 
-    def pads_in_place(self) -> Iterable[tuple[int, Pad]]:
-        """The pads, each with the first row that it covers."""
-        return zip(accumulate([pad.rows for pad in self.pads], initial=0), self.pads, strict=False)
+    def _unchecked(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> UncheckedProduct:
+        expected = some_rows(self.expected, first, answer.shape[0])
+        return UncheckedProduct(self.start + first, answer, effects, self.column, expected, self.rows.ring_bits)
 
-    def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> list[int]:
-        count, bits, wrong = answer.shape[0], self.rows.ring_bits, list[int]()
-        expected = some_rows(self.expected, first, count)
-        real = self.rows.count - self.start - first
-        if real < count:  # rows of zeros are checked like other rows, so that no provider can tell them apart
-            real = max(real, 0)
-            zeros = unmask(answer[real:], [effect[real:] for effect in effects], ring_bits=bits)
-            wrong = [first + real + row for row in refused(zeros, self.column, expected[real:])]
-            answer, effects, expected = answer[:real], [effect[:real] for effect in effects], expected[:real]
-        if real:
-            failed = self.rows.decode(
-                self.start + first, answer, effects=effects, column=self.column, expected=expected, ring_bits=bits
-            )
-            wrong = [first + row for row in failed] + wrong
-        return wrong
+    def _check(self, product: UncheckedProduct) -> list[int]:
+        count = product.answer.shape[0]
+        real = min(max(0, self.rows.count - product.start), count)
+        if real == count:
+            return self.rows.decode(product)
+        # rows of zeros are checked like other rows, so that no provider can tell them apart
+        wrong = self.rows.decode(product.rows(slice(0, real))) if real else []
+        _, zeros = product.rows(slice(real, count)).unmasked()
+        return wrong + [real + row for row in zeros]

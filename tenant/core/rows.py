@@ -1,33 +1,61 @@
-"""The rows of one product. They are encoded as integers before sending, and decoded from checked integers.
+"""The rows of one product. `encode` makes integers of them, and `decode` unmasks and checks their product.
 
-    FloatRows    float rows in, float rows out: activations or gradients of a model
-    RingRows     integer rows in, integer rows out
+`decode` writes floats and the verdict in one pass (`arithmetic.passes`). The quantisation scale stays in these objects
+and never leaves the tenant (rule 5).
 
 Rows may each belong to one expert of a stack. They are then sorted by expert, `counts` says how many each expert has,
 and every expert has its own V and its own channel scales.
-
-The quantisation scale stays in these objects and never leaves the tenant (rule 5).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import passes
-from symbiosis_priv.arithmetic.modular import Column, dot
+from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
-from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, segments
+from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.facts import GroupFacts
-from symbiosis_priv.errors import RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from tenant.core.verifier import V
 
-Products = Column | Sequence[Column]
-"""V of the matrix that all rows are multiplied by, or V of every expert's matrix."""
+
+class UncheckedProduct(NamedTuple):
+    """The product of some rows as it arrives: masked, and not checked.
+
+    Args:
+        start: index of the first of these rows.
+        answer: int32 `[r, o]`; not changed.
+        effects: int32 `[r, o]` each, to be subtracted from the answer.
+        column: R, or None for no check.
+        expected: int64 `[r]`, R applied to the true product, as `Rows.encode` computes it.
+        ring_bits: bits of the answer and the effects that count.
+    """
+
+    start: int
+    answer: Tensor
+    effects: Sequence[Tensor] = ()
+    column: Column | None = None
+    expected: Tensor | None = None
+    ring_bits: RingBits = DEFAULT_RING_BITS
+
+    def rows(self, rows: slice) -> Self:
+        """The product of some of these rows."""
+        effects, expected = [effect[rows] for effect in self.effects], _at(self.expected, rows)
+        start, answer = self.start + rows.start, self.answer[rows]
+        return self._replace(start=start, answer=answer, effects=effects, expected=expected)
+
+    def unmasked(self) -> tuple[Tensor, list[int]]:
+        """Subtract the effects. Returns int32 `[r, o]`, and the numbers of the rows that fail the check."""
+        unmasked = passes.unmask(self.answer, self.effects, ring_bits=self.ring_bits)
+        if self.column is None or self.expected is None:
+            return unmasked, []
+        return unmasked, passes.refused(unmasked, self.column, self.expected)
 
 
 class Rows(ABC):
@@ -45,41 +73,24 @@ class Rows(ABC):
     most_wraps: int
 
     @abstractmethod
-    def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
+    def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
         """Write all rows as integers.
 
         Args:
             out: int32 `[count, d]`; overwritten.
-            column: V, one for every expert if there are counts; or None for no check.
-            expected: int64 `[count]`; set to R applied to the true product, modulo p, if there is a column.
+            v: V, one for every expert if there are counts; or None for no check.
+            expected: int64 `[count]`; set to R applied to the true product, modulo p, if there is a V.
 
         Raises:
             NonFiniteError: inf or nan among the rows; nothing was sent.
         """
 
     @abstractmethod
-    def decode(
-        self,
-        start: int,
-        answer: Tensor,
-        *,
-        effects: Sequence[Tensor] = (),
-        column: Column | None = None,
-        expected: Tensor | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
-    ) -> list[int]:
-        """Subtract effects from the answer to some rows, check the product, and write results.
-
-        Args:
-            start: index of the first of these rows.
-            answer: int32 `[r, o]`; not changed.
-            effects: int32 `[r, o]` each, to be subtracted.
-            column: R, or None for no check.
-            expected: int64 `[r]`, as `encode` set it for these rows.
-            ring_bits: bits of the answer and the effects that count.
+    def decode(self, product: UncheckedProduct) -> list[int]:
+        """Unmask the product of some rows, check it, and write results.
 
         Returns:
-            The numbers of the rows, counted from `start`, that failed the check. Their results must be dropped.
+            The numbers of the rows, counted from `product.start`, that failed the check. Their results must be dropped.
         """
 
     @abstractmethod
@@ -98,20 +109,11 @@ class Rows(ABC):
     def put(self, numbers: Sequence[int], some: Self) -> None:
         """Write the results of `some(numbers)`."""
 
-    def _counts_of(self, numbers: Sequence[int]) -> Counts | None:
-        if self.counts is None:
-            return None
-        ends = torch.tensor(self.counts, dtype=torch.int64, device="cpu").cumsum(0)
-        experts = torch.searchsorted(ends, torch.tensor(numbers, dtype=torch.int64, device="cpu"), right=True)
-        return tuple(torch.bincount(experts, minlength=len(self.counts)).tolist())
-
 
 class FloatRows(Rows):
-    """Float rows of one layer group.
+    """Float rows of one layer group: activations or gradients.
 
     Args:
-        facts: facts of the layer group.
-        direction: forward or backward.
         inputs: float matrices `[r, w_k]` on the CPU, one dtype: the column blocks of the rows.
         outputs: float matrices for the column blocks of the results; overwritten.
         counts: as in `Rows`.
@@ -140,56 +142,48 @@ class FloatRows(Rows):
         self._bias = facts.bias if forward else None
         self._set_bound(facts.bounds[direction])
 
-    def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
+    def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
         encode = partial(passes.encode, bound=self._bound)
         if self.counts is None:
-            assert column is None or isinstance(column, Column)
-            self._scale = encode(self._inputs, out=out, fold=self._fold, column=column, expected=expected)
+            assert v is None or isinstance(v, Column)
+            self._scale = encode(self._inputs, out=out, fold=self._fold, column=v, expected=expected)
             return
         scales = []
         for expert, rows in segments(self.counts):
-            own = column if column is None or isinstance(column, Column) else column[expert]
-            mine = None if expected is None else expected[rows]
-            inputs, fold = [part[rows] for part in self._inputs], _of_expert(self._fold, expert)
-            scales.append(encode(inputs, out=out[rows], fold=fold, column=own, expected=mine))
+            inputs, fold = [part[rows] for part in self._inputs], _at(self._fold, expert)
+            own = v if v is None or isinstance(v, Column) else v[expert]
+            scales.append(encode(inputs, out=out[rows], fold=fold, column=own, expected=_at(expected, rows)))
         self._scale = torch.cat(scales)
 
-    def decode(
-        self,
-        start: int,
-        answer: Tensor,
-        *,
-        effects: Sequence[Tensor] = (),
-        column: Column | None = None,
-        expected: Tensor | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
-    ) -> list[int]:
-        decode = partial(passes.decode, column=column, ring_bits=ring_bits)
-        count, outputs, scale = answer.shape[0], self._outputs, self._scale
+    def decode(self, product: UncheckedProduct) -> list[int]:
+        start, count, outputs, scale = product.start, product.answer.shape[0], self._outputs, self._scale
         if count != self.count:
             outputs, scale = [out[start : start + count] for out in outputs], scale[start : start + count]
-        factors, bias = self._channel_scale, self._bias
-        if self.counts is None:
-            return decode(
-                answer, outputs, scale=scale, effects=effects, channel_scale=factors, bias=bias, expected=expected
-            )
+        parts = [(product, outputs, scale, self._channel_scale, self._bias)]
+        if self.counts is not None:
+            parts.clear()
+            for expert, rows in segments(clip(self.counts, start, count)):
+                factors, bias = _at(self._channel_scale, expert), _at(self._bias, expert)
+                parts.append((product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias))
         wrong = list[int]()
-        for expert, rows in segments(clip(self.counts, start, count)):
-            failed = decode(
-                answer[rows],
-                [out[rows] for out in outputs],
-                scale=scale[rows],
-                effects=[effect[rows] for effect in effects],
-                channel_scale=_of_expert(factors, expert),
-                bias=_of_expert(bias, expert),
-                expected=None if expected is None else expected[rows],
+        for part, outputs, scale, factors, bias in parts:
+            failed = passes.decode(
+                part.answer,
+                outputs,
+                scale=scale,
+                effects=part.effects,
+                channel_scale=factors,
+                bias=bias,
+                column=part.column,
+                expected=part.expected,
+                ring_bits=part.ring_bits,
             )
-            wrong += [rows.start + row for row in failed]
+            wrong += [part.start - start + row for row in failed]
         return wrong
 
     def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         some = copy(self)
-        some.count, some.counts = len(numbers), self._counts_of(numbers)
+        some.count, some.counts = len(numbers), self.counts and pick(self.counts, numbers)
         some._inputs = [part.detach()[numbers] for part in self._inputs]
         some._outputs = [out.new_empty((some.count, out.shape[1])) for out in self._outputs]
         if halved:
@@ -204,62 +198,6 @@ class FloatRows(Rows):
         self._bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
 
 
-class RingRows(Rows):
-    """Integer rows `[r, d]` whose true products fit int32. `product` `[r, o]` holds the checked products.
-
-    In a narrow ring, two entries of a product may leave the ring once.
-    """
-
-    def __init__(
-        self,
-        rows: Tensor,
-        *,
-        outputs: int,
-        counts: Counts | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
-    ) -> None:
-        self.count, self.counts, self.ring_bits = len(rows), counts, ring_bits
-        self.most_wraps = int(ring_bits < DEFAULT_RING_BITS)
-        self._rows = rows
-        self.product = torch.empty((self.count, outputs), dtype=torch.int32, device="cpu")
-
-    def encode(self, out: Tensor, *, column: Products | None = None, expected: Tensor | None = None) -> None:
-        out.copy_(self._rows)
-        if column is None or expected is None:
-            return
-        if isinstance(column, Column):
-            expected[:] = dot(out, column)
-            return
-        assert self.counts is not None
-        for expert, rows in segments(self.counts):
-            expected[rows] = dot(out[rows], column[expert])
-
-    def decode(
-        self,
-        start: int,
-        answer: Tensor,
-        *,
-        effects: Sequence[Tensor] = (),
-        column: Column | None = None,
-        expected: Tensor | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
-    ) -> list[int]:
-        product = passes.unmask(answer, effects, ring_bits=ring_bits)
-        self.product[start : start + len(product)] = product
-        return [] if column is None or expected is None else passes.refused(product, column, expected)
-
-    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
-        if halved:
-            raise RangeError(f"integer rows of which more than two products leave a ring of {self.ring_bits} bits")
-        some = copy(self)
-        some.count, some.counts = len(numbers), self._counts_of(numbers)
-        some._rows, some.product = self._rows[numbers], self.product[numbers]
-        return some
-
-    def put(self, numbers: Sequence[int], some: Self) -> None:
-        self.product[numbers] = some.product
-
-
-def _of_expert(values: Tensor | None, expert: int) -> Tensor | None:
-    """One expert's part of the channel scales or of the bias."""
-    return None if values is None else values[expert]
+def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
+    """The values of one expert, or of some rows; None if there are none."""
+    return None if values is None else values[place]

@@ -29,8 +29,7 @@ class SessionSecret:
         return Seed(derive(self._secret, "helper", *holder))
 
     def burn(self, *, group_name: str, direction: str, rows: int) -> int:
-        """Burn `rows` fresh row indices of a (group, direction), and return the first. They are never returned
-        again."""
+        """Burn `rows` fresh row indices of a (group, direction). Returns the first. No index is returned twice."""
         self._check_alive()
         if rows < 0:
             raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")

@@ -149,7 +149,7 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
     `CheckpointError`: `model` is not the pinned model."""
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
-    from tenant.core.verifier import DEFAULT_COLUMNS
+    from tenant.core.blame import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
 
     store = None

@@ -9,19 +9,24 @@ PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.segments import Counts, pick, segments
 from symbiosis_priv.arithmetic.wraps import uncorrectable
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels import RingMatrix
-from tenant.core.rows import FloatRows, Rows
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from tenant.core.rows import FloatRows, Rows, UncheckedProduct
+from tenant.core.verifier import V
 
 
 class Backend(ABC):
@@ -82,6 +87,56 @@ class RingProduct(Protocol):
 
     def close(self) -> None:
         """Close connections and threads, if there are any."""
+
+
+class RingRows(Rows):
+    """Integer rows, for tests and attacks: int32 `[r, d]`, whose true products fit int32.
+
+    In a narrow ring, two entries of a product may leave the ring once.
+
+    Attributes:
+        product: int32 `[r, o]`, the checked products.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        *,
+        outputs: int,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> None:
+        self.count, self.counts, self.ring_bits = len(rows), counts, ring_bits
+        self.most_wraps = int(ring_bits < DEFAULT_RING_BITS)
+        self._rows = rows
+        self.product = torch.empty((self.count, outputs), dtype=torch.int32, device="cpu")
+
+    def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
+        out.copy_(self._rows)
+        if v is None or expected is None:
+            return
+        if isinstance(v, Column):
+            expected[:] = dot(out, v)
+            return
+        assert self.counts is not None
+        for expert, rows in segments(self.counts):
+            expected[rows] = dot(out[rows], v[expert])
+
+    def decode(self, product: UncheckedProduct) -> list[int]:
+        unmasked, wrong = product.unmasked()
+        self.product[product.start : product.start + unmasked.shape[0]] = unmasked
+        return wrong
+
+    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        if halved:
+            raise RangeError(f"integer rows of which more than two products leave a ring of {self.ring_bits} bits")
+        some = copy(self)
+        some.count, some.counts = len(numbers), self.counts and pick(self.counts, numbers)
+        some._rows, some.product = self._rows[numbers], self.product[numbers]
+        return some
+
+    def put(self, numbers: Sequence[int], some: Self) -> None:
+        self.product[numbers] = some.product
 
 
 class RingBackend(Backend):
@@ -148,7 +203,7 @@ class Simulation:
         xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
         rows.encode(xq)
         product = self.product(index, direction, xq, counts=rows.counts)
-        rows.decode(0, product)
+        rows.decode(UncheckedProduct(0, product))
         if rows.most_wraps and (again := uncorrectable(product, ring_bits=rows.ring_bits)):
             multiply_again(rows, again, partial(self.multiply, index, direction))
 

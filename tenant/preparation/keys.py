@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.keystream import derive
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction, bounds_of
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -42,7 +43,9 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
-from tenant.core.verifier import BlameKeys, VerificationKeys
+from tenant.core.blame import BlameKeys
+from tenant.core.verifier import VerificationKeys
+from tenant.preparation.key_files import open_blame_keys, read_keys, tensors_of
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
 from tenant.preparation.prepared import Preparation
 
@@ -234,7 +237,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
         folder.subfolder(_KNOWN).close()
     files = {name: folder.read(name) for name in (*_SMALL, _SEAL)}
     manifest = Manifest.from_json(files[_MANIFEST])
-    keys = VerificationKeys.from_tensors(load(files[_KEYS]), groups=len(manifest.groups))
+    keys = read_keys(load(files[_KEYS]), groups=len(manifest.groups))
     origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
     blame, blame_digest = _open_blame(folder, manifest, columns=columns, checkpoint=origin.checkpoint)
     second, second_digest = _open_second(folder, groups=len(manifest.groups))
@@ -283,7 +286,7 @@ def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, chec
         if entry.experts > 1
     }
     with _digested(folder, _BLAME) as (path, digest):
-        return BlameKeys.open(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
+        return open_blame_keys(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
 
 
 def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], VerificationKeys], str]:
@@ -293,7 +296,7 @@ def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], Ve
 
     @functools.cache
     def read() -> VerificationKeys:
-        return VerificationKeys.from_tensors({name: stored.get_tensor(name) for name in stored.keys()}, groups=groups)  # noqa: SIM118
+        return read_keys({name: stored.get_tensor(name) for name in stored.keys()}, groups=groups)  # noqa: SIM118
 
     return read, digest
 
@@ -328,12 +331,12 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
     origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest, tokenizer=dict(prepared.tokenizer))
     files = {
         _FACTS: save(tensors),
-        _KEYS: save(prepared.keys.to_tensors()),
+        _KEYS: save(tensors_of(prepared.keys)),
         _MANIFEST: prepared.manifest.to_json(),
         _ORIGIN: msgspec.json.encode(origin),
     }
-    blame = save(prepared.blame.to_tensors())
-    second = save(prepared.second().to_tensors())
+    blame = save(tensors_of(prepared.blame))
+    second = save(tensors_of(prepared.second()))
     seal = _seal(prepared.keys, files, *(hashlib.sha256(content).hexdigest() for content in (blame, second)))
     partial = f".{secrets.token_hex(8)}"
     with storing(folder), PrivateFolder.open(folder.parent, create=True) as parent:
@@ -353,7 +356,12 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
 
 def _seal(keys: VerificationKeys, files: Mapping[str, bytes], *digests: str) -> bytes:
     """The MAC of the files, and of the digests of the files that stay on disk."""
-    return keys.mac("seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
+    return _mac(keys, "seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
+
+
+def _mac(keys: VerificationKeys, purpose: str, *parts: str) -> bytes:
+    """32 bytes that only the holder of these keys can compute. They authenticate files beside the keys."""
+    return hmac.digest(derive(keys.secret, "mac", purpose), msgspec.json.encode(parts), "sha256")
 
 
 def _forget(folder: Path) -> None:
@@ -399,14 +407,14 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
 
 def _is_known(folder: Path, prepared: Preparation, identity: str) -> bool:
     with contextlib.suppress(OSError):
-        return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), prepared.keys.mac("known", identity))
+        return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), _mac(prepared.keys, "known", identity))
     return False
 
 
 def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
     with contextlib.suppress(OSError):  # the next load hashes the tensors again
         (folder / _KNOWN).mkdir(mode=0o700, exist_ok=True)
-        write_atomically(folder / _KNOWN / identity, prepared.keys.mac("known", identity), mode=0o600)
+        write_atomically(folder / _KNOWN / identity, _mac(prepared.keys, "known", identity), mode=0o600)
 
 
 def _identity(model: WeightStore) -> str:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import Manifest
-from tenant.core.verifier import BlameKeys, VerificationKeys
+from tenant.core.blame import BlameKeys
+from tenant.core.verifier import VerificationKeys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import wraps
-from symbiosis_priv.arithmetic.passes import unmask
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
 
@@ -31,10 +30,10 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
         return []
     bits, left = part.rows.ring_bits, []
     corrector = wraps.Corrector(part.column, ring_bits=bits, most=part.rows.most_wraps)
-    for first, block, effects in part.opened(answer):
-        for row in (row - first for row in rows if first <= row < first + block.shape[0]):
-            y = unmask(block[row], [effect[row] for effect in effects], ring_bits=bits)
-            number = first + row
+    for product in part.opened(answer):
+        first = product.start - part.start
+        for number in [row for row in rows if first <= row < first + product.answer.shape[0]]:
+            y = product.rows(slice(number - first, number - first + 1)).unmasked()[0][0]
             one = part.rows.some([part.start + number])
             t = corrector.corrected(y, int(part.expected[number]), partial(_second, part, one), entries=entries)
             if t is None or not part.put(number, one, t):
@@ -44,7 +43,7 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
 
 def _second(part: Part, one: Rows) -> wraps.Check:
     """The second check of the product of one row. Encodes the row, so that its product can be put."""
-    column, products = part.second()
+    r, v = part.second()
     residue = torch.empty(1, dtype=torch.int64, device="cpu")
-    one.encode(torch.empty((1, part.width), dtype=torch.int32, device="cpu"), column=products, expected=residue)
-    return column, int(residue)
+    one.encode(torch.empty((1, part.width), dtype=torch.int32, device="cpu"), v=v, expected=residue)
+    return r, int(residue)

@@ -4,7 +4,7 @@ The executor has subtracted blocks `b_j = e_j + m_j` that the tenant has not see
 that each is signed by its helper for this executor. An executor accepts only blocks that a permitted helper has signed,
 and keeps the blocks of an answer, so a block that it does not have, or that is not signed, convicts the executor.
 Signed blocks give the effects that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product
-`y' = y + sum e_j`. Then `tenant.core.attribution` checks both, as without relay. The id of a block commits its helper
+`y' = y + sum e_j`. Then `tenant.core.blame` checks both, as without relay. The id of a block commits its helper
 to one seed, rows and executor (`symbiosis_priv.network.block_statement`), so nobody can have an honest helper sign
 another matrix, or another number of rows, under that id.
 
@@ -29,7 +29,7 @@ from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, Proto
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
-from tenant.core.pads import RelayedBlock, Share, some_rows
+from tenant.core.pads import RelayedBlock, Share, in_place, some_rows
 from tenant.core.parts import Part
 from tenant.worker import Promise
 
@@ -65,7 +65,7 @@ def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer |
     """
     effects: dict[bytes, Promise[Tensor | None]] = {}
     until = time.monotonic() + _EVIDENCE_S
-    for first, pad in part.pads_in_place():
+    for first, pad in in_place(part.pads):
         for share in pad.shares:
             block = share.block
             assert block is not None

@@ -13,7 +13,6 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import (
     CertificateError,
     DeadlineExceededError,
@@ -23,7 +22,8 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from tenant.connections.lanes import LanesInUseError
-from tenant.core.pads import Pad, Share
+from tenant.connections.relayed_effects import blocks_of, fetch_effects
+from tenant.core.pads import Pad, Share, in_place
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -116,10 +116,10 @@ class Failover:
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
         """
-        if not retry.late and part.has_effects:
+        if not retry.late and _has_effects(part):
             return True
         self._wait_for_effects(part, retry)
-        for share in part.shares:
+        for share in _shares(part):
             if share.holder in retry.late:
                 return False
             error = share.effect.exception()
@@ -162,7 +162,7 @@ class Failover:
     def _open_for(self, part: Part, preferred: Route | None) -> Route | None:
         """Choose an open executor that may see rows under the part's pads."""
         relays = part.pads and self.runtime.relays is not None
-        lying_at = part.pads[0].blocks()[:1] if relays else []
+        lying_at = blocks_of(part.pads[0])[:1] if relays else []
         return self.routes.choose(
             part.index,
             part.size,
@@ -212,18 +212,15 @@ class Failover:
     def _missing(self, part: Part) -> list[Share]:
         """The shares whose effects are not here. Requests those that lie at an executor."""
         for pad in part.pads:
-            pad.fetch_effects()
-        return [share for share in part.shares if not share.effect.done()]
+            fetch_effects(pad)
+        return [share for share in _shares(part) if not share.effect.done()]
 
     def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
         """Replace pads whose helper was lost or late, or is quarantined."""
-
-        suspicion = bool(retry.late or self.routes.quarantined)  # rare
+        suspects = [peer for peer in part.sent.holders if peer in retry.late or peer in self.routes.quarantined]
 
         def spoilt(pad: Pad) -> bool:
-            return is_lost(pad) or (
-                suspicion and any(h in retry.late or h in self.routes.quarantined for h in pad.holders())
-            )
+            return is_lost(pad) or any(share.holder in suspects for share in pad.shares)
 
         if part.pads and any(map(spoilt, part.pads)):
             self.faults.check(part, retry)
@@ -233,8 +230,22 @@ class Failover:
     def _replace_pads(
         self, part: Part, retry: RetryState, executor: Route | None, *, spoilt: Callable[[Pad], bool]
     ) -> None:
-        def draw(rows: int, counts: Counts | None) -> Pad:
+        def draw(first: int, rows: int) -> Pad:
+            counts = part.counts_of(first, rows)
             return self.runtime.draw(part.index, part.direction, rows, counts=counts, executor=executor)
 
         retry.redraws += 1
-        self.tally.add(pads_redrawn=part.remask(spoilt, draw))
+        numbered = enumerate(in_place(part.pads))
+        fresh = {number: draw(first, pad.rows) for number, (first, pad) in numbered if spoilt(pad)}
+        part.remask(fresh)
+        self.tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
+
+
+def _shares(part: Part) -> list[Share]:
+    """All shares of the part's pads."""
+    return [share for pad in part.pads for share in pad.shares]
+
+
+def _has_effects(part: Part) -> bool:
+    """Returns True if every effect has arrived here; False also if that is not known without a lock."""
+    return all(share.effect.kept is not None for pad in part.pads for share in pad.shares)

@@ -1,6 +1,6 @@
 """What follows a wrong result: its source is quarantined before the next request leaves.
 
-`tenant.core.attribution` finds whose result was wrong.
+`tenant.core.blame` finds whose result was wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
 from tenant.connections.executor_client import Answer
-from tenant.core.attribution import attribute
+from tenant.core.blame import attribute
 from tenant.core.gate import Gate
 from tenant.core.parts import Part
 from tenant.preparation.prepared import Preparation

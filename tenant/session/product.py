@@ -26,6 +26,7 @@ from tenant.core.masked import cut
 from tenant.core.pads import Pad, some_rows
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
+from tenant.core.verifier import V
 from tenant.masking.backend import multiply_again
 from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
@@ -145,7 +146,7 @@ class Products:
         """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
         expected check value of the product: R applied to the true product, computed with V."""
         facts = self.preparation.facts[index].for_rows(rows.counts)
-        column, products = self.preparation.keys.for_rows(index, direction, rows.counts)
+        r, v = self.preparation.keys.for_rows(index, direction, rows.counts)
         (inputs, outputs), count, counts = facts.columns[direction], self._bucketed(rows), rows.counts
         encoded = self.runtime.buffers.matrix(count, inputs)
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -157,10 +158,10 @@ class Products:
             if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
                 counts = (*counts[:-1], counts[-1] + count - rows.count)
         began = clock()
-        rows.encode(real, column=products, expected=its_value)
+        rows.encode(real, v=v, expected=its_value)
         record("quantise", since=began)
         second = partial(self._second, index, direction, counts)
-        return Part(index, direction, rows, 0, encoded, column, expected, second, (), outputs, counts)
+        return Part(index, direction, rows, 0, encoded, r, expected, second, (), outputs, counts)
 
     def _bucketed(self, rows: Rows) -> int:
         """Return the number of rows that are sent for `rows`: rounded up to a multiple of `row_bucket`."""
@@ -186,9 +187,7 @@ class Products:
                 parts.append(_some(whole, start, size, mine))
         return parts
 
-    def _second(
-        self, index: int, direction: Direction, counts: Counts | None
-    ) -> tuple[Column, Column | Sequence[Column]]:
+    def _second(self, index: int, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
         return self.preparation.second().for_rows(index, direction, counts)
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Answer:
@@ -212,7 +211,10 @@ class Products:
         if part.counts is None:  # the effects of rows for experts depend on counts that are not known yet
             self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
         for pad in part.pads:
-            pad.make_next()
+            for mask in pad.shares:
+                mask.keystream.make_ahead(mask.first_row + pad.rows, pad.rows)
+                if mask.block is not None:  # its rows open the answer
+                    mask.block.second.make_ahead(mask.first_row, pad.rows)
 
 
 def _some(part: Part, first: int, rows: int, pads: Sequence[Pad]) -> Part:

@@ -24,7 +24,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from tenant.connections.channel import Channel
-from tenant.core.rows import RingRows, Rows
+from tenant.core.rows import Rows
+from tenant.masking.backend import RingRows
 from tenant.masking.registry import session_scheme
 from tenant.preparation.prepared import Preparation
 from tenant.routing.probing import check_expected

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, random_key
-from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
-from tenant.core.rows import RingRows
-from tenant.core.verifier import BlameKeys
+from tenant.core.blame import BlameKeys
+from tenant.core.rows import UncheckedProduct
 from tenant.demo.tamper import Tamper
+from tenant.masking.backend import RingRows
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
@@ -105,9 +105,9 @@ class ActiveReport:
 def plausible_is_enough() -> Iterator[None]:
     """The planted fault: inside this context, a tenant accepts every answer that is a plausible product."""
 
-    def decode(self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: object) -> list[int]:
-        product = unmask(answer, effects)
-        self.product[start : start + len(product)] = product
+    def decode(self: RingRows, unchecked: UncheckedProduct) -> list[int]:
+        product, _ = unchecked.unmasked()
+        self.product[unchecked.start : unchecked.start + len(product)] = product
         wrong: list[int] = (product.long().abs().amax(dim=1) >= _PLAUSIBLE).nonzero()[:, 0].tolist()
         return wrong
 

@@ -16,7 +16,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session

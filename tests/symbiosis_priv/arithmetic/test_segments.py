@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, merge, segments
+from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, merge, pick, segments
 from symbiosis_priv.errors import RangeError
 from tests.stacks import expert_counts
 
@@ -20,6 +20,15 @@ def test_clipped_counts_keep_the_expert_of_every_row(counts: Counts, first: int,
     clipped = clip(counts, first, rows)
     assert experts_of(clipped) == experts_of(counts)[first : first + rows]
     assert len(clipped) == len(counts)
+
+
+@given(counts=expert_counts(), chosen=st.sets(st.integers(0, 20)))
+def test_picked_rows_keep_their_experts(counts: Counts, chosen: set[int]) -> None:
+    experts = experts_of(counts)
+    numbers = sorted(number for number in chosen if number < len(experts))
+    picked = pick(counts, numbers)
+    assert experts_of(picked) == [experts[number] for number in numbers]
+    assert len(picked) == len(counts)
 
 
 @given(counts=expert_counts())

@@ -30,7 +30,8 @@ from tenant.core.gate import Gate, Quarantine
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, cut, mask, remask
 from tenant.core.pads import Pad, Share
 from tenant.core.parts import Part
-from tenant.core.rows import RingRows
+from tenant.core.rows import UncheckedProduct
+from tenant.masking.backend import RingRows
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
 
@@ -337,10 +338,8 @@ def test_an_unchecked_answer_is_found(
     assert not is_used()
     check = RingRows.decode
 
-    def forget_to_check(
-        self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: Any
-    ) -> list[int]:
-        return check(self, start, answer, effects=effects)
+    def forget_to_check(self: RingRows, product: UncheckedProduct) -> list[int]:
+        return check(self, product._replace(column=None))
 
     monkeypatch.setattr(RingRows, "decode", forget_to_check)
     assert is_used()

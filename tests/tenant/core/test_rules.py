@@ -59,7 +59,7 @@ from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
 from tenant.core.masked import UNMASKED_BY_CHOICE
 from tenant.core.pads import Pad
-from tenant.core.rows import Rows
+from tenant.core.rows import Rows, UncheckedProduct
 from tenant.core.secret import SessionSecret
 from tenant.core.verifier import VerificationKeys
 from tenant.masking.backend import RingBackend
@@ -835,7 +835,7 @@ def test_rule_9_only_shapes_are_visible(
         else:
             answer = torch.zeros((rows.count, facts.outputs(direction)), dtype=torch.int32)
             answer[some] = self.product(index, direction, xq[some])
-            rows.decode(0, answer)
+            rows.decode(UncheckedProduct(0, answer))
 
     monkeypatch.setattr(Session, "multiply", skip_zeros)
     assert data_shows(llama, federation, tapes[2:])

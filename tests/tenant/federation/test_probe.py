@@ -22,7 +22,7 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
-from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import Finding, probe_all
 from tenant.preparation.keys import prepare

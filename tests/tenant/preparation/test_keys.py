@@ -23,6 +23,7 @@ from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from tenant.preparation import keys as preparation
+from tenant.preparation.key_files import tensors_of
 from tenant.preparation.keys import _alone, prepare
 from tenant.preparation.own_tensors import own_digest
 from tenant.preparation.prepared import Preparation
@@ -99,7 +100,7 @@ def test_processes_that_start_together_get_the_same_keys(llama: Path, store: Wei
         return prepared(own, digest, tmp_path)
 
     with ThreadPoolExecutor(4) as pool:
-        keys = [found.keys.to_tensors() for found in pool.map(start, range(4))]
+        keys = [tensors_of(found.keys) for found in pool.map(start, range(4))]
     assert all(torch.equal(other[name], keys[0][name]) for other in keys for name in keys[0])
 
 
@@ -115,7 +116,7 @@ def test_existing_keys_need_no_lock(store: WeightStore, tmp_path: Path) -> None:
     made = prepared(store, digest, tmp_path)
     with _alone(tmp_path), ThreadPoolExecutor(1) as pool:
         found = pool.submit(prepared, store, digest, tmp_path).result(30)
-    assert found.keys.to_tensors().keys() == made.keys.to_tensors().keys()
+    assert tensors_of(found.keys).keys() == tensors_of(made.keys).keys()
 
 
 def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_deleted_keys_are_made_again(store: WeightStore, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="nothing is prepared"):
         prepared(None, digest, tmp_path)
     after = prepared(store, digest, tmp_path)
-    assert not torch.equal(before.keys.to_tensors()["secret"], after.keys.to_tensors()["secret"])
+    assert not torch.equal(tensors_of(before.keys)["secret"], tensors_of(after.keys)["secret"])
 
 
 def test_other_columns_are_other_keys(store: WeightStore, tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_files_replaced_while_keys_are_made_are_not_used(
 
     monkeypatch.setattr(preparation, "_save", save_and_swap)
     used = prepared(store, digest, tmp_path / "victim")
-    assert not torch.equal(used.keys.to_tensors()["secret"], forged.keys.to_tensors()["secret"])
+    assert not torch.equal(tensors_of(used.keys)["secret"], tensors_of(forged.keys)["secret"])
 
 
 def test_the_folder_is_private_for_every_umask(store: WeightStore, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
         answer[0, 0] += 1 << 23
         return frames(reply, answer)
 
-    monkeypatch.setattr("tenant.core.verifier.BlameKeys.accepts", lambda *_, **__: True)
+    monkeypatch.setattr("tenant.core.blame.BlameKeys.accepts", lambda *_, **__: True)
     executor.behaviour = lie
     session = new_session("pad", [executor], [helper], ring_bits=24)
     with pytest.raises(VerificationError, match=" or "):

@@ -37,8 +37,8 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
+from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource
-from tenant.core.verifier import BlameKeys
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation

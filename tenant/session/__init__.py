@@ -2,7 +2,7 @@
 
     session     opens, closes, counts, and notices forks
     product     the normal path of one product: quantise, mask, send, open, check
-    pieces      sends a large product as several requests at once
+    part_queue  sends a large product as several requests at once
     failover    asks another executor, or replaces pads, after a failure
     corrections corrects rows whose products left a narrow ring
     faults      quarantines a provider after a wrong result

@@ -16,7 +16,7 @@ class SessionOptions:
         pool_memory: bytes for pads that are drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
         ring_bits: bits of the integers on the wire (`tenant.options`).
-        piece_bytes: products of more than twice this size, rows and answers together, are sent in pieces of about this
+        part_bytes: products of more than twice this size, rows and answers together, are sent in parts of about this
             size, over several connections.
         tolerance: when a provider counts as late, and for how long a failed one is not asked.
         wiretap: an observer of every frame (tests, reviewers), or None.
@@ -28,6 +28,6 @@ class SessionOptions:
     pool_memory: int = 256 << 20
     row_bucket: int = 1
     ring_bits: RingBits = DEFAULT_RING_BITS
-    piece_bytes: int = 4 << 20
+    part_bytes: int = 4 << 20
     tolerance: Tolerance = USUAL
     wiretap: Wiretap | None = None

@@ -9,7 +9,7 @@
 `failover` handles executors and effects that are lost, late or refused, and `faults` handles wrong results. The part is
 then sent again. The result is the same bits in every case.
 
-A large product goes out in pieces (`pieces`). Each piece is a request with its own rows, pads, deadline and check.
+A large product goes out in parts (`part_queue`). Each part is a request with its own rows, pads, deadline and check.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from tenant.routing.routes import Routes
 from tenant.session import corrections
 from tenant.session.failover import Failover
 from tenant.session.options import SessionOptions
-from tenant.session.pieces import piece_rows, share
+from tenant.session.part_queue import multiply_parts, part_rows
 from tenant.session.retry import RetryState
 from tenant.session.runtime import Runtime
 from tenant.session.spans import clock, record
@@ -49,7 +49,7 @@ class Products:
 
     Args:
         preparation: facts and verification keys of the pinned model.
-        options: deadline, row bucket, size of pieces.
+        options: deadline, row bucket, size of parts.
         routes: the providers that may be asked.
         runtime: connections and pads.
         tally: counts products.
@@ -71,12 +71,12 @@ class Products:
         self.runtime.prober.connect()
         self.runtime.refresh()
         limit = self.runtime.row_limit(whole.widest)
-        if whole.count <= limit and whole.size < 2 * self.options.piece_bytes:
+        if whole.count <= limit and whole.size < 2 * self.options.part_bytes:
             whole.pads = self._take(whole, 0, whole.count)
             self._multiply(whole, None)
         else:
             executors = [self.runtime.executor(route) for route in self.routes.open_for(index, whole.size)]
-            share(self._cut(whole, limit=limit, executors=len(executors)), executors, self._multiply)
+            multiply_parts(self._cut(whole, limit=limit, executors=len(executors)), executors, self._multiply)
         self.tally.add(products=1, rows=rows.count)
 
     def _multiply(self, part: Part, preferred: Route | None) -> None:
@@ -176,7 +176,7 @@ class Products:
 
     def _cut(self, whole: Part, *, limit: int, executors: int) -> list[Part]:
         """Cut a product into requests. Every executor accepts their size; their pads are burnt."""
-        most = piece_rows(whole.count, whole.size, piece_bytes=self.options.piece_bytes, executors=executors)
+        most = part_rows(whole.count, whole.size, part_bytes=self.options.part_bytes, executors=executors)
         parts = []
         for first in range(0, whole.count, limit):
             end = min(first + limit, whole.count)

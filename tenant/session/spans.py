@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, get_args
 
-Part = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
-PARTS: Final[tuple[Part, ...]] = get_args(Part)
+Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
+SPANS: Final[tuple[Span, ...]] = get_args(Span)
 
 clock = time.perf_counter
 _adding = threading.Lock()
-_record: dict[Part, float] | None = None
+_record: dict[Span, float] | None = None
 
 
-def record(part: Part, *, since: float) -> None:
+def record(span: Span, *, since: float) -> None:
     """Record the end of a step.
 
     Args:
@@ -31,11 +31,11 @@ def record(part: Part, *, since: float) -> None:
     if (seconds := _record) is not None:
         spent = clock() - since
         with _adding:
-            seconds[part] = seconds.get(part, 0.0) + spent
+            seconds[span] = seconds.get(span, 0.0) + spent
 
 
 @contextmanager
-def recorded() -> Iterator[dict[Part, float]]:
+def recorded() -> Iterator[dict[Span, float]]:
     """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up."""
     global _record
     before, _record = _record, {}

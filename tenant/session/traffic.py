@@ -1,7 +1,7 @@
 """Computes the traffic of a pass through a model from its manifest and the design alone.
 
 A product of a layer group is one request and one answer, regardless of the number of linears in the group. A large
-product is cut into pieces that are sent over several connections at the same time. The headers of frames are counted as
+product is cut into parts that are sent over several connections at the same time. The headers of frames are counted as
 `wire` encodes them.
 """
 
@@ -15,7 +15,7 @@ from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import LANES
 from tenant.session.options import SessionOptions
-from tenant.session.pieces import piece_rows
+from tenant.session.part_queue import part_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class PredictedTraffic:
 
     Args:
         round_trips: requests to executors.
-        turns: number of requests that follow one another; pieces of one product are sent at the same time.
+        turns: number of requests that follow one another; parts of one product are sent at the same time.
         up, down: bytes of frames to and from executors.
         effects: bytes of effects from one helper. Its requests are too few and too small to count.
     """
@@ -86,7 +86,7 @@ def _of_product(
     group: GroupEntry, index: int, direction: Direction, rows: int, transport: Transport
 ) -> PredictedTraffic:
     inputs, outputs = group.columns(direction)
-    most = piece_rows(rows, wire.RING32.size(rows, inputs + outputs), piece_bytes=SessionOptions().piece_bytes)
+    most = part_rows(rows, wire.RING32.size(rows, inputs + outputs), part_bytes=SessionOptions().part_bytes)
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:

@@ -20,7 +20,7 @@ from tenant.connections.executor_client import LANES
 from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
-from tenant.session.pieces import Pieces
+from tenant.session.part_queue import PartQueue
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Identities, NewFederation
@@ -349,19 +349,19 @@ def test_the_providers_left_after_quarantines_must_suffice_for_a_product(new_rou
 # Splitting
 
 
-class Piece:
+class LargePart:
     size = LARGE
 
 
-def split(costs: Sequence[float], pieces: int) -> tuple[list[int], float]:
-    """Simulate pieces over executors that take `costs` seconds for each. Returns the pieces of each, and the time of
+def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
+    """Simulate parts over executors that take `costs` seconds for each. Returns the parts of each, and the time of
     the last."""
     routes = [Route(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
     for route, cost in zip(routes, costs, strict=True):
         for now in range(4):
             route.health.answered(float(now), seconds=cost, size=LARGE)
     seats = [n for n in range(len(costs)) for _ in range(LANES)]
-    queue = Pieces([Piece()] * pieces, [routes[n] for n in seats])  # type: ignore[list-item]
+    queue = PartQueue([LargePart()] * parts, [routes[n] for n in seats])  # type: ignore[list-item]
     free_at = dict.fromkeys(range(len(seats)), 0.0)
     done, end = [0] * len(costs), 0.0
     while free_at:
@@ -376,38 +376,38 @@ def split(costs: Sequence[float], pieces: int) -> tuple[list[int], float]:
     return done, end
 
 
-def test_faster_executors_get_more_pieces() -> None:
+def test_faster_executors_get_more_parts() -> None:
     done, _ = split([1.0, 3.0], 16)
     assert sum(done) == 16
     assert 11 <= done[0] <= 13
 
 
-@given(costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), pieces=st.integers(1, 24))
-def test_all_pieces_are_done_and_a_slow_executor_delays_them_little(costs: list[float], pieces: int) -> None:
+@given(costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), parts=st.integers(1, 24))
+def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[float], parts: int) -> None:
     """Compared with the time of the fastest executor alone."""
     costs = sorted(costs)
-    done, end = split(costs, pieces)
-    assert sum(done) == pieces
-    alone = -(-pieces // LANES) * costs[0]
+    done, end = split(costs, parts)
+    assert sum(done) == parts
+    alone = -(-parts // LANES) * costs[0]
     assert end <= alone + 2 * costs[0] + 1e-9
 
 
-def test_each_piece_is_taken_once_by_many_threads() -> None:
+def test_each_part_is_taken_once_by_many_threads() -> None:
     route = Route(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
-    pieces = [Piece() for _ in range(500)]
-    queue = Pieces(pieces, [route] * 8)  # type: ignore[arg-type]
+    parts = [LargePart() for _ in range(500)]
+    queue = PartQueue(parts, [route] * 8)  # type: ignore[arg-type]
     taken: list[object] = []
 
     def work() -> None:
-        while (piece := queue.take(route, picky=True)) is not None:
-            taken.append(piece)
+        while (part := queue.take(route, picky=True)) is not None:
+            taken.append(part)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert {id(piece) for piece in taken} == {id(piece) for piece in pieces}
+    assert {id(part) for part in taken} == {id(part) for part in parts}
     assert len(taken) == 500
 
 

@@ -161,9 +161,9 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(
 def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
 ) -> None:
-    """By a limit on rows, in pieces for several connections, and at a helper with a lower limit."""
+    """By a limit on rows, in parts for several connections, and at a helper with a lower limit."""
     executor, helper = new_provider(max_rows=7), new_provider(max_rows=3)
-    session = new_session("pad", [executor], [helper], piece_bytes=1)
+    session = new_session("pad", [executor], [helper], part_bytes=1)
     assert is_exact(session, store, stacks[0], FORWARD, (5, 0, 1, 9))
     for heard, most in ((executor.executed, 7), (helper.effects, 3)):
         counts = [request.request.counts for request in heard]

@@ -487,18 +487,18 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
 # Splitting large products
 
 
-def test_pieces_of_one_product_go_to_all_replicas(
+def test_parts_of_one_product_go_to_all_replicas(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
     frames: Frames,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No answer comes before four pieces have arrived, two at each replica."""
+    """No answer comes before four parts have arrived, two at each replica."""
     monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
     providers = [new_provider(), new_provider()]
     all_here = threading.Barrier(4)
-    session = new_session("pad", providers, [new_provider()], piece_bytes=1024)
+    session = new_session("pad", providers, [new_provider()], part_bytes=1024)
     assert all_right(session, store)
 
     def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -516,7 +516,7 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     providers = [new_provider(), new_provider()]
-    session = new_session("pad", providers, [new_provider()], piece_bytes=1024)
+    session = new_session("pad", providers, [new_provider()], part_bytes=1024)
     assert all_right(session, store)
 
     def leave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -668,7 +668,7 @@ def test_many_threads_with_providers_that_fail_at_times(
 
     for provider in (*executors, *helpers):
         provider.behaviour = stumble
-    session = new_session("pad", executors, helpers, pad_helpers=2, piece_bytes=4096, tolerance=IMPATIENT)
+    session = new_session("pad", executors, helpers, pad_helpers=2, part_bytes=4096, tolerance=IMPATIENT)
 
     def work(seed: int) -> bool:
         return is_right(session, store, seed % 9, DIRECTIONS[seed % 2], 1 + seed % 40, seed)

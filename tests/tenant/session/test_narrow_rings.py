@@ -74,11 +74,11 @@ def test_every_scheme_has_the_bits_of_the_simulation(
     assert ledger.answers_rejected == 0
 
 
-def test_pieces_and_buckets_and_limits_do_not_change_bits(
+def test_parts_and_buckets_and_limits_do_not_change_bits(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     executors = [new_provider(max_rows=7), new_provider(max_payload=4096)]
-    session = new_session("pad", executors, [new_provider()], ring_bits=24, piece_bytes=8192, row_bucket=8)
+    session = new_session("pad", executors, [new_provider()], ring_bits=24, part_bytes=8192, row_bucket=8)
     rows = floats(session, MLP, BACKWARD, 93)
     want = reference(session, store).linear(MLP, BACKWARD, rows)
     assert torch.equal(backend_of(session).linear(MLP, BACKWARD, rows), want)

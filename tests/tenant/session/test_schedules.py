@@ -206,7 +206,7 @@ class Player:
             pad_helpers=cast.k,
             relay=cast.relay,
         )
-        options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, piece_bytes=2048, tolerance=HASTY)
+        options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, part_bytes=2048, tolerance=HASTY)
         session = Session(federation, self.preparation, options=options)
         try:
             seeds = {int(helper.peer.name[1:]): helper.seed for helper in session.runtime.helpers}

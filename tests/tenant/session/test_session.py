@@ -583,7 +583,7 @@ def test_a_row_calls_few_functions(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The functions on its path decide the time of a single row. There were 305 of them when each product looked for
-    pieces, lost pads and failed providers."""
+    parts, lost pads and failed providers."""
     session = new_session("pad", [executor], [helper])
     called = list[str]()
 
@@ -668,17 +668,17 @@ def test_keys_are_deleted_after_a_lie(
     assert all(path.read_bytes() != old for path, old in zip(keys, before, strict=True))
 
 
-# Pieces
+# Parts
 
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
-def test_pieces_give_the_same_bits(
+def test_parts_give_the_same_bits(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
 ) -> None:
     """Also if limits, buckets and pads divide the rows."""
     executor = new_provider(max_rows=40)
     session: Session = new_session(
-        masking, [executor], [new_provider() for _ in range(helpers)], piece_bytes=2048, row_bucket=5
+        masking, [executor], [new_provider() for _ in range(helpers)], part_bytes=2048, row_bucket=5
     )
     for seed, count in enumerate((1, 3, 37, 80, 96)):
         index, direction = seed % 9, DIRECTIONS[seed % 2]
@@ -699,8 +699,8 @@ def test_pieces_give_the_same_bits(
         assert len({row.numpy().tobytes() for row in masked}) == len(masked)  # by chance: below 2^-240
 
 
-def test_the_pieces_of_a_product_depend_only_on_its_size(executor: ScriptedProvider, new_session: NewSession) -> None:
-    session = new_session("none", [executor], piece_bytes=4096)
+def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor], part_bytes=4096)
     for scale in (0, 1, 1000):
         session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
     sizes = [h.request.rows for h in executor.executed]
@@ -710,7 +710,7 @@ def test_the_pieces_of_a_product_depend_only_on_its_size(executor: ScriptedProvi
 def test_one_piece_is_sent_while_another_is_multiplied(
     executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
-    """No answer comes before two pieces have arrived."""
+    """No answer comes before two parts have arrived."""
     both = threading.Barrier(2)
 
     def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -718,14 +718,14 @@ def test_one_piece_is_sent_while_another_is_multiplied(
         return frames(reply, answer)
 
     executor.behaviour = answer_when_both_are_here
-    session = new_session("none", [executor], piece_bytes=4096)
+    session = new_session("none", [executor], part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
     assert len(executor.executed) == 4
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_two_wrong_pieces_at_once_convict_no_other_provider(
+def test_two_wrong_parts_at_once_convict_no_other_provider(
     new_provider: NewProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
@@ -733,7 +733,7 @@ def test_two_wrong_pieces_at_once_convict_no_other_provider(
     frames: Callable[..., bytes],
     liar: str,
 ) -> None:
-    """When the second piece fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
+    """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
     first, second = new_provider(), new_provider()
     both, asked = threading.Barrier(2), threading.Event()
 
@@ -743,7 +743,7 @@ def test_two_wrong_pieces_at_once_convict_no_other_provider(
         return frames(*spoil(heard, reply, answer))
 
     def be_slow(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        """Otherwise it may have done all other pieces before the liar is asked for its second one."""
+        """Otherwise it may have done all other parts before the liar is asked for its second one."""
         asked.wait(20)
         return frames(reply, answer)
 
@@ -751,7 +751,7 @@ def test_two_wrong_pieces_at_once_convict_no_other_provider(
         first.behaviour, second.behaviour = lie, be_slow
     else:
         helper.behaviour = saying(frames, spoil)
-    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
+    session = new_session("pad", [first, second], [helper], part_bytes=4096 * 4)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
         assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
@@ -826,10 +826,10 @@ def test_pads_of_two_products_are_requested_at_once(
         assert torch.equal(product, product_of(store, QKV, FORWARD, one))
 
 
-def test_two_pieces_go_to_two_executors(
+def test_two_parts_go_to_two_executors(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
-    """Neither executor answers before both have received a piece."""
+    """Neither executor answers before both have received a part."""
     both = threading.Barrier(2)
 
     def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -839,7 +839,7 @@ def test_two_pieces_go_to_two_executors(
     providers = [new_provider(), new_provider()]
     for provider in providers:
         provider.behaviour = answer_when_both_are_here
-    session = new_session("none", providers, piece_bytes=30_000)
+    session = new_session("none", providers, part_bytes=30_000)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
     assert [len(provider.executed) for provider in providers] == [1, 1]
@@ -882,7 +882,7 @@ def test_no_piece_begins_after_one_has_failed(
 ) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
     executor.behaviour = lambda *heard: frames(failure)
-    session = new_session("none", [executor], piece_bytes=4096)
+    session = new_session("none", [executor], part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     with pytest.raises(ProviderError, match="out of order"):
         session.product(MLP, FORWARD, rows)

@@ -26,8 +26,8 @@ def test_the_traffic_of_a_llama_2_7b_token_equals_the_documented_figures() -> No
     assert token.effects == 5439488
 
 
-def test_a_step_goes_forward_and_back_in_pieces() -> None:
-    """The first group has no backward product; the pieces of a large product share their latency."""
+def test_a_step_goes_forward_and_back_in_parts() -> None:
+    """The first group has no backward product; the parts of a large product share their latency."""
     groups, rows = llama_7b()[:4], 512
     step = of_step(groups, rows)
     columns = [4 * rows * (group.inputs + group.stacked_outputs) for group in groups]

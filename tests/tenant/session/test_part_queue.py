@@ -1,4 +1,4 @@
-"""The pieces of a product: the error that the caller gets."""
+"""The parts of a product: the error that the caller gets."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from symbiosis_priv.errors import QuarantinedError, VerificationError
-from tenant.session.pieces import share
+from tenant.session.part_queue import multiply_parts
 
 FAULT = VerificationError(provider="beta", group_name="mlp", direction="forward", what="an effect")
 
@@ -31,4 +31,4 @@ def test_the_caller_gets_the_fault_and_not_the_quarantine_that_follows_it(execut
         raise FAULT if part.name == finder else QuarantinedError("beta is quarantined")
 
     with pytest.raises(VerificationError, match="effect"):
-        share(parts, executors, work)
+        multiply_parts(parts, executors, work)

@@ -1,8 +1,8 @@
-"""A large product in pieces, sent at the same time over several connections to several executors.
+"""The parts of a large product, sent at the same time over several connections to several executors.
 
-Each slot is one connection and one thread; the first slot uses the caller's thread. A slot takes the next piece when
-its previous piece is done, so a faster executor gets more pieces. Towards the end, a slow executor takes no piece that
-the other slots would finish earlier. The caller's slot uses the cheapest executor, and takes every piece that is left.
+Each slot is one connection and one thread; the first slot uses the caller's thread. A slot takes the next part when
+its previous part is done, so a faster executor gets more parts. Towards the end, a slow executor takes no part that
+the other slots would finish earlier. The caller's slot uses the cheapest executor, and takes every part that is left.
 """
 
 import threading
@@ -16,21 +16,21 @@ from tenant.connections.executor_client import LANES, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 
-_MOST_PIECES = 4  # limit of pieces of a product per executor: many small pieces cost more than they save
+_MOST_PARTS = 4  # limit of parts of a product per executor: many small parts cost more than they save
 
 
-class Pieces:
-    """The pieces of a product that no slot has taken yet. Thread-safe."""
+class PartQueue:
+    """The parts of a product that no slot has taken yet. Thread-safe."""
 
     def __init__(self, parts: Sequence[Part], slots: Sequence[Route]) -> None:
         self._waiting, self._slots = deque(parts), list(slots)
         self._lock = threading.Lock()
 
     def take(self, route: Route, *, picky: bool) -> Part | None:
-        """Return the next piece for a slot at an executor; None if no piece is left.
+        """Return the next part for a slot at an executor; None if no part is left.
 
         Args:
-            picky: also return None if the other slots would finish all pieces earlier; the slot then ends.
+            picky: also return None if the other slots would finish all parts earlier; the slot then ends.
         """
         with self._lock:
             if not self._waiting:
@@ -41,12 +41,12 @@ class Pieces:
             return self._waiting.popleft()
 
     def clear(self) -> None:
-        """Discard the pieces that have not begun."""
+        """Discard the parts that have not begun."""
         with self._lock:
             self._waiting.clear()
 
     def _others_are_faster(self, route: Route) -> bool:
-        """Returns True if the other slots would finish their pieces and all that are left before this slot finishes
+        """Returns True if the other slots would finish their parts and all that are left before this slot finishes
         one."""
         size = self._waiting[0].size
         mine = route.health.seconds_for(size)
@@ -57,7 +57,7 @@ class Pieces:
         return mine > (len(self._waiting) + len(known)) / sum(1.0 / cost for cost in known)
 
 
-def share(
+def multiply_parts(
     parts: Sequence[Part], executors: Sequence[ExecutorClient], work: Callable[[Part, Route | None], None]
 ) -> None:
     """Run `work` for every part, several at a time.
@@ -76,14 +76,14 @@ def share(
     # one slot at every executor before any executor has a second one
     slots = [(executor, lane) for lane in range(LANES) for executor in executors][: len(parts)]
     own, *others = slots
-    pieces = Pieces(parts, [executor.route for executor, _ in slots])
+    queue = PartQueue(parts, [executor.route for executor, _ in slots])
 
     def work_off(route: Route, *, picky: bool) -> None:
         try:
-            while (part := pieces.take(route, picky=picky)) is not None:
+            while (part := queue.take(route, picky=picky)) is not None:
                 work(part, route)
         except BaseException:
-            pieces.clear()
+            queue.clear()
             raise
 
     # context variables of the thread, and of the results that parts write
@@ -96,7 +96,7 @@ def share(
     jobs = [executor.workers[lane].submit(work_beside, executor.route) for executor, lane in others]
     failures: list[BaseException] = []
     try:
-        work_off(own[0].route, picky=False)  # so that no piece is left for the slots that have not begun
+        work_off(own[0].route, picky=False)  # so that no part is left for the slots that have not begun
     except Exception as error:  # an interrupt ends the wait at once
         failures.append(error)
     # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
@@ -106,7 +106,7 @@ def share(
         raise next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
 
 
-def piece_rows(count: int, size: int, *, piece_bytes: int, executors: int = 1) -> int:
-    """Return the rows of each piece of a product of `count` rows and `size` bytes, request and answer together. It
+def part_rows(count: int, size: int, *, part_bytes: int, executors: int = 1) -> int:
+    """Return the rows of each part of a product of `count` rows and `size` bytes, request and answer together. It
     depends only on sizes and on the number of executors (rule 5)."""
-    return -(-count // max(1, min(_MOST_PIECES * max(1, executors), size // piece_bytes)))
+    return -(-count // max(1, min(_MOST_PARTS * max(1, executors), size // part_bytes)))

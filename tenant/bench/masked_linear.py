@@ -35,7 +35,7 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tenant.session.spans import PARTS, recorded
+from tenant.session.spans import SPANS, recorded
 
 _WARM_UP = 3
 _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
@@ -92,7 +92,7 @@ class _Bench:
         xq = probe_rows(rows, self._width)
         call = partial(self._backend.linear, self._index, FORWARD, x)
         up, down = self._frame_bytes(call)
-        names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *PARTS)
+        names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *SPANS)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         turns = _WARM_UP + repeat
         peer = self._federation.executors[0]
@@ -101,10 +101,10 @@ class _Bench:
                 seconds["echo"].append(_seconds(exchange))
                 seconds["product"].append(_seconds(partial(self._matrix.product, xq)))
                 self._wait_for_pads(rows)
-                with recorded() as parts:
+                with recorded() as spent:
                     seconds["masked"].append(_seconds(call))
-                for part in PARTS:
-                    seconds[part].append(parts.get(part, 0.0))
+                for span in SPANS:
+                    seconds[span].append(spent.get(span, 0.0))
         seconds["back to back"] = [_seconds(call) for _ in range(turns)]
         p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
         return {
@@ -118,7 +118,7 @@ class _Bench:
             "masked_p50_us": p50["masked"],
             "masked_p99_us": p99["masked"],
             "back_to_back_p50_us": p50["back to back"],
-            **{f"{part}_us": p50[part] for part in PARTS},
+            **{f"{span}_us": p50[span] for span in SPANS},
             "masked_over_echo": p50["masked"] / p50["echo"],
             "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
         }

@@ -62,7 +62,7 @@ def finetune(
     table.add_row("tokens", f"{result.tokens:,}")
     table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")
     if result.ledger is not None:
-        for row in ledgers.rows(result.ledger, tokens=result.tokens):
+        for row in ledgers.table_rows(result.ledger, tokens=result.tokens):
             table.add_row(*row)
     terminal.console().print(table)
 

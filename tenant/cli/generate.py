@@ -73,7 +73,7 @@ def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[A
     finally:
         backend_of(loaded).close()
     if ledger is not None:
-        terminal.console(stderr=True).print(ledgers.one_line(ledger), style="dim", soft_wrap=True)
+        terminal.console(stderr=True).print(ledgers.summary(ledger), style="dim", soft_wrap=True)
 
 
 def _prompt(given: str | None, file: Path | None) -> str:

@@ -23,7 +23,7 @@ def since(before: Ledger, now: Ledger) -> Ledger:
     return Ledger(**{name: getattr(now, name) - getattr(before, name) for name in counts}, providers=now.providers)
 
 
-def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
+def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
     """Return the rows (label, figure) of a table, with figures per token for this number of tokens."""
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
@@ -47,7 +47,7 @@ def _wraps(ledger: Ledger) -> str:
     return f"{ledger.rows_corrected:,} corrected, {ledger.rows_repeated:,} sent again"
 
 
-def one_line(ledger: Ledger) -> str:
+def summary(ledger: Ledger) -> str:
     """Return round trips, bytes and verified rows as one line of text."""
     up = ledger.bytes_to_executors + ledger.bytes_to_helpers
     down = ledger.bytes_from_executors + ledger.bytes_from_helpers

@@ -3,7 +3,6 @@
 corpus              makes training examples from private texts, chats and pairs
 finetune            one fine-tuning run, with checkpoints and resumption
 trainer             the `Trainer` of a fine-tuning run
-tracking            experiment trackers
 options             options of fine-tuning and decoding
 output              the output folder
 generate            generation

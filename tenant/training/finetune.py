@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
+from transformers.integrations import get_reporting_integration_callbacks, integration_utils
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -27,7 +28,6 @@ from tenant.session.tally import Ledger
 from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.training.options import ALL_LINEAR, FineTuning
 from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record
-from tenant.training.tracking import check_trackers
 from tenant.training.trainer import Progress, ResumableTrainer, TrainingMeter
 
 _DEFAULTS = FineTuning()
@@ -78,7 +78,7 @@ def finetune(
             carries a note that says what is saved.
     """
     folder = resolve(model_path)
-    check_trackers(options.report_to)
+    _check_trackers(options.report_to)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint, cache=remote.cache)
     tokenizer = load_tokenizer(folder)
     examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
@@ -146,6 +146,20 @@ def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tens
     if min(lengths) < longest:
         batch["attention_mask"] = padded([[1] * length for length in lengths], 0)
     return batch
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Refuse experiment trackers that transformers does not know, or whose package is not installed, before the model
+    is loaded. A tracker sees losses and options, never data."""
+    known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--report-to {name} is unknown; choose from {', '.join(known)}")
+        (callback,) = get_reporting_integration_callbacks([name])
+        try:
+            callback()
+        except (RuntimeError, ImportError) as error:
+            raise ConfigError(f"--report-to {name}: {error}") from error
 
 
 def _with_lora(model: Any, options: FineTuning) -> PeftModel:

@@ -17,7 +17,6 @@ from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
 from tenant.model.overlap import overlapped
-from tenant.session.spans import Part, recorded
 from tenant.session.tally import Ledger
 
 
@@ -53,12 +52,10 @@ class Cost:
     """The cost of one step or one token.
 
     Args:
-        parts: seconds of each part, measured by the session (`tenant.session.spans`).
         counted: the increase of the session's ledger; empty for the whole model.
     """
 
     seconds: float
-    parts: dict[Part, float]
     counted: dict[str, float]
 
 
@@ -104,12 +101,11 @@ class _Tenant:
     def _cost_of(self, work: Callable[[], None]) -> Cost:
         before = self._ledger()
         start = time.perf_counter()
-        with recorded() as parts:
-            work()
+        work()
         seconds = time.perf_counter() - start
         counted = since(before, self._ledger())
         numbers = {name: value for name, value in asdict(counted).items() if isinstance(value, int | float)}
-        return Cost(seconds=seconds, parts=parts, counted=numbers)
+        return Cost(seconds=seconds, counted=numbers)
 
     def _ledger(self) -> Ledger:
         return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()

@@ -80,7 +80,7 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
     for row in rows:
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         assert numbers["bytes_both_ways"] > 2 * 4 * 64 * numbers["rows"]
-        assert 0 < sum(numbers[f"{part}_us"] for part in spans.PARTS) <= numbers["masked_p99_us"]
+        assert 0 < sum(numbers[f"{span}_us"] for span in spans.SPANS) <= numbers["masked_p99_us"]
         floor = numbers["echo_p50_us"] + numbers["product_p50_us"]
         assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
 

@@ -1,8 +1,8 @@
 """Messages from the gateway to its executor: tenants' requests, with the facts that the scheduler needs.
 
-A message is `[envelope, payload]`, sent over `queues`. Every `ProductRequest` gets exactly one answer, which is ready
-for the wire: the product, or a `Failure` if the request was cancelled, late or failed. When the answer arrives, the
-executor holds no memory of the request any more.
+A message is `[envelope, payload]`, sent over `queues`. Every `ProductRequest` gets exactly one answer: the
+product, or a `Failure` if the request was cancelled, late or failed. When the answer arrives, the executor holds no
+memory of the request any more.
 """
 
 import bisect
@@ -142,13 +142,14 @@ class Stages:
         return "fine_tuning" if trains or request.rows > self._few_rows else "inference"
 
 
-def row_load(request: wire.Execute | wire.Effect, columns: Widths) -> tuple[int, int]:
+def row_load(request: type[wire.Binding], columns: Widths) -> tuple[int, int]:
     """The multiply-adds of one row's product, and the multiply-adds that the row costs: an effect's row includes its
     keystream.
 
     Args:
+        request: `Execute` or `Effect`.
         columns: columns of the request's rows and of the product.
     """
     inputs, outputs = columns
     work = inputs * outputs
-    return work, work + (_KEYSTREAM_COST * inputs if isinstance(request, wire.Effect) else 0)
+    return work, work + (_KEYSTREAM_COST * inputs if request is wire.Effect else 0)

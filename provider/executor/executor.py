@@ -23,6 +23,7 @@ tenant that reads slowly keeps its own rows in memory only.
 """
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -121,6 +122,7 @@ class Executor:
         self._resting_until = math.inf  # the next deadline of the scheduler
         self._broken: BaseException | None = None  # an exception in another thread
         self._unrecorded: deque[_Product] = deque()
+        self._load_of = functools.cache(self._row_load)  # the gateway has checked the key: there are few
         inbox.set_inline_handler(self._serve_inline)
 
     def run(self) -> None:
@@ -253,13 +255,12 @@ class Executor:
         work = message.envelope
         assert isinstance(work, envelope.ProductRequest)
         request = work.request
-        by_expert = request.counts is not None
-        entry = self._model.manifest.entry(request.group, by_expert=by_expert)
-        row_work, row_cost = envelope.row_load(request, entry.columns(request.direction))
+        key = Key(request.group, request.direction, request.arithmetic, request.counts is not None)
+        row_work, row_cost = self._load_of(key, type(request))
         return _Job(
             tenant=work.tenant,
             stage=work.stage,
-            key=Key(request.group, request.direction, request.arithmetic, by_expert),
+            key=key,
             rows=request.rows,
             row_work=row_work,
             row_cost=row_cost,
@@ -272,6 +273,10 @@ class Executor:
             request=request,
             payload=message.payload,
         )
+
+    def _row_load(self, key: Key, request: type[wire.Binding]) -> tuple[int, int]:
+        entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
+        return envelope.row_load(request, entry.columns(key.direction))
 
     def _accept(self, job: _Job) -> None:
         self._jobs[job.sender] = job
@@ -365,13 +370,14 @@ class Executor:
         body, start = encoding.pack(product), 0
         answers: list[AddressedAnswer] = []
         for piece in pieces:
-            part = body[start : start + piece.rows * row_bytes]
+            job, rows = piece.job, piece.rows
+            part = body[start : start + rows * row_bytes]
             start += len(part)
-            shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
-            whole = piece.rows == piece.job.rows  # otherwise `_finished` copies the part
-            result = self._finished(piece, copy_of(part) if shared and whole else part)
-            if result is not None:
-                answers.append(self._result_of(piece.job, result))
+            if rows == job.rows:
+                shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
+                answers.append(self._answer_of(job, copy_of(part) if shared else part))
+            elif (whole := self._collected(piece, part)) is not None:
+                answers.append(self._answer_of(job, whole))
         if answers:
             self._inbox.answer(answers)
 
@@ -401,11 +407,9 @@ class Executor:
         rows, job.made = job.made[:size], job.made[size:]
         return rows
 
-    def _finished(self, piece: Piece[_Job], product: memoryview) -> memoryview | None:
+    def _collected(self, piece: Piece[_Job], product: memoryview) -> memoryview | None:
         """The whole product of a job after its last piece. Stores the rows of the pieces before."""
         job = piece.job
-        if piece.rows == job.rows:
-            return product
         row_bytes = len(product) // piece.rows
         if job.result is None:
             job.result = empty(job.rows * row_bytes)
@@ -426,18 +430,14 @@ class Executor:
         self._scheduler.drop(job)
         job.left = True
         self._maker.forget(job, job.tenant)
-        self._inbox.answer([self._answer_of(job, wire.Failure(code=code, detail=detail))])
+        self._inbox.answer([self._answer_of(job, failure=wire.encode(wire.Failure(code=code, detail=detail)))])
 
-    def _result_of(self, job: _Job, product: memoryview) -> AddressedAnswer:
-        return self._answer_of(job, wire.Result.answering(job.request), product)
-
-    def _answer_of(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> AddressedAnswer:
+    def _answer_of(self, job: _Job, product: memoryview = _NOTHING, *, failure: bytes = b"") -> AddressedAnswer:
         """The one answer of a job. The executor holds no memory of the job when it sends the answer."""
         del self._jobs[job.sender]
         job.payload = job.result = None
         job.made = _NOTHING
-        head = wire.encode(reply, payload_bytes=len(body))
-        return job.sender, ExecutorAnswer(head, body, job.taken, self._after_answer)
+        return job.sender, ExecutorAnswer(failure, product, job.taken, self._after_answer)
 
 
 def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:

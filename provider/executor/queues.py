@@ -49,12 +49,13 @@ class ExecutorAnswer(NamedTuple):
     """The executor's answer to one request.
 
     Args:
-        head: frame prefix and header, ready for the wire.
+        failure: the frame of a `Failure`, ready for the wire; empty if there is a product.
+        payload: the product, or a report.
         rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
         after: to be called once the answer is sent. It does work of the executor for which no tenant should wait.
     """
 
-    head: bytes
+    failure: bytes
     payload: memoryview
     rows: int
     after: Callable[[], None] = _do_nothing
@@ -234,7 +235,7 @@ class SocketInbox(Inbox):
         for sender, answer in answers:
             assert isinstance(sender, bytes)
             self._router.send(sender, zmq.SNDMORE)
-            self._router.send(answer.head, zmq.SNDMORE)
+            self._router.send(answer.failure, zmq.SNDMORE)
             self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
             self._router.send(answer.payload, copy=False)
 
@@ -272,8 +273,8 @@ class SocketChannel(RequestChannel):
             if left <= 0:
                 return None
             self._arrival.poll(1000 * left)
-        head, rows = self._dealer.recv(), self._dealer.recv()
-        return ExecutorAnswer(head, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
+        failure, rows = self._dealer.recv(), self._dealer.recv()
+        return ExecutorAnswer(failure, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
 
     def close(self) -> None:
         self._dealer.close()

@@ -12,7 +12,8 @@ _BRIEF_BYTES = 1 << 18  # copying so many bytes takes less time than waiting for
 
 def joined(parts: Sequence[memoryview]) -> memoryview:
     """The concatenation of all parts. Not a copy if only one part is not empty."""
-    parts = [part for part in parts if part]
+    if len(parts) > 1:
+        parts = [part for part in parts if part]
     if len(parts) == 1:
         return parts[0]
     whole, start = empty(sum(map(len, parts))), 0

@@ -10,23 +10,23 @@ gateway closes the connection after a broken frame, because the start of the nex
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from provider import logs
 from provider.executor.client import ExecutorRequester
-from provider.executor.envelope import ProductRequest, row_load
+from provider.executor.envelope import ProductRequest
 from provider.gateway.frame_loop import FrameLoop
 from provider.gateway.frames import NOTHING
-from provider.gateway.shapes import bad, check_shape, entry_of
+from provider.gateway.shapes import Sizes, bad, check_shape, entry_of, sizes_of
 from provider.gateway.slots import Slot
 from provider.gateway.state import GatewayState
 from provider.gateway.usage import Counts
 from provider.refusal import Refusal
 from provider.relay import blocks, permits
 from provider.relay.matrices import hidden, without_blocks
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
@@ -36,23 +36,10 @@ from symbiosis_priv.network.tls import TenantIdentity
 log = logs.EventLog(__name__)
 
 _BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
+_KINDS = 256  # kinds of requests whose sizes a connection keeps
 
-
-class _Sizes(NamedTuple):
-    """The encoding of an accepted request, its sizes in bytes, and its cost.
-
-    Args:
-        received: the request's payload.
-        product: the product in 32 bits.
-        memory: all matrices of the request in memory.
-        cost: multiply-adds that the tenant is billed.
-    """
-
-    encoding: wire.Encoding
-    received: int
-    product: int
-    memory: int
-    cost: int
+_Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int, bool]
+"""The fields of a request without counts that decide its sizes; one role, and so one class of requests, is served."""
 
 
 class Connection(FrameLoop[wire.Request]):
@@ -79,6 +66,7 @@ class Connection(FrameLoop[wire.Request]):
         self._tenant = tenant
         self._executor = executor
         self._role: wire.Role | None = None
+        self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds; model, layers and limits do not change
 
     def serve(self) -> None:
         try:
@@ -126,7 +114,7 @@ class Connection(FrameLoop[wire.Request]):
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
-        if isinstance(request, wire.Execute):  # also if the request is refused
+        if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
             self._state.blocks.confirm(self._tenant, request.confirms)
         sizes = self._check(request)
         if not self._state.counts:
@@ -171,7 +159,7 @@ class Connection(FrameLoop[wire.Request]):
         self,
         request: wire.Execute | wire.Effect,
         payload: memoryview,
-        sizes: _Sizes,
+        sizes: Sizes,
         *,
         limit: wire.QuotaLimit | None,
     ) -> None:
@@ -193,22 +181,19 @@ class Connection(FrameLoop[wire.Request]):
             self._frames.refuse(refusal)
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
-        if len(answer.payload) == sizes.product:
+        if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
             self._bill(Counts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
-            head = answer.head
-            if limit is not None or relayed or sizes.encoding is wire.RING24:
-                result = wire.Result.answering(request, limit=limit, relayed=relayed)
-                head = wire.encode(result, payload_bytes=len(payload))
-            self._frames.send(head, payload)
+            result = wire.Result.answering(request, limit=limit, relayed=relayed)
+            self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)
             answer.after()
             return
         if self._left():  # rows that were multiplied before the executor noticed are billed
             self._bill(Counts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))
         else:  # the request was late or failed
             self._bill(Counts(failed=1))
-        self._frames.send(answer.head, answer.payload)
+        self._frames.send(answer.failure)
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
         """Finish a product, and relay an effect.
@@ -232,7 +217,7 @@ class Connection(FrameLoop[wire.Request]):
             parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
             if parts is not None:
                 product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
-        if request.encoding == wire.RING24:
+        if request.ring_bits == wire.RING24.item_bits:
             product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
         return product, relayed, len(product)
 
@@ -255,13 +240,28 @@ class Connection(FrameLoop[wire.Request]):
         """True if the tenant has left. False during a stop, which shuts the socket but answers requests in flight."""
         return not self._state.stopping.is_set() and self._stream.peer_left()
 
-    def _check(self, request: wire.Execute | wire.Effect) -> _Sizes:
+    def _check(self, request: wire.Execute | wire.Effect) -> Sizes:
         """Check a request. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
             bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
+        relayed, arithmetic, ring_bits = wire.may_be_relayed(request), request.arithmetic, request.ring_bits
+        kind = request.group, request.direction, arithmetic, ring_bits, request.rows, relayed
+        sizes = self._sizes.get(kind) if request.counts is None else None
+        if sizes is None:
+            sizes = self._checked_sizes(request)
+            if request.counts is None:
+                if len(self._sizes) == _KINDS:
+                    self._sizes.clear()
+                self._sizes[kind] = sizes
+        self._frames.expect_payload(sizes.received)
+        self._executor.require_present()
+        return sizes
+
+    def _checked_sizes(self, request: wire.Execute | wire.Effect) -> Sizes:
+        """Check everything that depends on the kind of the request only. Raises `Refusal`."""
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
             bad("requests for effects need ring arithmetic")
         if request.arithmetic != "ring" and request.ring_bits != wire.RING32.item_bits:
@@ -269,18 +269,8 @@ class Connection(FrameLoop[wire.Request]):
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         state = self._state
-        columns = check_shape(request, config=state.config, manifest=state.manifest, served=state.served)
-        encoding, rows, (inputs, outputs) = request.encoding, request.rows, columns
-        received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
-        self._frames.expect_payload(received)
-        self._executor.require_present()
-        product = wire.RING32.size(rows, outputs)
-        # a packed answer and a block are copies, made after the rows' memory is free
-        copies = product if wire.may_be_relayed(request) else 0
-        copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
-        memory = product + max(wire.RING32.size(rows, inputs), copies)
-        _, cost = row_load(request, columns)
-        return _Sizes(encoding, received, product, memory, cost * rows)
+        widths = check_shape(request, config=state.config, manifest=state.manifest, served=state.served)
+        return sizes_of(request, widths)
 
     def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
         return entry_of(request, self._state.manifest)

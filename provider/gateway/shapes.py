@@ -1,14 +1,45 @@
 """Checks the claims of a matrix's header against the model, the served layers and the limits."""
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from provider.config.schema import MIB, ProviderConfig
+from provider.executor.envelope import row_load
 from provider.refusal import Refusal
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.arithmetic.segments import check_counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.network import wire
+
+
+class Sizes(NamedTuple):
+    """The encoding of an accepted request, its sizes in bytes, and its cost.
+
+    Args:
+        received: the request's payload.
+        product: the product in 32 bits.
+        memory: all matrices of the request in memory.
+        cost: multiply-adds that the tenant is billed.
+    """
+
+    encoding: wire.Encoding
+    received: int
+    product: int
+    memory: int
+    cost: int
+
+
+def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
+    """The sizes of a request, by the widths that `check_shape` has returned."""
+    encoding, rows, (inputs, outputs) = request.encoding, request.rows, widths
+    received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
+    product = wire.RING32.size(rows, outputs)
+    # a packed answer and a block are copies, made after the rows' memory is free
+    copies = product if wire.may_be_relayed(request) else 0
+    copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
+    memory = product + max(wire.RING32.size(rows, inputs), copies)
+    _, cost = row_load(type(request), widths)
+    return Sizes(encoding, received, product, memory, cost * rows)
 
 
 def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:

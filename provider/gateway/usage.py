@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -126,7 +126,7 @@ class UsageCounters:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._journals: list[Journal] = []  # counts go to the last one
-        self._totals: dict[tuple[TenantIdentity, Served], Totals] = {}
+        self._ended: dict[Key, Totals] = {}  # sums of the journals before, without the day
         self._day = (0, "")
         try:
             self._take_over()
@@ -142,7 +142,6 @@ class UsageCounters:
         """Add to a tenant's counters. The counts survive the end of this process."""
         values = _values(counts)
         with self._lock:
-            self._totals[tenant, role] = _added(self._totals.get((tenant, role), _ZEROS), values)
             key = (self._today(), tenant.name, tenant.authority, role)
             if not self._journals[-1].add(key, values):  # hundreds of new tenants have come within a second
                 self._journals.append(Journal(None, fields=len(COUNTED)))
@@ -176,7 +175,14 @@ class UsageCounters:
     def totals(self) -> dict[tuple[TenantIdentity, Served], Counts]:
         """The counts since this process started."""
         with self._lock:
-            return {key: Counts(*totals) for key, totals in self._totals.items()}
+            sums = dict(self._ended)
+            found = [journal.totals() for journal in self._journals]
+        for slots in found:
+            _add_to(sums, slots)
+        return {
+            (TenantIdentity(name, authority=authority), cast("Served", role)): Counts(*totals)
+            for (name, authority, role), totals in sums.items()
+        }
 
     def close(self) -> None:
         """Write all counts to the disk, and close the file. If that fails, the journals stay for the next provider."""
@@ -227,6 +233,7 @@ class UsageCounters:
             for journal, slots in settled:
                 if journal.totals() == slots:
                     self._journals.remove(journal)
+                    _add_to(self._ended, slots)
                     self._end(journal)
 
     def _end(self, journal: Journal) -> None:
@@ -304,8 +311,10 @@ class UsageCounters:
             self._connection, self._file, self._damaged = connection, _identity(self._database), False
 
 
-def _added(totals: Totals, counts: Sequence[int]) -> Totals:
-    return tuple(map(operator.add, totals, counts))
+def _add_to(sums: dict[Key, Totals], slots: Slots) -> None:
+    """Add the totals of a journal to sums over all days."""
+    for (_, *key), totals in slots:
+        sums[tuple(key)] = tuple(map(operator.add, sums.get(tuple(key), _ZEROS), totals))
 
 
 def _rows(slots: Iterable[tuple[Key, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:

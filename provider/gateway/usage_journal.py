@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import glob
 import mmap
+import operator
 import os
 import secrets
 import stat
@@ -78,7 +79,9 @@ class Journal:
             _LENGTH.pack_into(self._map, where - _LENGTH.size, len(name))
             self._slots[key] = slot
             self._current.append(self._zeros)
-        totals = tuple([min(a + b, MOST) for a, b in zip(self._current[slot], counts, strict=True)])
+        totals = tuple(map(operator.add, self._current[slot], counts))
+        if max(totals) > MOST:
+            totals = tuple([min(total, MOST) for total in totals])
         self._current[slot] = totals
         sequence = self._words[slot * _SLOT_BYTES // 8] + 1
         place = _SEQUENCE.size + (sequence & 1) * self._totals.size

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction, Widths, opposite
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.choice import Choice, choose
@@ -62,6 +62,7 @@ class RingMatrix:
         packed weights are the transposed stack."""
         stack = copy.copy(self)
         stack.experts, stack._turned = experts, turned
+        stack._note_columns()
         return stack
 
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
@@ -69,6 +70,7 @@ class RingMatrix:
         self.experts, self._turned = 1, False
         self._choice = choice
         self._packed = packed.to(device)
+        self._note_columns()
         for name in set(choice.kernels.values()):
             KERNELS[name].prepare(self._packed)
 
@@ -78,8 +80,17 @@ class RingMatrix:
 
     def columns(self, direction: Direction, *, by_expert: bool = False) -> Widths:
         """The columns of a product's rows and of its result, for the whole matrix or for one expert's."""
-        outputs = self._packed.outputs // (self.experts if by_expert else 1)
-        return Widths.of(self._packed.inputs, outputs, self._as_packed(direction))
+        return self._columns[direction, by_expert]
+
+    def _note_columns(self) -> None:
+        packed, experts = self._packed, self.experts
+        self._columns = {
+            (direction, by_expert): Widths.of(
+                packed.inputs, packed.outputs // (experts if by_expert else 1), self._as_packed(direction)
+            )
+            for direction in DIRECTIONS
+            for by_expert in (False, True)
+        }
 
     def product(
         self,

@@ -24,7 +24,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.executor.executor import Executor
-from provider.executor.queues import AddressedAnswer
 from provider.gateway import connection
 from provider.gateway.frames import Frames
 from provider.products import model
@@ -544,13 +543,12 @@ def test_an_answer_that_depends_on_the_one_before(judge: Judge, tamper: Callable
 
 
 def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Executor._result_of
+    honest = connection.Connection._multiply
 
-    def unbound(self: Executor, job: Any, product: memoryview) -> AddressedAnswer:
-        stale = msgspec.structs.replace(job.request, nonce=bytes(wire.NONCE_BYTES))
-        return honest(self, replace(job, request=stale), product)
+    def unbound(self: connection.Connection, request: wire.Execute, *arguments: Any, **named: Any) -> None:
+        honest(self, msgspec.structs.replace(request, nonce=bytes(wire.NONCE_BYTES)), *arguments, **named)
 
-    monkeypatch.setattr(Executor, "_result_of", unbound)
+    monkeypatch.setattr(connection.Connection, "_multiply", unbound)
     outcomes = judge()
     assert broken(outcomes) == {"binding"}
     violation = outcomes["binding"].violation

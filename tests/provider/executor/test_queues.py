@@ -38,10 +38,10 @@ def test_answers_arrive_with_any_number_of_open_descriptors(tmp_path: Path) -> N
             while not (arrived := list(inbox.arrived())):  # ZeroMQ's own handshake messages wake it, too
                 inbox.wait(30.0)
             assert channel.receive(0.01) is None  # it waits, and announces that it does
-            inbox.answer([(arrived[0].sender, ExecutorAnswer(b"head", memoryview(b"rows"), 1))])
+            inbox.answer([(arrived[0].sender, ExecutorAnswer(b"failed", memoryview(b"rows"), 1))])
             answer = channel.receive(30.0)
             assert answer is not None
-            assert (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)
+            assert (answer.failure, bytes(answer.payload), answer.rows) == (b"failed", b"rows", 1)
         context.term()
 
 
@@ -57,5 +57,5 @@ def test_every_sender_of_a_product_gets_its_answer_and_none_is_lost_at_the_end()
     inbox.answer([(senders[0], answers[2])])
     inbox.close()
     received = [channel.receive(0.0) for channel in channels]
-    assert {answer.head for answer in received if answer is not None} in ({b"\0", b"\1", b"\2"}, {b"\2", b"\1"})
+    assert {answer.failure for answer in received if answer is not None} in ({b"\0", b"\1", b"\2"}, {b"\2", b"\1"})
     assert channels[0].receive(0.0) is not None

@@ -7,10 +7,12 @@ import itertools
 import secrets
 import socket
 import ssl
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from provider.config.schema import MIB, Limits
 from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import ExecutorReport
 from provider.gateway.admission import ByteBudget
+from provider.gateway.connection import Connection
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -28,6 +31,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Requests
@@ -247,6 +251,49 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     )
     assert failure(helper.ask(float_effect)) == code.BAD_REQUEST
     assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello
+
+
+def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect, requests: Requests) -> None:
+    """The connection keeps the sizes of accepted kinds, and nothing else of them."""
+    execute, effect = requests
+    client = connect()
+    rows = torch.ones(2, WIDTH, dtype=torch.int32)
+    narrow = msgspec.structs.replace(execute(0, 2), ring_bits=24)
+    for request in (execute(0, 2), narrow, execute(0, 2)):
+        assert torch.equal(client.product(request, rows), client.product(execute(0, 2), rows))
+        assert failure(client.ask(execute(0, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
+    assert failure(client.ask(effect(0, 2, seed=bytes(32)))) == wire.ErrorCode.ROLE_REFUSED
+    assert failure(client.ask(execute(99, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
+    assert works(client, requests)
+
+
+def test_a_row_calls_few_functions(connect: Connect, requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions on its path decide the time of a single row."""
+    execute, _ = requests
+    client, called = connect(), list[str]()
+    answer = Connection._answer_product
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    def counted(*arguments: Any) -> None:
+        called.clear()
+        sys.setprofile(count)
+        try:
+            answer(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Connection, "_answer_product", counted)
+
+    def fewest() -> bool:
+        """False if the executor's own thread has computed the product."""
+        client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
+        client.ask(wire.FetchHealth())  # so that the request before has returned
+        return "Executor._serve_inline" in called and len(called) <= 140
+
+    until(fewest, within_s=30)
 
 
 def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:

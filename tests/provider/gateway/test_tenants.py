@@ -421,6 +421,18 @@ def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:
     usage.close()
 
 
+def test_the_counts_since_the_start_include_replaced_journals(tmp_path: Path) -> None:
+    usage = UsageCounters(tmp_path / "usage.sqlite")
+    crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(600)]
+    for _ in range(2):
+        for tenant in crowd:
+            usage.count(tenant, "executor", Counts(requests=1, rows=2))
+        usage.settle()  # replaces a journal with more than 512 keys
+    assert len(usage._journals) == 1
+    assert usage.totals() == {(tenant, "executor"): Counts(requests=2, rows=4) for tenant in crowd}
+    usage.close()
+
+
 def committed(database: Path) -> int:
     """Number of rows in the file itself."""
     with contextlib.closing(sqlite3.connect(database)) as connection:

@@ -1,6 +1,9 @@
 """The bodies of requests. An unknown field, and a value whose meaning would be lost, is an error that names the field.
 
 A field of type `None`, or with one allowed value, is one of OpenAI's fields that can be sent and changes nothing.
+
+A body of 8 MiB may hold millions of wrong values, and pydantic describes each in about a kilobyte. So a list is checked
+up to its first wrong item (`FIRST`), and an object with more fields than `_FIELDS` is refused unread.
 """
 
 from collections.abc import Callable, Coroutine
@@ -8,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 
 def _whole(value: Any) -> Any:
@@ -17,10 +20,20 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _few(value: Any) -> Any:
+    """Refuse an object of more fields than any body has."""
+    if isinstance(value, dict) and len(value) > _FIELDS:
+        raise PydanticCustomError("too_many_fields", f"an object has more than {_FIELDS} fields")
+    return value
+
+
+_FIELDS = 1024
+FEW = BeforeValidator(_few)
+FIRST = Field(fail_fast=True)
 WHOLE = BeforeValidator(_whole)
-Texts = Annotated[list[str], Field(min_length=1, max_length=128)]
-Ids = Annotated[list[Annotated[int, Field(ge=0), WHOLE]], Field(min_length=1)]
-ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=128), FIRST]
+Ids = Annotated[list[Annotated[int, Field(ge=0), WHOLE]], Field(min_length=1), FIRST]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128), FIRST]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -28,6 +41,7 @@ class Strict(BaseModel):
     """Takes JSON's own types and no other field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    few = model_validator(mode="before")(_few)
 
 
 class StreamOptions(Strict):
@@ -62,7 +76,8 @@ class CompletionFields(Generating):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
+            Field(max_length=_FIELDS, json_schema_extra={"additionalProperties": False}),
+            FEW,
         ]
         | None
     ) = None
@@ -70,7 +85,7 @@ class CompletionFields(Generating):
     n: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**53), le=2**53), WHOLE] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16), FIRST] | None = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
 
@@ -111,10 +126,10 @@ class Message(Strict):
     """A message of the chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FIRST] | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FIRST] | None = None
     tool_call_id: str | None = None
 
 
@@ -166,17 +181,17 @@ class ResponseFormat(Strict):
 class ChatRequest(CompletionFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FIRST]
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0), FEW] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FIRST] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128), FIRST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
 
@@ -185,8 +200,8 @@ class InputText(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0), FIRST] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0), FIRST] | None = None
 
 
 class InputItem(Strict):
@@ -201,7 +216,7 @@ class InputMessage(InputItem):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], FIRST]
 
 
 class InputCall(InputItem):
@@ -255,12 +270,12 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Generating):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096), FIRST]
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: Annotated[list[str], Field(max_length=0), FIRST] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), FEW] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -268,7 +283,7 @@ class ResponsesRequest(Generating):
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128), FIRST] | None = None
     truncation: Literal["disabled"] | None = None
 
 

@@ -16,12 +16,13 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 32 << 10
 _HEAD_S = 10.0  # seconds in which the head of a request must arrive
+_READ_S = 60.0  # seconds in which a client must read the part of an answer that waits for it
 CONNECTIONS = 512
-"""One more closes the one that has waited longest for a request."""
+"""One more closes the one that has waited longest for its client."""
 
 
 class _Connection(H11Protocol):
-    """Closes connections that send no request: uvicorn waits for the first request without a limit."""
+    """Closes connections that send no request, or do not read the answer: uvicorn waits for both without a limit."""
 
     _late: asyncio.TimerHandle | None = None
     _since = 0.0
@@ -41,12 +42,27 @@ class _Connection(H11Protocol):
         self._stop_watching()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_watching()
+        self._wait(_READ_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+        self._watch()
+
     def _watch(self) -> None:
+        if self.flow.write_paused:
+            return  # waits for the client to read, whatever the client sends
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_watching()
         elif self._late is None and not self.transport.is_closing():
-            self._since = self.loop.time()
-            self._late = self.loop.call_later(_HEAD_S, self.transport.abort)
+            self._wait(_HEAD_S)
+
+    def _wait(self, seconds: float) -> None:
+        self._since = self.loop.time()
+        self._late = self.loop.call_later(seconds, self.transport.abort)
 
     def _stop_watching(self) -> None:
         if self._late is not None:

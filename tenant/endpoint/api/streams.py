@@ -19,7 +19,6 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 """`responses` of a route that may stream, for the OpenAPI document."""
 
 _PING_S = 15
-_SEND_S = 60.0  # a client that takes nothing for so long is disconnected
 
 
 class Prepared(Protocol):
@@ -66,6 +65,5 @@ def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float
         sep="\n",
         ping=_PING_S,
         ping_message_factory=lambda: ServerSentEvent(comment="still working", sep="\n"),
-        send_timeout=_SEND_S,
         shutdown_grace_period=drain_s,
     )

@@ -1,8 +1,7 @@
 """Calls of tools: finds them in the text of an answer, and makes the model write them as their tools ask."""
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symbiosis_priv.errors import ConfigError
@@ -13,8 +12,7 @@ from tenant.endpoint.engine.text_stream import begun
 
 # the white space of calls in the chats that models are trained on
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_TAG = "<tool_call>"
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_TAG, _END = "<tool_call>", "</tool_call>"
 
 
 def tagged(template: str) -> bool:
@@ -92,7 +90,7 @@ class ToolText:
 
     def end(self) -> tuple[str, list[CalledTool]]:
         """Return the rest of the text, and the calls."""
-        bodies = _TAGGED.findall(self._held) if _TAG in self._held else [self._held]
+        bodies = _between_tags(self._held) if _TAG in self._held else [self._held]
         try:
             calls = [call for body in bodies for call in self._calls(json.loads(body))] if self._calling else []
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -108,3 +106,15 @@ class ToolText:
             arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)  # 1e999 is inf
             calls.append(CalledTool(id=new_id("call"), function=CalledFunction(name=one["name"], arguments=arguments)))
         return calls
+
+
+def _between_tags(text: str) -> Iterator[str]:
+    """Yield what stands between tags. The last body may have no end tag. A regular expression would take quadratic time
+    for an answer of white space."""
+    end = 0
+    while (begin := text.find(_TAG, end)) >= 0:
+        begin += len(_TAG)
+        end = text.find(_END, begin)
+        yield (text[begin:] if end < 0 else text[begin:end]).strip()
+        if end < 0:
+            return

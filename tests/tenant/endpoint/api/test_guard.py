@@ -13,6 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from tenant.endpoint.api.guard import Guard
+from tenant.endpoint.api.http_server import _Connection
 from tenant.endpoint.api.metrics import EndpointMetrics
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.waiting import until
@@ -140,6 +141,38 @@ def test_connections_without_a_request_are_closed(served: Served, monkeypatch: p
     for one in idle:
         with one, contextlib.suppress(ConnectionResetError):
             assert one.recv(10) == b""
+
+
+def test_clients_that_do_not_read_hold_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise anybody on this machine could hold all connections with answers that nobody reads."""
+    connections: list[_Connection] = []
+    made = _Connection.connection_made
+
+    def noted(connection: _Connection, transport: Any) -> None:
+        connections.append(connection)
+        made(connection, transport)
+
+    def unread() -> socket.socket:
+        """A connection whose answer waits for the client, as if the kernel's buffers were full."""
+        count = len(connections)
+        found = connected(served, b"")
+        until(lambda: len(connections) > count)
+        connections[-1].loop.call_soon_threadsafe(connections[-1].pause_writing)
+        found.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: connections[-1].cycle is not None)
+        return found
+
+    monkeypatch.setattr(_Connection, "connection_made", noted)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(unread())
+        monkeypatch.setattr("tenant.endpoint.api.http_server.CONNECTIONS", len(connections[0].connections))
+        assert ask(served, "GET", "/health")[0] == 200  # in the place of one of them
+        monkeypatch.undo()
+        monkeypatch.setattr(_Connection, "connection_made", noted)
+        monkeypatch.setattr("tenant.endpoint.api.http_server._READ_S", 0.1)
+        stack.enter_context(unread())
+        until(connections[-1].transport.is_closing)
 
 
 def test_bodies_hold_no_connection_without_a_key(served: Served) -> None:

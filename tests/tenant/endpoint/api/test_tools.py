@@ -1,5 +1,6 @@
 """Calls of tools in the text of an answer."""
 
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ def test_calls_are_found_wherever_pieces_end(cuts: list[int]) -> None:
     ):
         for in_tags in (True, False):
             assert read(text, in_tags=in_tags, cuts=cuts) == (text, [])
+
+
+def test_white_space_in_a_call_takes_linear_time() -> None:
+    """A client can make the model write white space (`logit_bias`), and the event loop of all clients reads it."""
+    begun = time.thread_time()
+    assert read(f"<tool_call>{' ' * 100_000}x", in_tags=True, cuts=[])[1] == []
+    assert time.thread_time() - begun < 5  # a millisecond; a minute if the time is quadratic
 
 
 SCHEMA = {"properties": {"city": {"enum": ["Bern"]}}, "required": ["city"], "additionalProperties": False}

@@ -1,0 +1,61 @@
+"""Bodies with millions of wrong values: their errors take no more memory than the bodies."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tenant.endpoint.api.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
+from tenant.endpoint.jobs.formats import JobRequest
+
+MANY = 20_000
+FIELDS = {f"field-{number}": 0 for number in range(MANY)}
+WRONG: list[list[Any]] = [[0] * MANY, [{}] * MANY, [[0]] * MANY, ["x"] * MANY]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+RESPONSE: dict[str, Any] = {"model": "tiny", "input": "x"}
+PLACES = [
+    (CompletionRequest, {"model": "tiny"}, ("prompt",)),
+    (CompletionRequest, {"model": "tiny", "prompt": "x"}, ("stop",)),
+    (CompletionRequest, {"model": "tiny", "prompt": "x"}, ("logit_bias",)),
+    (EmbeddingRequest, {"model": "tiny"}, ("input",)),
+    (ChatRequest, {"model": "tiny"}, ("messages",)),
+    (ChatRequest, CHAT, ("messages", 0, "content")),
+    (ChatRequest, CHAT, ("messages", 0, "tool_calls")),
+    (ChatRequest, CHAT, ("tools",)),
+    (ChatRequest, CHAT, ("modalities",)),
+    (ChatRequest, CHAT, ("metadata",)),
+    (ChatRequest, CHAT, ("response_format",)),
+    (ResponsesRequest, {"model": "tiny"}, ("input",)),
+    (ResponsesRequest, {"model": "tiny", "input": [{"role": "user", "content": "x"}]}, ("input", 0, "content")),
+    (ResponsesRequest, RESPONSE, ("include",)),
+    (ResponsesRequest, RESPONSE, ("metadata",)),
+    (ResponsesRequest, RESPONSE, ("tools",)),
+    (JobRequest, {"model": "tiny", "training_file": "file-1"}, ("hyperparameters",)),
+]
+
+
+def with_value(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
+    """Return a copy of a body with another value in one place."""
+    if not place:
+        return value
+    if isinstance(body, list):
+        return [with_value(one, place[1:], value) for one in body]
+    return body | {place[0]: with_value(body.get(place[0]), place[1:], value)}
+
+
+def errors(body: type[BaseModel], given: Any) -> int:
+    try:
+        body.model_validate(given)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize(("body", "given", "place"), PLACES)
+def test_the_errors_of_a_body_are_few(
+    body: type[BaseModel], given: dict[str, Any], place: tuple[str | int, ...]
+) -> None:
+    """pydantic describes each error in a kilobyte: a body of 8 MiB took gigabytes."""
+    assert errors(body, given | FIELDS) == 1
+    for value in (*WRONG, FIELDS):
+        assert errors(body, with_value(given, place, value)) < 32

@@ -147,9 +147,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forks() -> Iterator[None]:
-    """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
-    not import torch again."""
+    """Start the providers and registries of `LocalFederation`, executors of their own process, and the fork server of
+    `multiprocessing`, as forks, which do not import torch again."""
+    server = warm.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("set_forkserver_preload", "connect_to_new_process"):
+            patch.setattr(f"multiprocessing.forkserver.{name}", getattr(server, name))
         patch.setattr("symbiosis_priv.harness.managed_process.Popen", warm.Popen)
         patch.setattr("provider.executor.supervisor.Popen", warm.Popen)
         yield

@@ -1,5 +1,6 @@
 """Forks behave like new processes, and have no module of this project from their parent."""
 
+import multiprocessing
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,19 @@ def test_modules_that_a_fork_starts_are_forks(tmp_path: Path) -> None:
         code = start.format(words)
         done = run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.returncode) == (f"{is_fork}\n", 0)
+
+
+def test_processes_of_multiprocessings_fork_server_are_forks() -> None:
+    context = multiprocessing.get_context("forkserver")
+    receiving, sending = context.Pipe(duplex=False)
+    code = "import sys; sending.send(('torch' in sys.modules, 'pytest' in sys.modules))"
+    process = context.Process(target=exec, args=(code, {"sending": sending}))
+    process.start()
+    sending.close()
+    with receiving:
+        assert receiving.recv() == (True, False)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_fork_can_be_killed_while_another_thread_waits_for_it() -> None:

@@ -6,7 +6,8 @@ too. The parent imports `LIBRARIES`, none of this project's modules, and starts 
 project's modules itself, and no object of them was copied by a fork (rule 12). At its end a fork joins its threads,
 runs its exit handlers and exits without freeing the modules. A fork needs some tenths of a second of CPU for that, and
 a new process two to five seconds. Modules (`-m`) that a fork starts, such as the providers of a demo, are forks of the
-same parent. A provider and torchrun have spare forks, which become the processes that they start.
+same parent. A provider and torchrun have spare forks, which become the processes that they start. `ForkServer` makes
+`multiprocessing`'s fork server a fork.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -15,6 +16,7 @@ processes.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import inspect
@@ -36,8 +38,10 @@ import types
 import warnings
 import weakref
 from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 LIBRARIES = (
     "torch.distributed.fsdp",
@@ -45,7 +49,11 @@ LIBRARIES = (
     "torch.utils.data",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.t5.modeling_t5",
     "transformers.generation",
     "transformers.trainer",
     "peft",
@@ -55,6 +63,7 @@ LIBRARIES = (
     "fastapi",
     "hypothesis",
     "jinja2",
+    "llguidance",
     "msgspec",
     "numpy.typing",
     "openai",
@@ -63,8 +72,10 @@ LIBRARIES = (
     "rich.table",
     "safetensors.torch",
     "sqlite3",
+    "sse_starlette",
     "tomllib",
     "typer",
+    "uvicorn",
     "zmq",
 )
 ADDRESS = "SYMBIOSIS_PRIV_TESTS_WARM"
@@ -73,6 +84,8 @@ ADDRESS = "SYMBIOSIS_PRIV_TESTS_WARM"
 _NUMBER = struct.Struct("=i")
 _REQUEST_BYTES = 1 << 20
 _STANDARD = 3  # stdin, stdout, stderr
+_PASSED = 8  # other files that a fork gets at most
+_HIGH = 900  # no file of a new fork has this number or a larger one
 CHILDREN = "SYMBIOSIS_PRIV_TESTS_CHILDREN"
 """The environment variable that says how many processes a provider starts as forks. torchrun starts all ranks so."""
 
@@ -101,15 +114,16 @@ class Popen(_NewProcess[Any]):
             "folder": os.fspath(call["cwd"] or Path.cwd()),
             "session": call["start_new_session"],
             "nested": self._nested,
+            "passed": list(call["pass_fds"]),
         }
-        self._send(json.dumps(request).encode(), standard)
+        self._send(json.dumps(request).encode(), [*standard, *call["pass_fds"]])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _send(self, request: bytes, standard: list[int]) -> None:
+    def _send(self, request: bytes, files: list[int]) -> None:
         self._status, end = os.pipe()
         try:
-            socket.send_fds(_parent(), [request], [*standard, end])
+            socket.send_fds(_parent(), [request], [*files, end])
         finally:
             os.close(end)
         weakref.finalize(self, os.close, self._status)
@@ -182,17 +196,38 @@ class _NestedPopen(Popen):
         else:
             _NewProcess._execute_child(self, *given, **named)  # type: ignore[attr-defined]
 
-    def _send(self, request: bytes, standard: list[int]) -> None:
+    def _send(self, request: bytes, files: list[int]) -> None:
         if _stays_child(json.loads(request)["words"]):
             self.pid, connection = self.spares.pop(0)
             with connection:
-                socket.send_fds(connection, [request], standard)
+                socket.send_fds(connection, [request], files)
         else:
-            super()._send(request, standard)
+            super()._send(request, files)
 
 
 def _stays_child(words: Sequence[str]) -> bool:
     return any("provider.processes." in word for word in words)
+
+
+class ForkServer(forkserver.ForkServer):
+    """The server of `multiprocessing`'s start method "forkserver", as a fork. It ends with this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server: Popen | None = None
+        self._starting = threading.Lock()
+
+    def ensure_running(self) -> None:
+        with self._starting:
+            if self._server is None:
+                resource_tracker.ensure_running()
+                with mock.patch("multiprocessing.util.spawnv_passfds", self._spawn):
+                    super().ensure_running()
+
+    def _spawn(self, path: str, words: list[str], files: list[int]) -> int:
+        self._server = Popen([sys.executable, *words[words.index("-c") :]], pass_fds=files)
+        self._server.returncode = 0  # nothing waits for its end
+        return self._server.pid
 
 
 _address: str | None = os.environ.get(ADDRESS)
@@ -261,7 +296,7 @@ def _forked_with(listener: socket.socket) -> dict[str, Any]:
             clients.append(listener.accept()[0])
         if not (asking := [client for client in clients if client in ready]):
             continue
-        data, files, _, _ = socket.recv_fds(asking[0], _REQUEST_BYTES, _STANDARD + 1)
+        data, files, _, _ = socket.recv_fds(asking[0], _REQUEST_BYTES, _STANDARD + _PASSED + 1)
         if not data:
             clients.remove(asking[0])
             asking[0].close()
@@ -269,9 +304,9 @@ def _forked_with(listener: socket.socket) -> dict[str, Any]:
         pid = os.fork()
         if not pid:
             break
-        for file in files[:_STANDARD]:
+        statuses[pid] = files.pop()
+        for file in files:
             os.close(file)
-        statuses[pid] = files[_STANDARD]
         _tell(statuses[pid], pid)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -282,12 +317,15 @@ def _forked_with(listener: socket.socket) -> dict[str, Any]:
     return _request(data, files)
 
 
-def _request(data: bytes, standard: list[int]) -> dict[str, Any]:
-    """The request of this fork, which gets its standard input, output and error."""
-    for number, file in enumerate(standard):
+def _request(data: bytes, files: list[int]) -> dict[str, Any]:
+    """The request of this fork, which gets its standard input, output and error, and the files that are passed."""
+    request: dict[str, Any] = json.loads(data)
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip([*range(_STANDARD), *request.pop("passed")], high, strict=True):
         os.dup2(file, number)
         os.close(file)
-    request: dict[str, Any] = json.loads(data)
     return request
 
 
@@ -304,7 +342,7 @@ def _with_spares(request: dict[str, Any]) -> dict[str, Any]:
                 opened.close()
             _NestedPopen.spares.clear()
             with theirs:
-                data, files, _, _ = socket.recv_fds(theirs, _REQUEST_BYTES, _STANDARD)
+                data, files, _, _ = socket.recv_fds(theirs, _REQUEST_BYTES, _STANDARD + _PASSED)
             if not data:  # the parent has ended
                 os._exit(0)
             return _with_spares(_request(data, files))

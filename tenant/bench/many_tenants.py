@@ -8,12 +8,11 @@ but has no model. Tenants and providers share one machine, so the tenants' proce
 import contextlib
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -22,7 +21,7 @@ from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import small_llama
 from tenant.bench.processes.children import Child
 from tenant.bench.processes.providers import provide
-from tenant.bench.processes.request_load import DEADLINE_S, Kind, LoadResult, RequestLoad, serve_load
+from tenant.bench.processes.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 from tenant.bench.results.result_file import Row, number, percentile
 
 _CHECKED_S = 2.0
@@ -191,20 +190,17 @@ class _Bench:
         """Measure a scenario."""
         loads = [self._load(*load, seconds) for load in mix.loads(scenario)]
         with contextlib.ExitStack() as running:
-            tenants: list[Child[Literal["alone", "together"], Any]] = [
+            tenants: list[Child[Phase, Any]] = [
                 running.enter_context(Child(load.name, serve_load, load)) for load in loads
             ]
             alone = {
                 load.name: tenant.ask("alone", timeout_s=DEADLINE_S)
                 for load, tenant in zip(loads, tenants, strict=True)
             }
-            for tenant in tenants:
-                tenant.send("together")
-            time.sleep(loads[0].checked_s)
+            _ask_together(tenants, "checked", seconds=loads[0].checked_s)
             before = self._executor()
-            time.sleep(seconds)
+            seen: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
             after = self._executor()
-            seen: list[LoadResult] = [tenant.receive(timeout_s=DEADLINE_S) for tenant in tenants]
         row = self._row(scenario, loads, seen, seconds)
         return {**row, **_executor_figures(before, after), **_compared(seen)}, alone
 
@@ -248,6 +244,12 @@ class _Bench:
             "trained_rows_per_s": per_s["training"],
             **{f"step_{name}_ms": value for name, value in millis["training"].items() if name != "mean"},
         }
+
+
+def _ask_together(tenants: Sequence[Child[Phase, Any]], phase: Phase, *, seconds: float) -> list[Any]:
+    for tenant in tenants:
+        tenant.send(phase)
+    return [tenant.receive(timeout_s=seconds + DEADLINE_S) for tenant in tenants]
 
 
 def _executor_figures(before: dict[str, Any], after: dict[str, Any]) -> Row:

@@ -1,8 +1,8 @@
 """A tenant that sends requests without a model, over TLS, in a `Child`, for `bench provider`.
 
 The tenant first gets its answers alone. Then, while other tenants send requests too, the tenant compares every answer
-with the answer that it got alone. During the measurement it compares one row of each answer only, because the tenant
-should use little processor time.
+with the answer that it got alone. During the measurement, which follows, it compares one row of each answer only,
+because the tenant should use little processor time.
 
 A generating tenant sends its rows through every layer group, forward: a token of a batch. A training tenant sends them
 forward and then backward: a step. Between two requests a tenant computes with its adapter.
@@ -31,6 +31,7 @@ from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 Kind = Literal["generating", "training"]
+Phase = Literal["alone", "checked", "measured"]
 DEADLINE_S = 120.0
 _NICE = 10  # in practice a tenant has its own machine, so here the provider has priority over the tenant
 
@@ -61,10 +62,10 @@ class RequestLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """Times and comparisons of a tenant.
+    """Times and comparisons of a tenant in the checked and the measured phase.
 
     Args:
-        turns: seconds of each token or step.
+        turns: seconds of each measured token or step, at least one.
         answers: number of answers that were compared, in full or by one row.
         wrong: number of those that differ from the answers that the tenant got alone.
     """
@@ -75,12 +76,18 @@ class LoadResult:
 
 
 @contextmanager
-def serve_load(load: RequestLoad) -> Iterator[Callable[[Literal["alone", "together"]], str | LoadResult]]:
-    """For `Child`: "alone" gets the answers to compare with and returns their digest, "together" measures."""
+def serve_load(load: RequestLoad) -> Iterator[Callable[[Phase], str | LoadResult | None]]:
+    """For `Child`: "alone" gets the answers to compare with and returns their digest, "checked" compares every answer
+    in full, "measured" returns the `LoadResult`."""
     torch.set_num_threads(1)
     os.nice(_NICE)
     with contextlib.closing(_Tenant(load)) as tenant:
-        yield lambda question: tenant.measure_alone() if question == "alone" else tenant.run()
+        phases: dict[Phase, Callable[[], str | LoadResult | None]] = {
+            "alone": tenant.measure_alone,
+            "checked": tenant.check,
+            "measured": tenant.measure,
+        }
+        yield lambda phase: phases[phase]()
 
 
 class _Tenant:
@@ -119,12 +126,15 @@ class _Tenant:
             digest.update(wire.RING32.pack(answer))
         return digest.hexdigest()
 
-    def run(self) -> LoadResult:
-        turns: list[float] = []
-        measured = time.monotonic() + self._load.checked_s
-        while time.monotonic() < measured:
+    def check(self) -> None:
+        end = time.monotonic() + self._load.checked_s
+        while time.monotonic() < end:
             self._take_turn(slice(None))
-        while (start := time.monotonic()) < measured + self._load.seconds:
+
+    def measure(self) -> LoadResult:
+        turns: list[float] = []
+        end = time.monotonic() + self._load.seconds
+        while (start := time.monotonic()) < end or not turns:
             row = len(turns) % max(1, self._load.rows)
             self._take_turn(slice(row, row + 1))
             turns.append(time.monotonic() - start)

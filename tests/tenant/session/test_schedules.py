@@ -32,6 +32,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, NewFederation, NewProvider, ScriptedProvider
@@ -297,13 +298,20 @@ def test_a_request_that_arrives_late_is_judged_in_its_own_session(
     player: Player, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool's request is in flight while its session closes, and the next session sends nothing."""
-    mask_rows = ServedModel.mask_rows
+    mask_rows, close = ServedModel.mask_rows, Session.close
+    sent: list[wire.Effect] = []
 
     def arrive_late(self: ServedModel, request: wire.Effect) -> Tensor:
+        sent.append(request)
         time.sleep(0.05)
         return mask_rows(self, request)
 
+    def close_when_sent(self: Session) -> None:
+        until(lambda: len(sent) >= 2)
+        close(self)
+
     monkeypatch.setattr(ServedModel, "mask_rows", arrive_late)
+    monkeypatch.setattr(Session, "close", close_when_sent)
     player.world.begin("ABCD" + "AB")
     one_helper = Roles(executors=(0,), guests=(), helpers=(1,), k=1)
     assert player.play(one_helper, [("product", 1, 0, 2)], memory=1 << 20) == []

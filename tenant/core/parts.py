@@ -116,7 +116,7 @@ class Part:
         expected = self.expected[row : row + 1]
         if one.decode(UncheckedProduct(0, product[None], column=self.column, expected=expected)):
             return False
-        self.rows.put([self.start + row], one)
+        self.rows.put([self.start + row], one, [0])
         return True
 
     def _unchecked(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> UncheckedProduct:

@@ -106,8 +106,8 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def put(self, numbers: Sequence[int], some: Self) -> None:
-        """Write the results of `some(numbers)`."""
+    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
+        """Write results: those of the rows `places` of `some` are the results of the rows `numbers`."""
 
 
 class FloatRows(Rows):
@@ -190,9 +190,9 @@ class FloatRows(Rows):
             some._set_bound(self._bound.halved())
         return some
 
-    def put(self, numbers: Sequence[int], some: Self) -> None:
+    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
         for out, part in zip(self._outputs, some._outputs, strict=True):
-            out[numbers] = part
+            out[numbers] = part[places]
 
     def _set_bound(self, bound: Bound) -> None:
         self._bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps

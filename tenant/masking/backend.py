@@ -135,8 +135,8 @@ class RingRows(Rows):
         some._rows, some.product = self._rows[numbers], self.product[numbers]
         return some
 
-    def put(self, numbers: Sequence[int], some: Self) -> None:
-        self.product[numbers] = some.product
+    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
+        self.product[numbers] = some.product[places]
 
 
 class RingBackend(Backend):
@@ -184,9 +184,24 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 def multiply_again(rows: Rows, numbers: Sequence[int], multiply: Callable[[Rows], None]) -> None:
     """Multiply rows whose products wrapped around too often once more, at half their scale."""
-    again = rows.some(numbers, halved=True)
+    sent = numbers if rows.counts is None else _like_every_expert(numbers, rows.counts)
+    again = rows.some(sent, halved=True)
     multiply(again)
-    rows.put(numbers, again)
+    rows.put(numbers, again, [sent.index(number) for number in numbers])
+
+
+def _like_every_expert(numbers: Sequence[int], counts: Counts) -> Sequence[int]:
+    """Add rows of the other experts of a request until each has as many, or all of its rows.
+
+    Providers see counts. Without these rows, they would see the expert of a row of which mode "flat" hides it.
+    """
+    chosen = set(numbers)
+    spans = [range(rows.start, rows.stop) for _, rows in segments(counts)]
+    most = max(len(chosen.intersection(span)) for span in spans)
+    for span in spans:
+        others = [row for row in span if row not in chosen]
+        chosen.update(others[: most - len(span) + len(others)])
+    return sorted(chosen)
 
 
 class Simulation:

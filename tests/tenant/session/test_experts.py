@@ -87,16 +87,16 @@ def test_products_by_expert_are_exact_with_every_scheme(
     assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
+def crowded(facts: GroupFacts) -> GroupFacts:
+    """Facts for a ring that holds so few standard deviations that rows are corrected and sent again."""
+    bounds = {direction: replace(bound.narrowed(24), spread=1.8) for direction, bound in facts.bounds.items()}
+    by_expert = None if facts.by_expert is None else crowded(facts.by_expert)
+    return replace(facts, bounds=bounds, by_expert=by_expert)
+
+
 def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
 ) -> None:
-    """The ring holds so few standard deviations that rows are corrected and sent again."""
-
-    def crowded(facts: GroupFacts) -> GroupFacts:
-        bounds = {direction: replace(bound.narrowed(24), spread=1.8) for direction, bound in facts.bounds.items()}
-        by_expert = None if facts.by_expert is None else crowded(facts.by_expert)
-        return replace(facts, bounds=bounds, by_expert=by_expert)
-
     session = new_session("pad", [new_provider()], [new_provider()], ring_bits=24, row_bucket=4)
     facts = [crowded(group) for group in session.preparation.facts]
     counts = (9, 0, 14, 7)
@@ -112,6 +112,25 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
     assert ledger.rows_corrected > 0
     assert ledger.rows_repeated > 0
     assert ledger.answers_rejected == 0
+
+
+def test_a_row_that_is_sent_again_does_not_show_its_expert(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+) -> None:
+    """With `experts = "flat"` every expert gets as many rows, of which zeros never leave the ring."""
+    session = new_session("pad", [executor], [helper], ring_bits=24)
+    facts = [crowded(group) for group in session.preparation.facts]
+    counts, rows = (4, 4, 4, 4), torch.zeros(16, facts[stacks[0]].for_rows((4,) * 4).inputs(FORWARD))
+    rows[5:7] = torch.randn(2, rows.shape[1], generator=torch.Generator().manual_seed(5))  # of the second expert
+    got, want = torch.empty(2, 16, facts[stacks[0]].for_rows(counts).outputs(FORWARD))
+    for _ in range(4):
+        rows[5:7] = rows[5:7].roll(1, dims=1)
+        RingBackend(facts, session).multiply(stacks[0], FORWARD, [rows], [got], counts=counts)
+        RingBackend(facts, Simulation(store)).multiply(stacks[0], FORWARD, [rows], [want], counts=counts)
+        assert torch.equal(got, want)
+    assert session.ledger().rows_repeated > 0
+    for seen in (executor.executed, helper.effects):
+        assert all(len(set(heard.request.counts or ())) == 1 for heard in seen)
 
 
 def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:

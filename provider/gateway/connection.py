@@ -22,7 +22,7 @@ from provider.gateway.frames import NOTHING
 from provider.gateway.shapes import Sizes, bad, check_shape, entry_of, sizes_of
 from provider.gateway.slots import Slot
 from provider.gateway.state import GatewayState
-from provider.gateway.usage import Counts
+from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from provider.relay import blocks, permits
 from provider.relay.matrices import hidden, without_blocks
@@ -77,7 +77,7 @@ class Connection(FrameLoop[wire.Request]):
                 self._state.register.drop_role(self._tenant, self._role)
 
     def _count_refusal(self, refusal: Refusal) -> None:
-        self._bill(Counts(refused=1))
+        self._bill(UsageCounts(refused=1))
 
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, as the executor takes them: in 32 bits."""
@@ -130,11 +130,11 @@ class Connection(FrameLoop[wire.Request]):
                 # with a new deadline: the tenant did not cause the wait for bytes
                 self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
             except TimeoutError:
-                self._bill(Counts(slow=1))
+                self._bill(UsageCounts(slow=1))
                 raise
             except (OSError, ConnectionLostError):
                 if self._frames.unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
-                    self._bill(Counts(abandoned=1))
+                    self._bill(UsageCounts(abandoned=1))
                 raise
         seconds = time.perf_counter() - begun
         if log.detailed:
@@ -151,7 +151,7 @@ class Connection(FrameLoop[wire.Request]):
         """Answer a request of zero rows without the executor. The gateway limits the rate of such requests."""
         with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
             self._state.register.count_request(self._tenant)
-            self._bill(Counts(requests=1))
+            self._bill(UsageCounts(requests=1))
             self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
         self._pause(size=0)
 
@@ -170,29 +170,29 @@ class Connection(FrameLoop[wire.Request]):
         """
         work = self._work(request)
         if work.stage == "fine_tuning" and self._left():  # a small product takes no longer than this check
-            self._bill(Counts(abandoned=1))
+            self._bill(UsageCounts(abandoned=1))
             raise ConnectionLostError("the tenant left before the product was started")
         self._executor.send(work, payload)
         del payload  # so that its memory is free when the answer is made
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
-            self._bill(Counts(failed=1))
+            self._bill(UsageCounts(failed=1))
             self._frames.refuse(refusal)
             self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
         if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
-            self._bill(Counts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
+            self._bill(UsageCounts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
             self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)
             answer.after()
             return
         if self._left():  # rows that were multiplied before the executor noticed are billed
-            self._bill(Counts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))
+            self._bill(UsageCounts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))
         else:  # the request was late or failed
-            self._bill(Counts(failed=1))
+            self._bill(UsageCounts(failed=1))
         self._frames.send(answer.failure)
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
@@ -221,7 +221,7 @@ class Connection(FrameLoop[wire.Request]):
             product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
         return product, relayed, len(product)
 
-    def _bill(self, counts: Counts) -> None:
+    def _bill(self, counts: UsageCounts) -> None:
         """Count durably, before the tenant receives the answer."""
         self._state.usage.count(self._tenant, self._role or "none", counts)
 
@@ -317,7 +317,7 @@ class Connection(FrameLoop[wire.Request]):
         size, header = len(kept.payload), kept.header
         with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
-            self._bill(Counts(bytes_sent=size))
+            self._bill(UsageCounts(bytes_sent=size))
             self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
         self._pause(size=size)
 

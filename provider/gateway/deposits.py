@@ -17,7 +17,7 @@ from provider.gateway.frame_loop import FrameLoop
 from provider.gateway.shapes import bad, check_shape
 from provider.gateway.slots import Slot
 from provider.gateway.state import GatewayState
-from provider.gateway.usage import Counts
+from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from symbiosis_priv.certificates.signing import is_signed
 from symbiosis_priv.network import wire
@@ -71,5 +71,5 @@ class DepositConnection(FrameLoop[wire.Deposit]):
             if not is_signed(self._key, message, deposit.signature):
                 raise Refusal(wire.ErrorCode.REFUSED, "the block is not signed by the key of the helper's certificate")
             state.blocks.keep(tenant, block, payload)
-        state.usage.count(tenant, "executor", Counts(bytes_received=size))
+        state.usage.count(tenant, "executor", UsageCounts(bytes_received=size))
         self._frames.send(wire.encode(wire.Deposited(block=deposit.nonce)))

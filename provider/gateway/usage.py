@@ -45,7 +45,7 @@ _LOCK_S = 0.25  # longest wait for another process that writes
 _DAY_S = 86_400
 
 
-class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
+class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
     """Counters of a tenant.
 
     Args:
@@ -72,13 +72,13 @@ class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
 
 
 _ROW_DAMAGE = "value in usage."  # part of SQLite's message for a value of the wrong type; other rows are intact
-COUNTED = Counts.__struct_fields__
+COUNTED = UsageCounts.__struct_fields__
 _values = msgspec.structs.astuple
 _ZEROS = (0,) * len(COUNTED)
 
-Slots = list[tuple[Key, Totals]]
+JournalTotals = list[tuple[Key, Totals]]
 
-Served = Role | Literal["none"]
+BilledRole = Role | Literal["none"]
 """The role in which a tenant is served; "none" before its hello."""
 
 _KEY = ("day", "tenant", "authority", "role")
@@ -138,7 +138,7 @@ class UsageCounters:
         self._flusher = threading.Thread(target=self._flush, name="usage", daemon=True)
         self._flusher.start()
 
-    def count(self, tenant: TenantIdentity, role: Served, counts: Counts) -> None:
+    def count(self, tenant: TenantIdentity, role: BilledRole, counts: UsageCounts) -> None:
         """Add to a tenant's counters. The counts survive the end of this process."""
         values = _values(counts)
         with self._lock:
@@ -172,7 +172,7 @@ class UsageCounters:
         since = self._failing_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def totals(self) -> dict[tuple[TenantIdentity, Served], Counts]:
+    def totals(self) -> dict[tuple[TenantIdentity, BilledRole], UsageCounts]:
         """The counts since this process started."""
         with self._lock:
             sums = dict(self._ended)
@@ -180,7 +180,7 @@ class UsageCounters:
         for slots in found:
             _add_to(sums, slots)
         return {
-            (TenantIdentity(name, authority=authority), cast("Served", role)): Counts(*totals)
+            (TenantIdentity(name, authority=authority), cast("BilledRole", role)): UsageCounts(*totals)
             for (name, authority, role), totals in sums.items()
         }
 
@@ -222,7 +222,7 @@ class UsageCounters:
         with self._lock:
             self._journals.append(journal)
 
-    def _renew_journals(self, settled: Sequence[tuple[Journal, Slots]]) -> None:
+    def _renew_journals(self, settled: Sequence[tuple[Journal, JournalTotals]]) -> None:
         """Replace journals that were just settled. One that was counted in meanwhile is replaced next time."""
         try:
             self._begin_journal()
@@ -242,7 +242,7 @@ class UsageCounters:
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute(_FORGET, (journal.name,))
 
-    def _write(self, changed: Sequence[tuple[Journal, Slots]]) -> bool:
+    def _write(self, changed: Sequence[tuple[Journal, JournalTotals]]) -> bool:
         """Commit what journals have and the file does not have. Returns False if that fails."""
         rows = [row for journal, slots in changed for row in _rows(slots, journal.settled)]
         settled = [(journal, [totals for _, totals in slots]) for journal, slots in changed]
@@ -311,7 +311,7 @@ class UsageCounters:
             self._connection, self._file, self._damaged = connection, _identity(self._database), False
 
 
-def _add_to(sums: dict[Key, Totals], slots: Slots) -> None:
+def _add_to(sums: dict[Key, Totals], slots: JournalTotals) -> None:
     """Add the totals of a journal to sums over all days."""
     for (_, *key), totals in slots:
         sums[tuple(key)] = tuple(map(operator.add, sums.get(tuple(key), _ZEROS), totals))

@@ -11,7 +11,7 @@ from provider.executor.envelope import ExecutorReport
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.gateway import Gateway
 from provider.gateway.reception import Handshakes
-from provider.gateway.usage import Counts, Served
+from provider.gateway.usage import BilledRole, UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockCounts
 from provider.relay.links import LinkCounts
@@ -23,8 +23,8 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of one tenant in one role since the provider started."""
 
     tenant: str
-    role: Served
-    counts: Counts
+    role: BilledRole
+    counts: UsageCounts
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

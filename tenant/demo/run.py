@@ -35,7 +35,7 @@ from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
 from tenant.training.trainer import Progress
 
-Report = Callable[[str, int, int, str], None]
+DemoReport = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""
 
 _TAMPERED = 48
@@ -52,7 +52,7 @@ _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 class _Stages:
     """Reports the stages and measures their time."""
 
-    report: Report
+    report: DemoReport
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -71,7 +71,7 @@ def run(
     model: str | Path | None,
     text: Path | None,
     steps: int,
-    report: Report,
+    report: DemoReport,
 ) -> Measurements:
     """Fine-tune, generate, tamper with answers, and compare with a run without providers.
 

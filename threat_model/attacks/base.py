@@ -27,7 +27,7 @@ from threat_model.evidence.views import Party
 V = TypeVar("V")
 G = TypeVar("G")
 
-Rows = Mapping[int, Tensor]
+GuessedRows = Mapping[int, Tensor]
 """Guessed float64 rows `[r, d]` by order of the request that carried them."""
 
 Labels = Mapping[int, Tensor]
@@ -135,17 +135,17 @@ def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | No
     return Outcome(hits, len(real), chance, binomial_tail(hits, len(real), chance))
 
 
-class RowsAttack(Attack[V, Rows]):
+class RowsAttack(Attack[V, GuessedRows]):
     """An attack that guesses rows."""
 
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
 
-    def score(self, guess: Rows, truth: Truth) -> Outcome:
+    def score(self, guess: GuessedRows, truth: Truth) -> Outcome:
         return score_rows(guess, truth.calls)
 
 
-def score_rows(guess: Rows, calls: Mapping[int, GroupCall]) -> Outcome:
+def score_rows(guess: GuessedRows, calls: Mapping[int, GroupCall]) -> Outcome:
     """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
 
     The pair test asks whether two guesses fit their own rows better than each other's rows:

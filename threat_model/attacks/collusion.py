@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import Attack, DirectedAttack, Outcome, Rows, RowsAttack
+from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack
 from threat_model.attacks.exchanges import deal
 from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
@@ -26,12 +26,12 @@ from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
-class _Collusion(DirectedAttack[CollusionView, Rows], RowsAttack[CollusionView]):
+class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[CollusionView]):
     """Tries every pad row that seeds and requests imply on every masked row."""
 
     family = "collusion"
 
-    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
+    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> GuessedRows | None:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.executor.of(direction=self.direction)}):
             _, pads = pad_rows(view.helpers, public, group, self.direction)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import Labels, Rows, RowsAttack
+from threat_model.attacks.base import GuessedRows, Labels, RowsAttack
 from threat_model.attacks.exchanges import carriers, deal, first_rows, noises, stack
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
@@ -33,7 +33,7 @@ class SeedRecovery(RowsAttack[ExecutorView]):
     sees = "rows, in order"
     source = "rule 1"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows:
         online = carriers(view)
         for seed in range(_SEEDS):
             stream = torch.Generator().manual_seed(seed)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import DirectedAttack, Rows, RowsAttack
+from threat_model.attacks.base import DirectedAttack, GuessedRows, RowsAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import ExecutorView
 
 
-class RelayedAnswers(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView]):
+class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
     """The smallest rows whose products are nearest to the answers without blocks."""
 
     name = "product less blocks"
@@ -22,7 +22,7 @@ class RelayedAnswers(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView
     sees = "masked rows, relayed blocks, and its products less the blocks"
     source = "threat model, relay"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows | None:
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows | None:
         rows: dict[int, Tensor] = {}
         for exchange in view.of(direction=self.direction):
             if exchange.blocks is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import RECOVERED, DirectedAttack, Outcome, Rows, RowsAttack, score_rows
+from threat_model.attacks.base import RECOVERED, DirectedAttack, GuessedRows, Outcome, RowsAttack, score_rows
 from threat_model.attacks.exchanges import Subtraction, deal, noises, stack, subtract_candidates
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
@@ -44,7 +44,7 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
         return replace(outcome, figures={**outcome.figures, **counts})
 
 
-class RepeatedRows(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView]):
+class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
     """Treats rows that arrive repeatedly as noise. Ignores the requests for effects.
 
     A gradient is exactly zero where no label is learned, and padding repeats one row. Under reused noise, both arrive
@@ -57,7 +57,7 @@ class RepeatedRows(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView])
     sees = "rows, no noise"
     source = "threat model, paper-pool"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.of(direction=self.direction)}):
             if self.direction == FORWARD and group:

@@ -24,7 +24,7 @@ from threat_model.conformance.oracle import Oracle as Oracle
 from threat_model.conformance.oracle import PreparedOracle as PreparedOracle
 from threat_model.conformance.properties import PROPERTIES as PROPERTIES
 from threat_model.conformance.raw_connection import Dialler as Dialler
-from threat_model.conformance.raw_connection import Probe as Probe
+from threat_model.conformance.raw_connection import RawConnection as RawConnection
 from threat_model.conformance.subject import Case as Case
 from threat_model.conformance.subject import NotTested as NotTested
 from threat_model.conformance.subject import Subject as Subject

@@ -10,7 +10,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Array, CheckpointOracle
-from threat_model.conformance.raw_connection import Probe
+from threat_model.conformance.raw_connection import RawConnection
 from threat_model.conformance.request_strategies import batches
 from threat_model.conformance.subject import Case, NotTested, Subject, effect_case
 from threat_model.conformance.trials import Run, claim
@@ -67,7 +67,7 @@ def _plug(subject: Subject, case: Case) -> Case:
     return Case(case.index, direction, "ring", torch.ones((rows, width), dtype=torch.int32))
 
 
-def _at_once(subject: Subject, probes: Sequence[Probe], cases: Sequence[Case]) -> list[Tensor]:
+def _at_once(subject: Subject, probes: Sequence[RawConnection], cases: Sequence[Case]) -> list[Tensor]:
     """The answers to requests that are sent before any answer is read."""
     for probe, case in zip(probes, cases, strict=True):
         probe.send(case.header(subject.role), case.payload(subject.role))

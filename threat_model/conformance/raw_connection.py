@@ -48,7 +48,7 @@ class Dialler:
     def __str__(self) -> str:
         return self.peer.label
 
-    def connect(self) -> Probe:
+    def connect(self) -> RawConnection:
         """An authenticated connection without a hello.
 
         Raises:
@@ -67,7 +67,7 @@ class Dialler:
                 self.check_time()
                 raise type(error)(f"{error}; is it running?") from error
             raise
-        return Probe(connection, dialler=self)
+        return RawConnection(connection, dialler=self)
 
     def deadline(self) -> float:
         """The deadline of an exchange that starts now. Raises OutOfTime."""
@@ -80,7 +80,7 @@ class Dialler:
             raise OutOfTime
 
 
-class Probe:
+class RawConnection:
     """One connection. A context manager."""
 
     def __init__(self, connection: ClientConnection, *, dialler: Dialler) -> None:

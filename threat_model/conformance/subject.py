@@ -18,7 +18,7 @@ from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Array, CheckpointOracle, Difference, Oracle, first_difference
-from threat_model.conformance.raw_connection import Dialler, Probe
+from threat_model.conformance.raw_connection import Dialler, RawConnection
 
 _SHOWN = 8
 
@@ -163,7 +163,7 @@ class Subject:
     oracle: Oracle
     executors: Sequence[Subject] = ()
     require_floats: bool = False
-    _probe: Probe | None = None
+    _probe: RawConnection | None = None
     _welcome: wire.Welcome | None = None
 
     @property
@@ -287,10 +287,10 @@ class Subject:
             raise self.violation(what, case, difference=difference)
 
     @contextmanager
-    def connections(self, count: int) -> Iterator[list[Probe]]:
+    def connections(self, count: int) -> Iterator[list[RawConnection]]:
         """New connections after their hello: at most `count`, as the provider permits, and at least one."""
         with ExitStack() as open_probes:
-            probes: list[Probe] = []
+            probes: list[RawConnection] = []
             for _ in range(count):
                 probe = open_probes.enter_context(self.dialler.connect())
                 try:
@@ -308,7 +308,7 @@ class Subject:
             self._probe.close()
         self._probe = None
 
-    def _connected(self) -> Probe:
+    def _connected(self) -> RawConnection:
         if self._probe is None:
             probe = self.dialler.connect()
             try:
@@ -319,7 +319,7 @@ class Subject:
             self._probe = probe
         return self._probe
 
-    def _greet(self, probe: Probe) -> wire.Welcome:
+    def _greet(self, probe: RawConnection) -> wire.Welcome:
         reply = hello(probe, self.role, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
             # The provider names another digest. The property `digest` reports that; the others show what differs.
@@ -343,7 +343,7 @@ class Subject:
         )
 
 
-def hello(probe: Probe, role: wire.Role, digest: str) -> wire.Reply:
+def hello(probe: RawConnection, role: wire.Role, digest: str) -> wire.Reply:
     """Sends a hello. Returns the provider's reply, of any kind."""
     return probe.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
 

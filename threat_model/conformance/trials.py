@@ -16,7 +16,7 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.raw_connection import OutOfTime
 from threat_model.conformance.subject import NotTested, Subject, Violation, WrongRole
 
-Verdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
+PropertyVerdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
 T = TypeVar("T")
 _PATIENCE = 2  # after this number of consecutive properties without an answer, the other properties are skipped
 _SHRINKING_S = 8.0
@@ -123,7 +123,7 @@ class PropertyResult:
     provider: str
     role: wire.Role
     property: Property
-    verdict: Verdict
+    verdict: PropertyVerdict
     examples: int = 0
     seconds: float = 0.0
     reason: str | None = None
@@ -138,7 +138,7 @@ def run_property(
     """Test one provider against one property. Raises no error that a provider causes."""
     run = Run(examples, seed, tick=tick)
     begun = time.monotonic()
-    verdict: Verdict = "holds"
+    verdict: PropertyVerdict = "holds"
     reason = violation = culprit = None
     wrong_role = False
     try:

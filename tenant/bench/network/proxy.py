@@ -63,7 +63,7 @@ def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
     yield lambda question: asyncio.run_coroutine_threadsafe(answer(question), loop).result()
 
 
-class Direction:
+class DelayLine:
     """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay."""
 
     def __init__(self, condition: Condition, *, seed: int) -> None:
@@ -93,7 +93,7 @@ class Proxy:
     def impose(self, condition: Condition) -> None:
         """Apply a condition to all later bytes."""
         self._condition = condition
-        self._directions = [Direction(condition, seed=seed) for seed in range(2)]
+        self._directions = [DelayLine(condition, seed=seed) for seed in range(2)]
 
     async def listen(self, port: int) -> int:
         """Open a port of the proxy, and forward its connections to `port`."""

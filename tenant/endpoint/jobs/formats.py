@@ -206,18 +206,18 @@ class EventAnswer(BaseModel):
         )
 
 
-Answer = TypeVar("Answer", FileAnswer, JobAnswer, EventAnswer)
+Listed = TypeVar("Listed", FileAnswer, JobAnswer, EventAnswer)
 
 
-class Page(BaseModel, Generic[Answer]):
+class Page(BaseModel, Generic[Listed]):
     """A part of a list."""
 
     object: Literal["list"] = "list"
-    data: list[Answer]
+    data: list[Listed]
     has_more: bool
 
     @classmethod
-    def of(cls, found: list[Answer], after: str | None, limit: int) -> "Page[Answer]":
+    def of(cls, found: list[Listed], after: str | None, limit: int) -> "Page[Listed]":
         """Return what follows the entry `after`, at most `limit` entries.
 
         Raises:

@@ -29,7 +29,7 @@ from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfi
 from provider.executor.client import ExecutorRequester
 from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
-from provider.gateway.usage import Counts, UsageCounters, read
+from provider.gateway.usage import UsageCounters, UsageCounts, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -408,10 +408,10 @@ def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:
     usage._connection.execute("PRAGMA max_page_count = 1")
     crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
     for tenant in crowd:
-        usage.count(tenant, "executor", Counts(requests=1))
+        usage.count(tenant, "executor", UsageCounts(requests=1))
     usage.settle()
     assert usage.unwritten_s > 0
-    assert usage.totals()[crowd[0], "executor"] == Counts(requests=1)
+    assert usage.totals()[crowd[0], "executor"] == UsageCounts(requests=1)
     assert committed(database) == 0
     assert len(list(read(database))) == len(crowd)
     usage._connection.execute("PRAGMA max_page_count = 1000000")
@@ -426,10 +426,10 @@ def test_the_counts_since_the_start_include_replaced_journals(tmp_path: Path) ->
     crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(600)]
     for _ in range(2):
         for tenant in crowd:
-            usage.count(tenant, "executor", Counts(requests=1, rows=2))
+            usage.count(tenant, "executor", UsageCounts(requests=1, rows=2))
         usage.settle()  # replaces a journal with more than 512 keys
     assert len(usage._journals) == 1
-    assert usage.totals() == {(tenant, "executor"): Counts(requests=2, rows=4) for tenant in crowd}
+    assert usage.totals() == {(tenant, "executor"): UsageCounts(requests=2, rows=4) for tenant in crowd}
     usage.close()
 
 
@@ -473,7 +473,7 @@ def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path) -> None:
     whole = tmp_path / "whole.sqlite"
     usage = UsageCounters(whole)
     for number in range(300):
-        usage.count(TenantIdentity(f"tenant-{number}", authority="sha256:a"), "executor", Counts(requests=1))
+        usage.count(TenantIdentity(f"tenant-{number}", authority="sha256:a"), "executor", UsageCounts(requests=1))
     usage.close()
     data = whole.read_bytes()
     (tmp_path / "junk").write_bytes(b"nothing of SQLite's" * 100)
@@ -502,11 +502,11 @@ def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tm
     both = [UsageCounters(database), UsageCounters(database)]
     for _ in range(20):
         for usage in both:
-            usage.count(ALICE, "executor", Counts(requests=1))
+            usage.count(ALICE, "executor", UsageCounts(requests=1))
             usage.settle()
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
         holder.execute("BEGIN IMMEDIATE")
-        both[0].count(ALICE, "executor", Counts(requests=1))
+        both[0].count(ALICE, "executor", UsageCounts(requests=1))
         began = time.monotonic()
         both[0].settle()
         assert time.monotonic() - began < 4.5  # SQLite's own limit is five seconds
@@ -522,7 +522,7 @@ def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path:
     usage, waits = UsageCounters(database), list[float]()
 
     def served() -> None:
-        usage.count(ALICE, "executor", Counts(requests=1))
+        usage.count(ALICE, "executor", UsageCounts(requests=1))
         began = time.monotonic()
         usage.settle()
         waits.append(time.monotonic() - began)
@@ -547,7 +547,7 @@ def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path:
 def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate: str) -> None:
     database = tmp_path / "usage.sqlite"
     usage = UsageCounters(database)
-    usage.count(ALICE, "executor", Counts(requests=1))
+    usage.count(ALICE, "executor", UsageCounts(requests=1))
     usage.keep()
     whole = database.read_bytes()
     if fate == "damaged":  # another process damages it; the pages that this connection has read are unchanged
@@ -558,7 +558,7 @@ def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate
     if fate == "replaced":
         database.write_bytes(b"")
     usage.keep()
-    usage.count(ALICE, "executor", Counts(requests=2))
+    usage.count(ALICE, "executor", UsageCounts(requests=2))
     usage.settle()
     assert (usage.unwritten_s > 0) == (fate != "moved")
     if fate == "damaged":  # the file is restored from a copy
@@ -576,7 +576,7 @@ def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, v
     database = tmp_path / "usage.sqlite"
     usage = UsageCounters(database)
     for tenant in (ALICE, BOB):
-        usage.count(tenant, "executor", Counts(requests=1, rows=1))
+        usage.count(tenant, "executor", UsageCounts(requests=1, rows=1))
     usage.settle()
     damage_a_row(database, f"UPDATE usage SET rows = {value} WHERE tenant = 'alice'")
     damage_a_row(database, "UPDATE usage SET authority = CAST(X'ff41' AS TEXT) WHERE tenant = 'bob'")
@@ -584,8 +584,8 @@ def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, v
     assert {row["tenant"]: row["requests"] for row in read(database, damaged=said.append)} == {"alice": 1, "bob": 1}
     assert len(said) == 1 + (value != "9223372036854775807")
     usage.keep()
-    usage.count(ALICE, "executor", Counts(requests=1, rows=1))
-    usage.count(BOB, "executor", Counts(requests=1, rows=1))
+    usage.count(ALICE, "executor", UsageCounts(requests=1, rows=1))
+    usage.count(BOB, "executor", UsageCounts(requests=1, rows=1))
     usage.settle()
     assert usage.unwritten_s == 0
     usage.close()
@@ -627,8 +627,8 @@ def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
     run = CliRunner()
     assert isinstance(run.invoke(app, ["usage", "-c", str(path)]).exception, ConfigError)
     usage = UsageCounters(tmp_path / "provider.usage.sqlite")
-    usage.count(ALICE, "executor", Counts(requests=2, rows=5))
-    usage.count(ALICE, "executor", Counts(requests=1, rows=1))
+    usage.count(ALICE, "executor", UsageCounts(requests=2, rows=5))
+    usage.count(ALICE, "executor", UsageCounts(requests=1, rows=1))
     usage.settle()
     rows = json.loads(run.invoke(app, ["usage", "-c", str(path), "--format", "json"]).stdout)
     assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]

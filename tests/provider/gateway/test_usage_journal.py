@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider.gateway import usage_journal
-from provider.gateway.usage import Counts, UsageCounters, read
+from provider.gateway.usage import UsageCounters, UsageCounts, read
 from provider.gateway.usage_journal import Journal, journals
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -29,7 +29,7 @@ def kill(usage: UsageCounters) -> None:
 
 
 def count(usage: UsageCounters, tenant: TenantIdentity) -> None:
-    usage.count(tenant, "executor", Counts(requests=1, rows=7))
+    usage.count(tenant, "executor", UsageCounts(requests=1, rows=7))
 
 
 def billed(database: Path) -> Counter[str]:

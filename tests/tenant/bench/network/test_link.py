@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import ConfigError
 from tenant.bench.network.emulation import open_link
 from tenant.bench.network.link import KINDS, Condition, Kind, Link
-from tenant.bench.network.proxy import Direction
+from tenant.bench.network.proxy import DelayLine
 from tenant.bench.processes.children import Child, leave_network
 
 TIMEOUT_S = 60.0
@@ -51,7 +51,7 @@ def test_a_direction_has_its_bandwidth_and_delay(
     rate: float | None, delay: float, sent: list[tuple[float, int]]
 ) -> None:
     condition = Condition(mbit_per_s=rate, round_trip_ms=delay)
-    direction, now, before = Direction(condition, seed=0), 0.0, 0.0
+    direction, now, before = DelayLine(condition, seed=0), 0.0, 0.0
     busy, size, free = 0.0, 0, 0.0  # the start of an uninterrupted transmission, its bytes, its end
     for pause, count in sent:
         now += pause
@@ -65,11 +65,11 @@ def test_a_direction_has_its_bandwidth_and_delay(
 
 
 def test_the_share_of_lost_packets_is_as_configured() -> None:
-    direction = Direction(Condition(loss=0.02), seed=0)
+    direction = DelayLine(Condition(loss=0.02), seed=0)
     lost = sum(direction.lost(3) for _ in range(20_000))
     deviation = math.sqrt(60_000 * 0.02 * 0.98)
     assert abs(lost - 1200) < 5 * deviation  # the seed is fixed
-    assert Direction(Condition(), seed=0).lost(1000) == 0
+    assert DelayLine(Condition(), seed=0).lost(1000) == 0
 
 
 @pytest.fixture

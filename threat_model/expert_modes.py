@@ -49,7 +49,7 @@ def attack_routes(tokens: int) -> tuple[RouteCell, ...]:
     """Decode `tokens` tokens of one sequence in every mode, and attack what the executor saw."""
     attack = TokensFromRoutes()
     cells = []
-    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), experts=_EXPERTS) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), experts=_EXPERTS, helpers=1) as lab:
         for mode, promised in MODES.items():
             views, truth = record_decoding(lab, mode, tokens)
             guess = attack.run(views.executor, lab.public, torch.Generator().manual_seed(0))

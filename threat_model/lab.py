@@ -74,8 +74,8 @@ class Workload:
 
 
 FULL = Workload()
-QUICK = Workload(steps=8, generations=5, new_tokens=3, game_rows=2048)
-PLANTED = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+QUICK = Workload(steps=6, batch=6, generations=3, prompts=134, new_tokens=2, game_rows=2048)
+PLANTED = Workload(steps=2, generations=2, prompts=16, new_tokens=2, game_rows=512)
 """For faults that reveal every row: a few thousand rows rule out chance."""
 
 
@@ -96,15 +96,16 @@ class Lab:
         folder: an empty folder for the checkpoint, keys and caches.
         tied: True if the LM head is the embedding (and therefore stays with the tenant).
         experts: experts of every block; 0 for a model without experts.
+        helpers: helpers to start, 1 to 3. A scheme needs as many as it says.
 
     Attributes:
         relayed: a federation file with relay and one helper.
         one_company: a federation file whose only helper belongs to the executor's company. No tenant may use it.
     """
 
-    def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0) -> None:
+    def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3) -> None:
         self.folder = folder
-        self._tied, self._experts = tied, experts
+        self._tied, self._experts, self._helpers = tied, experts, helpers
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -154,7 +155,7 @@ class Lab:
         )
         self._federations: list[Path] = []  # federation files by the number of helpers
         roles: dict[str, wire.Role] = {"executor": "executor"}
-        roles |= dict.fromkeys(("helper", "second-helper", "third-helper"), "helper")
+        roles |= dict.fromkeys(("helper", "second-helper", "third-helper")[: self._helpers], "helper")
         identities = {name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in roles}
         helpers = [name for name, role in roles.items() if role == "helper"]
         relay = RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
@@ -172,7 +173,7 @@ class Lab:
                     ),
                     # hundreds of sessions are opened, and each would wait for its share of handshakes
                     limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
-                    executor=ExecutorConfig(kernel="int32", float_path=True),
+                    executor=ExecutorConfig(float_path=True),
                     relay=relay,
                 )
             )

@@ -22,14 +22,14 @@ from threat_model.attacks.reused_noise import Differencing
 from threat_model.evidence.public import alone
 from threat_model.evidence.schemes import LOCAL, PAD, PAD_RELAY, PADS, AttackedScheme, paper_pool
 from threat_model.evidence.views import CollusionView, ExecutorView
-from threat_model.lab import Lab, Workload
+from threat_model.lab import PLANTED, Lab
 from threat_model.planted import twin_helper_fault, twin_helpers, unfused_fault
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
 
-SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+SMALL = PLANTED
 sound = pytest.mark.parametrize("scheme", [PAD, PAD_RELAY, LOCAL], ids=lambda scheme: scheme.name)
 
 

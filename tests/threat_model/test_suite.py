@@ -35,7 +35,7 @@ from threat_model.evidence.schemes import (
 )
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
-from threat_model.lab import Lab, Workload
+from threat_model.lab import PLANTED, Lab
 from threat_model.report.charts import roc_charts
 from threat_model.report.security_table import BEGIN, END, security_table
 from threat_model.suite import Suite, Verdict, examine
@@ -43,7 +43,7 @@ from threat_model.suite import Suite, Verdict, examine
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
 
-SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+SMALL = PLANTED
 # 1,152 gradients a layer: about one in a thousand fits another noise row better if noise is as small as rows
 LONGER = replace(SMALL, steps=12)
 
@@ -173,7 +173,7 @@ def test_candidate_subtraction_reads_every_layer_at_any_pool_size(
 
 
 def test_a_tied_head_hides_logit_gradients_but_not_labels(tmp_path: Path) -> None:
-    with Lab(tmp_path, tied=True) as tied:
+    with Lab(tmp_path, tied=True, helpers=1) as tied:
         recording = tied.record(NONE, SMALL)
         assert examine(HeadLabels(), recording, tied).outcome is None
         outcome = examine(BlockLabels(), recording, tied).outcome

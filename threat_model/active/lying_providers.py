@@ -6,7 +6,9 @@ the secret is, so the abort carries no information. The planted fault is a tenan
 plausible: its aborts depend on the secret.
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -262,19 +264,18 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
     weight = lab.public.quantised(1).weight
     rows = expand(random_key(), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()
-    result = []
-    for columns in (1, 2):
+    passed: Counter[tuple[int, int]] = Counter()
+    cases = [(columns, valuation) for columns in (1, 2) for valuation in (31, 30, 29, 28)]
+    for _, columns in itertools.product(range(trials), (1, 2)):
+        # one key for an error of each valuation: the trials of one valuation have independent keys
+        keys = BlameKeys.fresh(columns=columns)
+        keys.add(0, weight, weight_bits=lab.store.weight_bits)
         for valuation in (31, 30, 29, 28):
-            passed = 0
-            for _ in range(trials):
-                keys = BlameKeys.fresh(columns=columns)
-                keys.add(0, weight, weight_bits=lab.store.weight_bits)
-                wrong = answer.clone()
-                place = int(torch.randint(answer.numel(), (), generator=rng))
-                wrong.view(-1)[place] += _signed(1 << valuation)
-                passed += keys.accepts(0, FORWARD, rows=rows, answer=wrong)
-            result.append(Forgery(columns, valuation, passed, trials))
-    return result
+            wrong = answer.clone()
+            place = int(torch.randint(answer.numel(), (), generator=rng))
+            wrong.view(-1)[place] += _signed(1 << valuation)
+            passed[columns, valuation] += keys.accepts(0, FORWARD, rows=rows, answer=wrong)
+    return [Forgery(columns, valuation, passed[columns, valuation], trials) for columns, valuation in cases]
 
 
 def _signed(value: int) -> int:

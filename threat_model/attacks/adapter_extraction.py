@@ -35,6 +35,7 @@ from threat_model.evidence.views import Exchange, ExecutorView
 
 _DECOYS = 9999
 _ROWS = 320
+_SHIFT, _ITERATIONS = 1e-13, 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,10 +167,24 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
     away = torch.eye(n, dtype=x.dtype) - x @ inverse
     flat = y.flatten(0, 1)
     form = (flat @ flat.t()).view(n, k, n, k) * away[:, None, :, None]
-    z = torch.linalg.eigh(form.view(n * k, n * k)).eigenvectors[:, 0].view(n, k, 1)
+    z = _last_eigenvector(form.view(n * k, n * k)).view(n, k, 1)
     matrix = (inverse @ (z * y).sum(dim=1)).t()
     factor = torch.linalg.eigvals(weight @ torch.linalg.pinv(matrix, rtol=1e-9)).real.median()
     return Stolen(_low_rank(factor * matrix - weight), matrix, weight)
+
+
+def _last_eigenvector(form: Tensor) -> Tensor:
+    """The eigenvector of the smallest eigenvalue of a positive semidefinite matrix `[m, m]`, by inverse iteration.
+
+    If the two smallest eigenvalues are close, the result is a combination of their eigenvectors.
+    """
+    size = len(form)
+    shift = _SHIFT * form.diagonal().mean() * torch.eye(size, dtype=form.dtype)
+    factors, pivots = torch.linalg.lu_factor(form + shift)
+    vector = torch.randn((size, 1), generator=torch.Generator().manual_seed(0), dtype=form.dtype)
+    for _ in range(_ITERATIONS):
+        vector = normalize(torch.linalg.lu_solve(factors, pivots, vector), dim=0)
+    return vector[:, 0]
 
 
 def _low_rank(update: Tensor) -> Tensor:
@@ -191,5 +206,6 @@ def _first_in_line_up(stolen: Stolen, real: Tensor, rng: torch.Generator) -> boo
     said = said - weight * ((said * weight).sum(dim=0) / weight.square().sum(dim=0))
     # M is known up to a factor; its sign follows from the sign of W
     per_column = (said * real).sum(dim=0) * (stolen.matrix * weight).sum().sign()
-    signs = torch.randint(0, 2, (_DECOYS, len(per_column)), generator=rng).double() * 2 - 1
-    return bool(per_column.sum() > (signs @ per_column).max())
+    kept = torch.randint(0, 2, (_DECOYS, len(per_column)), generator=rng, dtype=torch.int8).double()
+    decoys = 2 * (kept @ per_column) - per_column.sum()  # the columns that are not kept have the other sign
+    return bool(per_column.sum() > decoys.max())

@@ -15,7 +15,7 @@ from threat_model.evidence.views import Exchange, ExecutorView
 
 _SEEDS, _SMALL, _ALIKE = 2048, 1 << 27, 0.5
 _SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-_MAX_ROWS, _SCALE_ROWS = 300, 32
+_MAX_ROWS, _SCALE_ROWS = 288, 32
 _GRID, _TURN = float(1 << 24), 2 * math.pi
 
 
@@ -94,7 +94,8 @@ def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
     width = noise.shape[1] // 16 * 16
     blocks = noise[:, :width].view(len(noise), -1, 2, 8)
     cosine, sine = blocks[:, :, 0], blocks[:, :, 1]
-    angle = torch.remainder(torch.atan2(sine, cosine), _TURN)
+    angle = torch.atan2(sine, cosine)
+    angle = angle.where(angle >= 0, angle + _TURN)
     nearest = (angle / _TURN * _GRID).round()
     # the sampler multiplies in float32 and rounds intermediate values, and so does this code
     angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
@@ -107,4 +108,5 @@ def _radius_on_grid(square: Tensor) -> Tensor:
     # 1 - u of the radius is exp(-r^2/2); rounding of r hides it unless r is small
     inner = torch.exp(-0.5 * square)
     sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
-    return torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp
+    steps = inner * _GRID
+    return torch.cos(2 * math.pi * (steps - steps.floor())) * sharp

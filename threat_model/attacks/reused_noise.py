@@ -91,16 +91,17 @@ def _repeated(x: Tensor) -> Tensor:
     near = torch.cdist(x, x) <= _SAME * size.median()
     found: list[Tensor] = []
     most = 0
+    counts = near.sum(dim=1)
     while len(found) < _MAX_NOISES:
-        counts = near.sum(dim=1)
         best = int(counts.argmax())
         most = most or int(counts[best])
         if counts[best] < 2 or counts[best] * 2 < most:
             break
         found.append(x[best])
-        gone = near[best].clone()
-        near[gone] = False
+        gone = near[best].nonzero()[:, 0]
+        counts -= near[:, gone].sum(dim=1)
         near[:, gone] = False
+        counts[gone] = 0
     return torch.stack(found) if found else x[:0]
 
 

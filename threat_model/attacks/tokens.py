@@ -15,6 +15,7 @@ from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
 _RIDGE, _SHRINKAGE = 0.01, 0.05
+_PROMPTS = 80  # that the attack reads in a deeper layer: their number decides its time
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
@@ -66,7 +67,8 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
             return None
         exchange, batch, length = found[0]
         rows = normalize(subtract_candidates(view).rows[exchange.order], dim=1)
-        prompts = rows.view(batch, length, -1)
+        prompts = rows.view(batch, length, -1)[:_PROMPTS]
+        rows = prompts.flatten(0, 1)
         none = torch.eye(rows.shape[1], dtype=rows.dtype)
         said = _read(prompts, public, group, drift=none, metric=none)
         drift, metric = _drift(normalize(public.inputs_at(group, said).double(), dim=-1).flatten(0, 1), rows)
@@ -77,7 +79,7 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
         for order in guess:
             tokens = truth.calls[order].tokens
             assert tokens is not None  # a prompt has one row per token
-            real[order] = tokens
+            real[order] = tokens[: len(guess[order])]
         return score_labels(guess, real)
 
 

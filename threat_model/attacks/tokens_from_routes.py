@@ -7,6 +7,7 @@ goes to each expert of each layer. Then it guesses the token whose habits fit th
 Bayes). With `experts = "flat"` all counts of a request are equal, and with `"all"` there are none.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ def decoding_steps(view: ExecutorView) -> Iterator[tuple[Exchange, Sequence[Coun
             yield first, list(seen.values())[::2]  # a layer has two requests with the same counts
 
 
+@functools.lru_cache(maxsize=1)  # the same for every mode
 def habits(public: Public) -> Tensor:
     """How often each token goes to each expert, on public text: float64 `[layers, v, experts]`, strictly in 0..1."""
     layers: list[Any] = list(experts_of(public.model).values())

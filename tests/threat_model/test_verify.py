@@ -37,7 +37,7 @@ from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.harness.local import LocalFederation
@@ -693,6 +693,34 @@ def test_a_slow_provider_does_not_exceed_its_time_limit(
     assert took < 60.0  # otherwise hundreds of answers at 0.3 s each
     late = next(i for i, o in enumerate(outcomes) if o.verdict == "out of time")
     assert {o.verdict for o in outcomes[late + 1 :]} == {"not tested"}
+    assert not _passed(outcomes)
+
+
+@pytest.mark.parametrize("code", [wire.ErrorCode.ROLE_REFUSED, wire.ErrorCode.REFUSED])
+def test_a_provider_that_avoids_all_products_does_not_pass(
+    code: wire.ErrorCode, place: Place, oracle: CheckpointOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows the right digest, leaves when it is asked for a product, and welcomes the tenant no more."""
+    asked: list[wire.Execute | wire.Effect] = []
+    greet, answer = connection.Connection._answer_hello, connection.Connection._answer_product
+
+    def refuse(self: connection.Connection, hello: wire.Hello) -> None:
+        if asked:
+            raise Refusal(code, "not now")
+        greet(self, hello)
+
+    def leave(self: connection.Connection, request: wire.Execute | wire.Effect) -> None:
+        if request.rows:
+            asked.append(request)
+            raise ConnectionLostError("left")
+        answer(self, request)
+
+    monkeypatch.setattr(connection.Connection, "_answer_hello", refuse)
+    monkeypatch.setattr(connection.Connection, "_answer_product", leave)
+    with Provider(place.config()) as provider:
+        subject = Subject(place.dialler(provider, "executor"), oracle)
+        outcomes = list(verify([subject], PROPERTIES, examples=1, seed=0))
+    assert outcomes[0].verdict == "holds"
     assert not _passed(outcomes)
 
 

@@ -313,6 +313,12 @@ class Subject:
             probe = self.dialler.connect()
             try:
                 self._welcome = self._greet(probe)
+            except NotTested as refusal:
+                probe.close()
+                if self._welcome is None:
+                    raise
+                # otherwise a provider could avoid the properties that it breaks
+                raise ConnectionLostError(f"it has welcomed this tenant before; now {refusal}") from None
             except BaseException:
                 probe.close()
                 raise

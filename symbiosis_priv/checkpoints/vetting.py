@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from symbiosis_priv.system.files import read_limited
 
 QUANT_METHOD = "symbiosis-priv"
 """The name under which transformers knows `tenant.RemoteConfig`."""
@@ -39,12 +40,10 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementati
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads an untrusted JSON object. Raises `CheckpointError`: the file is unreadable, too large, too deeply nested,
-    or not a JSON object."""
+    a pipe or a device, or not a JSON object."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB; is it the right file?")
         # transformers uses this parser too, so both read the same values
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_limited(path, _MAX_JSON_BYTES).decode())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from symbiosis_priv.errors import ConfigError, StorageError
 
+_PIECE = 1 << 16
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed input: a DecodeError for wrong types, Python's own errors for bad UTF-8 and
 deep nesting."""
@@ -27,13 +28,14 @@ def read_limited(path: Path, limit: int) -> bytes:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is a pipe, a folder or a device and not a file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(limit + 1)
+        data = bytearray()
+        while piece := os.read(descriptor, _PIECE):
+            data += piece
+            if len(data) > limit:
+                raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     finally:
         os.close(descriptor)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
-    return data
+    return bytes(data)
 
 
 def default_cache() -> Path:

@@ -11,6 +11,8 @@ from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_READ = (".", CONFIG, TENSORS, "chat_template.jinja", "tokenizer_config.json")
+"""What is read of a task's folder."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -40,12 +42,18 @@ def stored(folder: Path, *, within: Path | None = None) -> Stored:
     """Check a task's folder and return what is known without reading its tensors. No symbolic link may lead out of
     `within`. Raises `ConfigError` if it is not a PEFT folder, `CheckpointError` if it is refused (`vet_adapter`) or a
     file lies outside."""
-    for path in (folder, folder / CONFIG, folder / TENSORS) if within else ():
-        if not path.resolve().is_relative_to(within.resolve() if within else path):
-            raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
+    if within is not None:
+        check_links(folder, within)
     config = vet_adapter(folder)
     size = (folder / TENSORS).stat().st_size
     return Stored(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
+
+
+def check_links(folder: Path, within: Path) -> None:
+    """Raise `CheckpointError` if a file that is read of a task's folder is a symbolic link out of `within`."""
+    for path in (folder / name for name in _READ):
+        if not path.resolve().is_relative_to(within.resolve()):
+            raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
 
 
 def memory_of(source: Stored) -> int:

@@ -43,6 +43,7 @@ class TaskInfo:
 
     Args:
         folder: the PEFT folder; None for a task that was never saved.
+        within: the folder that no symbolic link of `folder` may lead out of; None if links may lead anywhere.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter and of what was made of it for its products, without the buffers that tasks
             share; 0 if it is not loaded.
@@ -51,6 +52,7 @@ class TaskInfo:
 
     id: TaskId
     folder: Path | None
+    within: Path | None
     stored_bytes: int
     bytes: int
     batches: int
@@ -93,18 +95,19 @@ class Tasks:
 
     # The registry
 
-    def register(self, name: str, source: str | Path | PeftConfig) -> TaskId:
+    def register(self, name: str, source: str | Path | PeftConfig, *, within: Path | None = None) -> TaskId:
         """Add a task.
 
         Args:
             name: up to 64 ASCII letters, digits, `.`, `_` and `-`.
             source: a PEFT folder; or a PEFT configuration, for an adapter to train.
+            within: no symbolic link in `source` may lead out of this folder. None: links may lead anywhere.
 
         Raises:
             ConfigError: the name is taken or not allowed, or `source` is not a PEFT folder.
-            CheckpointError: the folder is refused (`vet_adapter`).
+            CheckpointError: the folder is refused (`vet_adapter`), or has a link out of `within`.
         """
-        found = source if isinstance(source, PeftConfig) else stored(Path(source))
+        found = source if isinstance(source, PeftConfig) else stored(Path(source), within=within)
         return self._add({check_name(name): found})[0]
 
     def register_all(self, repository: str | Path) -> list[TaskId]:
@@ -130,6 +133,7 @@ class Tasks:
             return TaskInfo(
                 id=TaskId(self.tag, _method(source), name),
                 folder=None if on_disk is None else on_disk.folder,
+                within=None if on_disk is None else on_disk.within,
                 stored_bytes=0 if on_disk is None else on_disk.bytes,
                 bytes=0 if loaded is None else loaded.bytes,
                 batches=self._used[name],

@@ -1,5 +1,8 @@
 """Errors in the format of OpenAI's API."""
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +18,7 @@ from symbiosis_priv.errors import (
     UnsupportedMethodError,
 )
 
+_PATH = re.compile(r"(?<![\w.:/])~?/[^\s'\",;:()]*")
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -66,6 +70,17 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
+def public(text: str, names: Mapping[Path, str] | None = None) -> str:
+    """Return the text of an error without paths of this machine.
+
+    Args:
+        names: what clients call these paths. Other absolute paths are left out.
+    """
+    for path, name in (names or {}).items():
+        text = text.replace(str(path), name)
+    return _PATH.sub("(a path of the endpoint)", text)
+
+
 def refused(error: SymbiosisError) -> ApiError:
     """Return the answer to a request that the engine has not taken."""
     if isinstance(error, OverloadedError):
@@ -86,5 +101,5 @@ def failed(error: SymbiosisError) -> ApiError:
     if isinstance(error, NonFiniteError):
         return ApiError(500, "the model computes inf or nan for this prompt")
     if isinstance(error, ConfigError):
-        return ApiError(400, str(error))
+        return ApiError(400, public(str(error)))
     return ApiError(503, f"the providers gave no answer ({kind}): see the log of the endpoint", code="providers")

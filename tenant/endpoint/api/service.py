@@ -1,5 +1,6 @@
 """The service of an endpoint: an engine, its models, and the preparation of prompts."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,16 +11,18 @@ import anyio
 import anyio.to_thread
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import ConfigError, TaskError
+from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Model
 from tenant.endpoint.api.bodies import CompletionFields
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, failed
 from tenant.endpoint.api.running import new_id
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Pooling, Sampling
 from tenant.model.loading import adapter_chat_template
 from tenant.tasks import Tasks
+from tenant.tasks.folders import check_links
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -107,10 +110,16 @@ class Service:
         template: Any = self.tokenizer.chat_template
         if adapter is not None and self.tasks is not None:
             try:
-                folder = self.tasks[adapter].folder
+                info = self.tasks[adapter]
+                if info.folder is not None:
+                    if info.within is not None:
+                        check_links(info.folder, info.within)  # the folder may have changed
+                    template = adapter_chat_template(info.folder) or template
             except TaskError as error:  # unloaded a moment ago
                 raise ApiError(404, str(error), code="model_not_found", param="model") from error
-            template = (adapter_chat_template(folder) if folder is not None else None) or template
+            except CheckpointError as error:
+                log.error("the chat template of %s cannot be used: %s", adapter, error)
+                raise failed(error) from error
         if isinstance(template, dict):
             template = template.get("default")
         if not isinstance(template, str):

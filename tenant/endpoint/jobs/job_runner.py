@@ -22,7 +22,7 @@ import msgspec
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.system.files import UNDECODABLE
 from symbiosis_priv.system.processes import command
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.jobs.child import Report, Work
 from tenant.endpoint.jobs.job import ENDED, Asked, FineTuningJob, JobEvent, StoredJob
 from tenant.endpoint.jobs.uploads import Files, private_folder
@@ -97,7 +97,7 @@ class Jobs:
             with self._reading:  # one file at a time is in memory
                 corpus.read(path)
         except ConfigError as error:
-            said = str(error).replace(str(path), asked.training_file)
+            said = public(str(error), {path: asked.training_file})
             raise ApiError(400, said, code="invalid_training_file", param="training_file") from error
         name = f"ftjob-{secrets.token_hex(12)}"
         job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
@@ -198,6 +198,7 @@ class Jobs:
         return next((one for one in self._jobs.values() if one.job.status == "queued"), None)
 
     def _run(self, stored: StoredJob) -> None:
+        work = self._work(stored)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(os.open(stored.folder / "log", flags, 0o600), "wb") as errors, self._changed:
             if self._closing or stored.job.status != "running":
@@ -214,7 +215,7 @@ class Jobs:
         last = Report()
         with process.stdout, process.stdin:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(msgspec.json.encode(self._work(stored)) + b"\n")
+                process.stdin.write(msgspec.json.encode(work) + b"\n")
                 process.stdin.flush()
             while line := process.stdout.readline(_LINE_BYTES):
                 with contextlib.suppress(*UNDECODABLE):
@@ -225,7 +226,11 @@ class Jobs:
         with self._changed:
             self._process = None
         if last.tokens is None and last.error is None:
-            last = Report(error=f"the process of the job ended with code {code}; see {stored.folder / 'log'}")
+            last = Report(error=f"the process of the job ended with code {code}; see the file log in {stored.folder}")
+        if last.error is not None:
+            log.warning("fine-tuning job %s: %s", stored.job.id, last.error)
+            paths = {Path(work.data): stored.job.asked.training_file, stored.folder: f"jobs/{stored.job.id}"}
+            last = Report(error=public(last.error, {**paths, self._model: self.name}))
         self._end(stored, last)
 
     def _work(self, stored: StoredJob) -> Work:

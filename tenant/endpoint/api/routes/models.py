@@ -1,5 +1,6 @@
 """`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health` and `/metrics`."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Health, Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.endpoint import Endpoint, endpoint_of
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, public
 from tenant.tasks import Tasks
 
+log = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute)
 open_router = APIRouter()
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -46,9 +48,10 @@ async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
         path = (folder / asked.lora_path).resolve()
         if not path.is_relative_to(folder):
             raise ApiError(404, "the adapter is outside the folder of --allow-loading", param="lora_path")
-        tasks.register(asked.lora_name, path)
+        tasks.register(asked.lora_name, path, within=folder)
     except CheckpointError as error:
-        raise ApiError(400, str(error), param="lora_path") from error
+        log.warning("the adapter of lora_path cannot be used: %s", error)
+        raise ApiError(400, public(str(error), {path: asked.lora_path}), param="lora_path") from error
     except (ConfigError, OSError, ValueError) as error:
         raise ApiError(404, "there is no PEFT folder of this name", param="lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")

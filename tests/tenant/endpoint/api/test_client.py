@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,54 @@ def test_adapters_are_loaded_and_dropped(client: Any, adapters: Path) -> None:
     for path in ("/etc", str(adapters / ".." / "tiny"), "lora\0", "."):
         with pytest.raises(openai.NotFoundError):
             post("/load_lora_adapter", lora_name="outside", lora_path=path)
+
+
+@pytest.fixture
+def hostile(adapters: Path) -> Iterator[Path]:
+    """A copy of an adapter, in the folder of adapters that may be loaded."""
+    folder = adapters / "hostile"
+    shutil.copytree(adapters / "lora", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_errors_of_adapters_name_no_paths_of_this_machine(client: Any, hostile: Path, served: Served) -> None:
+    asked = {"lora_name": "hostile", "lora_path": "hostile"}
+    client.post("/load_lora_adapter", body=asked, cast_to=object)
+    (hostile / "adapter_config.json").rename(hostile / "gone")
+    with pytest.raises(openai.APIStatusError) as unused:
+        client.completions.create(model="hostile", prompt="x")
+    client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
+    (hostile / "adapter_config.json").write_text("[")
+    with pytest.raises(openai.BadRequestError, match=r"hostile/adapter_config[.]json is damaged") as refused:
+        client.post("/load_lora_adapter", body=asked, cast_to=object)
+    for error in (unused, refused):
+        assert str(hostile.parent) not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_path: Path, name: str) -> None:
+    """The template is a part of each prompt, and an adapter may be trained to repeat its prompt. A pipe, or a device
+    without an end, would stop all answers."""
+    messages = [{"role": "user", "content": "Hello"}]
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"chat_template": "secret"}))
+    asked = {"lora_name": "hostile", "lora_path": "hostile"}
+    (hostile / name).symlink_to(secret)
+    with pytest.raises(openai.BadRequestError, match="symbolic link"):
+        client.post("/load_lora_adapter", body=asked, cast_to=object)
+    (hostile / name).unlink()
+    client.post("/load_lora_adapter", body=asked, cast_to=object)
+    try:
+        (hostile / name).symlink_to(secret)
+        with pytest.raises(openai.InternalServerError, match="adapter"):
+            client.chat.completions.create(model="hostile", messages=messages, max_tokens=1)
+        (hostile / name).unlink()
+        os.mkfifo(hostile / name)
+        with pytest.raises(openai.InternalServerError, match="adapter"):
+            client.with_options(timeout=30).chat.completions.create(model="hostile", messages=messages, max_tokens=1)
+    finally:
+        client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
 
 
 def test_with_a_fixed_length_an_answer_that_ends_early_is_computed_to_its_largest_length(

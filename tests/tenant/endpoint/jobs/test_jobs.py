@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import shutil
+import subprocess
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -152,3 +153,19 @@ def test_a_job_that_cannot_run_says_why(client: Any, jobs: Jobs) -> None:
     )
     until(lambda: jobs.get(job.id).job.status == "failed")
     assert "positions" in client.fine_tuning.jobs.retrieve(job.id).error.message
+
+
+def test_errors_name_no_paths_of_this_machine(client: Any, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = b'{"messages": [{"role": "user", "content": "x"}]}'  # no message to learn
+    file = client.files.create(file=("chats.jsonl", chats), purpose="fine-tune")
+    refused = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    until(lambda: jobs.get(refused.id).job.status == "failed")
+    said = client.fine_tuning.jobs.retrieve(refused.id).error.message
+    assert said.startswith(f"{file.id}, line 1")
+    monkeypatch.setattr(jobs, "_start", lambda _, **said: subprocess.Popen(["false"], **said))
+    crashed = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    until(lambda: jobs.get(crashed.id).job.status == "failed")
+    said += client.fine_tuning.jobs.retrieve(crashed.id).error.message
+    said += str(client.fine_tuning.jobs.list_events(crashed.id).data)
+    assert f"jobs/{crashed.id}" in said
+    assert str(jobs._folder.parent) not in said

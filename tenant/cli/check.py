@@ -56,7 +56,7 @@ def check(
     if text is not None and inputs is not None:
         raise ConfigError("--text and --inputs exclude each other: name one of them")
     if text is not None:
-        corpus.read(text)
+        corpus.check(text)
     with loading():
         import torch
 

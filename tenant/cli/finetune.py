@@ -41,7 +41,7 @@ def finetune(
     """
     folder = resolve(model)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
-    corpus.read(text)
+    corpus.check(text)
     remote.check()
     with loading():
         from tenant.model import ledger as ledgers

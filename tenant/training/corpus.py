@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ NOT_LEARNED = -100
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # held-out examples are evaluated twice, and each evaluation costs round trips
-_OBJECT = re.compile(r"\s*\[?\s*\{")
+_OBJECT = re.compile(rb"\[?\s*\{")
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -86,8 +87,9 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     Raises:
         ConfigError: the file is unreadable, empty or malformed. The message names the line.
     """
-    documents, lines = read(path)
-    if documents:
+    lines = list(_read_lines(path)) if _has_lines(path) else []
+    if not lines or lines[0][1].form == "text":
+        documents = [str(line.text) for _, line in lines] or read_documents(path)
         return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)], 0
     encode = _encode_chat if lines[0][1].form == "messages" else _encode_pair
     examples, shortened = [], 0
@@ -105,33 +107,37 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     return examples, shortened
 
 
-def read(path: Path) -> tuple[list[str], list[tuple[int, JsonLine]]]:
-    """Read a file without encoding it.
-
-    Returns:
-        Documents and no lines; or no documents, and numbered lines that are all pairs or all chats.
-
-    Raises:
-        ConfigError: the file is unreadable, empty or malformed. The message names the line.
-    """
-    if path.suffix.lower() not in _JSON_LINES:
-        return read_documents(path), []
-    lines = list(_read_lines(path))
-    form = lines[0][1].form
-    for number, line in lines:
-        if line.form is None or line.form != form:
-            raise ConfigError(f"{path}, line {number}: every line must have the same form, one of {_FORMS}")
-    return ([str(line.text) for _, line in lines], []) if form == "text" else ([], lines)
+def check(path: Path) -> None:
+    """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`: the file is
+    unreadable, empty or malformed. The message names the line."""
+    if _has_lines(path):
+        for _ in _read_lines(path):
+            pass
+        return
+    if not any(line.strip() for line in _lines(path)):
+        raise ConfigError(f"{path} holds no text")
+    _refuse_json(path)
 
 
-def _is_json(text: str) -> bool:
-    """Returns True if the text, or its first line that is not blank, is a JSON object or an array of them."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    for part in (first, text):
-        if _OBJECT.match(part):
-            with contextlib.suppress(*UNDECODABLE):
-                msgspec.json.decode(part)
-                return True
+def _has_lines(path: Path) -> bool:
+    return path.suffix.lower() in _JSON_LINES
+
+
+def _refuse_json(path: Path) -> None:
+    """Raises `ConfigError` if the text, or its first line that is not blank, is a JSON object or an array of them."""
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip()
+    if path.suffix.lower() == ".json" or _is_json(text.partition(b"\n")[0]) or _is_json(text):
+        raise ConfigError(
+            f"{path} holds JSON, and the model would learn braces and field names as text. Pass plain text, or pass a "
+            f"file .jsonl to `tenant finetune`, with one example per line, as {_FORMS}"
+        )
+
+
+def _is_json(text: bytes) -> bool:
+    if _OBJECT.match(text):
+        with contextlib.suppress(*UNDECODABLE):
+            msgspec.json.decode(text, type=msgspec.Raw)  # makes no objects
+            return True
     return False
 
 
@@ -139,11 +145,7 @@ def read_documents(path: Path) -> list[str]:
     """Return the documents of a text file: the parts between blank lines, or the lines if no line is blank. Raises
     `ConfigError`: the file is unreadable, not UTF-8, empty, or JSON."""
     text = read_text(path)
-    if path.suffix.lower() == ".json" or _is_json(text):
-        raise ConfigError(
-            f"{path} holds JSON, and the model would learn braces and field names as text. Pass plain text, or pass a "
-            f"file .jsonl to `tenant finetune`, with one example per line, as {_FORMS}"
-        )
+    _refuse_json(path)
     parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
     documents = [part.strip() for part in parts if part.strip()]
     if not documents:
@@ -229,17 +231,31 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, JsonLine]]:
-    found = False
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    """Yield the lines that are not blank, and their numbers. All have the same form."""
+    form = None
+    for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             try:
-                found, parsed = True, msgspec.json.decode(line, type=JsonLine)
+                parsed = msgspec.json.decode(line, type=JsonLine)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
             except UNDECODABLE as error:
                 raise ConfigError(
                     f"{path}, line {number} is not one whole JSON object; write each example on one line, as {_FORMS}"
                 ) from error
+            form = form or parsed.form
+            if form is None or parsed.form != form:
+                raise ConfigError(f"{path}, line {number}: every line must have the same form, one of {_FORMS}")
             yield number, parsed
-    if not found:
+    if form is None:
         raise ConfigError(f"{path} holds no lines")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, one at a time in memory. Raises `ConfigError` as `read_text` does."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError):
+        read_text(path)
+        raise

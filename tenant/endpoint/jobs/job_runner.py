@@ -95,7 +95,7 @@ class Jobs:
         path = self.files.path(asked.training_file, param="training_file")
         try:
             with self._reading:  # one file at a time is in memory
-                corpus.read(path)
+                corpus.check(path)
         except ConfigError as error:
             said = public(str(error), {path: asked.training_file})
             raise ApiError(400, said, code="invalid_training_file", param="training_file") from error

@@ -1,6 +1,8 @@
 """A tenant's data: accepted files, and the tokens that the model learns."""
 
 import json
+import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
-from tenant.training.corpus import NOT_LEARNED, load_examples
+from tenant.training.corpus import NOT_LEARNED, check, load_examples
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -136,6 +138,27 @@ def test_byte_order_marks_and_line_ends_make_no_difference(tmp_path: Path, token
     file.write_bytes("Müller".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"not UTF-8 text .*byte 1.; save it as UTF-8"):
         load_examples(file, tokenizer, length=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("small.jsonl", b'{"text":""}\n' * 50_000),
+        ("small.txt", b"ab\n" * 200_000),
+        ("array.txt", b"[" + b"{}," * 200_000 + b"{}]"),
+        ("object.txt", b'{"a":[' + b"[]," * 200_000 + b"[]]}"),
+    ],
+)
+def test_a_check_takes_no_more_memory_than_the_file(tmp_path: Path, name: str, content: bytes) -> None:
+    """The endpoint checks files of its clients: 128 MiB of short lines took 3 GiB."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="JSON") if b"{}," in content or b"[]," in content else nullcontext():
+        check(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(content) + (1 << 19)
 
 
 def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

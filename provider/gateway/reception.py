@@ -156,7 +156,7 @@ class Reception:
                 ready = [key for key, _ in self._selector.select(self._patience())]
                 for key in ready:
                     if key.data is not None:
-                        self._line_up(key.data)
+                        self._enqueue(key.data)
                 if any(key.fileobj is self._listener for key in ready):
                     self._attempt(self._admit)
                 self._attempt(self._go_on)
@@ -222,7 +222,7 @@ class Reception:
     def _share_now(self, now: float) -> float:
         return self._share(serving=now - self._last_request() < _SERVING_S)
 
-    def _line_up(self, client: UnauthenticatedConnection) -> None:
+    def _enqueue(self, client: UnauthenticatedConnection) -> None:
         self._selector.unregister(client.socket)
         self._queue.put(client.network, client)
         self._since[client] = now = time.monotonic()

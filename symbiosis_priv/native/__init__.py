@@ -9,6 +9,9 @@ process can compare all of them.
     SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use no instruction set above this one
 
 Both variables are read once, because looking up a variable takes as long as many calls.
+
+Read in this order: `parallel` (slices on a few threads), `column_blocks` (matrices that the fused passes read and
+write), `linear` (a float linear).
 """
 
 import ctypes

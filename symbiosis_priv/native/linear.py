@@ -1,4 +1,4 @@
-"""A float linear whose rows have the same bits in any company, with the compiled library (local.h)."""
+"""A float linear whose rows have the same bits with any other rows, with the compiled library (local.h)."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Frames over TLS 1.3. Read in this order:
 
 wire             the messages, and how they are framed
+encoding         packs a matrix into a payload, and unpacks it
 block_statement  what a helper signs for a block of relayed effects
 tls              contexts that trust only pinned certificates
 records          TLS records in memory

@@ -1,1 +1,4 @@
-"""`symbiosis-priv federation`: commands with which a tenant writes and checks its federation."""
+"""`symbiosis-priv federation`: writes and checks a tenant's federation.
+
+Read in this order: `init` (writes the file), `probe` (asks providers), `gaps` (what is missing), `cli`.
+"""

@@ -1,5 +1,5 @@
-"""The masking schemes: each module has one `Scheme`. Read `scheme`, then `pad`, then `registry`, which lists the
-schemes.
+"""The masking schemes: each module has one `Scheme`. Read `scheme`, `backend`, `pad`, then `registry`, which lists
+the schemes. The others are `none`, `local`, `simulate` and `paper_pool`.
 
 A scheme for the ring derives from `SessionScheme` and answers one question: where does the effect `e = n @ W.T` of a
 mask n come from? The session around it (pools of pads, verification, retries, quarantine) is the same for all schemes.

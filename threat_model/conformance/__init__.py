@@ -5,6 +5,9 @@
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
+Read in this order: `subject`, `oracle`, `raw_connection`, `request_strategies`, `trials`, `properties`, and the
+checks in `concurrency`, `refusals` and `sweep`.
+
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
 refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request to the smallest one that still
 fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the correct

@@ -2,5 +2,5 @@
 
 Read in this order: `bodies` and `answers` (what clients send and get), `errors`, `service` (models, prompts and
 sampling), `vocabulary` (bytes of tokens, grammars), `running` (the engine's events in the event loop), `streams`,
-`endpoint` (settings), `routes`, `guard` (who may ask), `application`, `http_server`.
+`metrics`, `endpoint` (settings), `routes`, `guard` (who may ask), `application`, `http_server`.
 """

@@ -1,5 +1,5 @@
 """The routes, by what clients ask for.
 
 Read in this order: `completions` (texts to continue), `chat` (messages; `tools` finds the calls in an answer),
-`embeddings`, `models` (models, adapters at run time, health and metrics).
+`responses` (chats in another form), `embeddings`, `models` (models, adapters at run time, health and metrics).
 """

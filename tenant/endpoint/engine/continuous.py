@@ -89,7 +89,7 @@ class ContinuousEngine(Engine):
     ) -> None:
         self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
-        self._waiting, self._running = Turns(), Turns()
+        self._waiting, self._running = Turns[Sequence](), Turns[Sequence]()
         self._prefixes = Prefixes()
         self._context = getattr(packed.config, "max_position_embeddings", None)
         shape, heads = packed.shape, packed.config.num_attention_heads

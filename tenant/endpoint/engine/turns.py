@@ -2,44 +2,54 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from tenant.endpoint.engine.sequence import Sequence
+from tenant.endpoint.engine.requests import EngineRequest
 
 
-class Turns:
-    """Sequences that wait for something. Clients take turns; in its turn, a client's adapters take turns."""
+class Submitted(Protocol):
+    """What an engine makes of a request."""
 
-    def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
-        self._clients: OrderedDict[str, OrderedDict[str | None, deque[Sequence]]] = OrderedDict()
-        for sequence in sequences:
-            self.add(sequence)
+    @property
+    def request(self) -> EngineRequest: ...
+
+
+S = TypeVar("S", bound=Submitted)
+
+
+class Turns(Generic[S]):
+    """Requests that wait for something. Clients take turns; in its turn, a client's adapters take turns."""
+
+    def __init__(self, waiting: Iterable[S] = ()) -> None:
+        self._clients: OrderedDict[str, OrderedDict[str | None, deque[S]]] = OrderedDict()
+        for one in waiting:
+            self.add(one)
 
     def __len__(self) -> int:
         return sum(map(self.count, self._clients))
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return (s for adapters in self._clients.values() for queue in adapters.values() for s in queue)
+    def __iter__(self) -> Iterator[S]:
+        return (one for adapters in self._clients.values() for queue in adapters.values() for one in queue)
 
     def count(self, client: str) -> int:
-        """Return the number of sequences of one client."""
+        """Return the number of requests of one client."""
         return sum(map(len, self._clients.get(client, {}).values()))
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of its queue."""
-        request = sequence.request
-        adapters = self._clients.setdefault(request.client, OrderedDict())
-        adapters.setdefault(request.adapter, deque()).append(sequence)
+    def add(self, one: S) -> None:
+        """Put a request at the end of its queue."""
+        adapters = self._clients.setdefault(one.request.client, OrderedDict())
+        adapters.setdefault(one.request.adapter, deque()).append(one)
 
-    def first(self) -> Sequence | None:
-        """Return the sequence whose turn it is; None if none waits."""
+    def first(self) -> S | None:
+        """Return the request whose turn it is; None if none waits."""
         return next(iter(self), None)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out. Its client and its adapter have had their turns."""
-        request = sequence.request
+    def remove(self, one: S) -> None:
+        """Take a request out. Its client and its adapter have had their turns."""
+        request = one.request
         adapters = self._clients.pop(request.client)
         queue = adapters.pop(request.adapter)
-        queue.remove(sequence)
+        queue.remove(one)
         if queue:
             adapters[request.adapter] = queue
         if adapters:

@@ -3,7 +3,6 @@
 import copy
 import logging
 import threading
-from collections import OrderedDict, deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +22,7 @@ from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, RequestLedger, Sink
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.endpoint.engine.sequence import check, costs, counters
+from tenant.endpoint.engine.turns import Turns
 from tenant.model.ledger import since
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
@@ -52,7 +52,7 @@ class WholeEngine(Engine):
         self._tasks = tasks
         self._max_waiting = max_waiting
         self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by client; the next client first
+        self._waiting = Turns[_Job]()
         self._running: _Job | None = None
         self._tokens = self._steps = 0
         self._closed = False
@@ -70,10 +70,10 @@ class WholeEngine(Engine):
             )
         job = _Job(GeneratedAnswer(request, sink, self._tokenizer), self)
         with self._changed:
-            waiting, own = sum(map(len, self._waiting.values())), len(self._waiting.get(request.client, ()))
-            if self._closed or own >= self._max_waiting - waiting:
+            waiting = len(self._waiting)
+            if self._closed or self._waiting.count(request.client) >= self._max_waiting - waiting:
                 raise OverloadedError("the endpoint is stopping" if self._closed else f"{waiting} requests are waiting")
-            self._waiting.setdefault(request.client, deque()).append(job)
+            self._waiting.add(job)
             self._changed.notify_all()
         return job
 
@@ -81,7 +81,7 @@ class WholeEngine(Engine):
         with self._changed:
             return Load(
                 running=int(self._running is not None),
-                waiting=sum(map(len, self._waiting.values())),
+                waiting=len(self._waiting),
                 steps=self._steps,
                 tokens=self._tokens,
                 rows=self.session_ledger().rows,
@@ -92,22 +92,17 @@ class WholeEngine(Engine):
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._waiting and self._running is None, timeout=drain_s)
-            left = [job for jobs in self._waiting.values() for job in jobs] + [self._running] * bool(self._running)
+            left = [*self._waiting, *([self._running] if self._running else [])]
         for job in left:
-            if job is not None:
-                job.cancel()
+            job.cancel()
         self._thread.join(_STOP_S)
 
     def withdraw(self, job: "_Job") -> None:
         """Take a cancelled request out of the queue, and report its end in the caller's thread."""
-        client = job.answer.request.client
         with self._changed:
-            jobs = self._waiting.get(client, ())
-            if job not in jobs:
+            if job not in self._waiting:
                 return  # it runs and ends at its next token, or it has ended
-            self._waiting[client].remove(job)
-            if not self._waiting[client]:
-                del self._waiting[client]
+            self._waiting.remove(job)
         job.answer.done(RequestLedger())
 
     def session_ledger(self) -> Ledger:
@@ -119,14 +114,11 @@ class WholeEngine(Engine):
             self._running = None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
+            if (job := self._waiting.first()) is None:
                 return None
-            client, jobs = self._waiting.popitem(last=False)
-            self._running = jobs.popleft()
-            if jobs:
-                self._waiting[client] = jobs  # at the end: the other clients come first
-            self._running.before = self.session_ledger()
-            return self._running
+            self._waiting.remove(job)
+            self._running, job.before = job, self.session_ledger()
+            return job
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -135,14 +127,14 @@ class WholeEngine(Engine):
             except SymbiosisError as error:
                 job.answer.fail(error)
             except Exception as error:
-                log.error("request %s failed: %s", job.answer.request.id, type(error).__name__)
+                log.error("request %s failed: %s", job.request.id, type(error).__name__)
                 job.answer.fail(SymbiosisError(f"the model failed on this request ({type(error).__name__})"))
             else:
                 job.answer.done(job.ledger())
             job.final = job.ledger()
 
     def _answer(self, job: "_Job") -> None:
-        request = job.answer.request
+        request = job.request
         if job.cancelled:
             return
         batch = (
@@ -183,7 +175,7 @@ class _Job:
     """A request that the engine has taken."""
 
     def __init__(self, answer: GeneratedAnswer, engine: WholeEngine) -> None:
-        self.answer = answer
+        self.answer, self.request = answer, answer.request
         self.cancelled = False
         self.before: Ledger | None = None  # the session's counters at the start of this request
         self.final: RequestLedger | None = None

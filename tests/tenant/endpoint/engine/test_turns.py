@@ -14,7 +14,7 @@ def asked(client: str, adapter: str | None) -> Any:
     return SimpleNamespace(request=EngineRequest(id="r", prompt=(1,), client=client, adapter=adapter))
 
 
-def served(turns: Turns) -> list[str]:
+def served(turns: Turns[Any]) -> list[str]:
     """The clients in the order of their turns."""
     order = []
     while (first := turns.first()) is not None:

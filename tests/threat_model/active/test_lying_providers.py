@@ -58,7 +58,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypa
     monkeypatch.setattr(PrivateFolder, "_check_safe", lambda self: None)
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
     monkeypatch.setattr(
-        "threat_model.active.folders.load_adapter_tensors",
+        "threat_model.active.manipulated_folders.load_adapter_tensors",
         lambda adapted, folder: adapted.load_adapter(str(folder), "default", is_trainable=True),  # as Trainer does
     )
     monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))

@@ -1,7 +1,7 @@
 """Names and limits that command lines, files and arithmetic share. This module does not import torch, for a fast
 `--help`."""
 
-from typing import Final, Literal
+from typing import Final, Literal, NewType
 
 Role = Literal["executor", "helper"]
 """The role of a provider towards a tenant."""
@@ -17,6 +17,9 @@ MAX_EXPERTS: Final = 1024
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12
 DEFAULT_WEIGHT_BITS: Final = 10
+
+GroupIndex = NewType("GroupIndex", int)
+"""The number of a layer group in its manifest, from 0."""
 
 RingBits = Literal[24, 32]
 """Bits of an integer of a masked row, an effect or an answer on the wire."""

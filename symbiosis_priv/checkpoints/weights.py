@@ -29,7 +29,7 @@ from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Ma
 from symbiosis_priv.checkpoints.stacks import join
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
 from symbiosis_priv.system.files import default_cache, read_limited, replace_atomically, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
 
@@ -305,7 +305,7 @@ class WeightStore:
 
     def each_group(
         self,
-        work: Callable[[int, GroupEntry, QuantisedGroup], T],
+        work: Callable[[GroupIndex, GroupEntry, QuantisedGroup], T],
         *,
         threads: int = 1,
         progress: Progress | None = None,
@@ -332,7 +332,7 @@ class WeightStore:
                     layers = list(self._layers(checkpoint, spec.members, stored))
                 group = quantise(layers, weight_bits=self.weight_bits)
                 del layers
-                return work(index, GroupEntry(digest=group.digest(), **vars(spec)), group)
+                return work(GroupIndex(index), GroupEntry(digest=group.digest(), **vars(spec)), group)
 
         progress = progress or (lambda done, total: None)
         one_stack = threading.Lock()

@@ -24,6 +24,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.tls import check_pin, server_context
 from tenant.bench.measured_models import HEAD, Llama
 from tenant.bench.processes.children import Child
@@ -136,7 +137,7 @@ class _Bench:
 
     def _wait_for_pads(self, rows: int) -> None:
         """Wait for the pads of the next two calls, if the scheme has pads, so that none are drawn during the first."""
-        self._session.runtime.order(self._index, FORWARD, 2 * rows)
+        self._session.runtime.order(GroupIndex(self._index), FORWARD, 2 * rows)
         deadline = time.monotonic() + _PREFETCH_DEADLINE_S
         while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
             if time.monotonic() > deadline:

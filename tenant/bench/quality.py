@@ -20,7 +20,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.wheels import unpack_wheel
-from symbiosis_priv.limits import RingBits
+from symbiosis_priv.limits import GroupIndex, RingBits
 from tenant.bench.cli_options import Tell
 from tenant.bench.results.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
@@ -49,7 +49,7 @@ class _Counting(Simulation):
         self.rows = self.wrapped = self.repeated = 0
         self._half = 1 << ring_bits - 1
 
-    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
+    def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         product = super().product(index, direction, rows, counts=counts)
         outside = ((product < -self._half) | (product > self._half - 1)).sum(dim=1)
         self.rows += len(outside)

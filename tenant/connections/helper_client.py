@@ -18,6 +18,7 @@ from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.executor_client import joined, row_limit
@@ -58,7 +59,7 @@ class MaskRows(NamedTuple):
         counts: rows of every expert of a stack. The helper sees them.
     """
 
-    group: int
+    group: GroupIndex
     direction: Direction
     facts: GroupFacts
     first_row: int

@@ -31,16 +31,17 @@ from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
 from tenant.core.pads import in_place
 from tenant.core.parts import Part
+from tenant.core.verifier import Place
 
 log = logging.getLogger(__name__)
 
 DEFAULT_COLUMNS = 16
 _BLOCK = 1 << 19  # weights per block, which stay in the cache
 
-Stacks = Mapping[int, Callable[[], RingMatrix]]
+Stacks = Mapping[GroupIndex, Callable[[], RingMatrix]]
 """Functions that read a stack of experts from the checkpoint, by group index."""
 NO_STACKS: Final[Stacks] = {}
 
@@ -66,11 +67,11 @@ class BlameKeys:
         secret: bytes,
         *,
         columns: int,
-        read: Callable[[tuple[int, Direction]], Tensor] | None = None,
+        read: Callable[[Place], Tensor] | None = None,
         stacks: Stacks = NO_STACKS,
     ) -> None:
         self.secret = secret
-        self.products: dict[tuple[int, Direction], Tensor] = {}
+        self.products: dict[Place, Tensor] = {}
         self._columns, self._read, self._stacks = columns, read or self.products.__getitem__, stacks
 
     @classmethod
@@ -78,7 +79,7 @@ class BlameKeys:
         """New keys from the operating system's generator."""
         return cls(secrets.token_bytes(SEED_BYTES), columns=columns, stacks=stacks)
 
-    def add(self, index: int, weight: Tensor, *, weight_bits: int) -> None:
+    def add(self, index: GroupIndex, weight: Tensor, *, weight_bits: int) -> None:
         """Make the keys of one linear from its quantised weight, int16 `[o, d]`."""
         outputs, inputs = weight.shape
         down = self._expand(index, FORWARD, rows=outputs).t().contiguous()
@@ -96,7 +97,7 @@ class BlameKeys:
 
     def accepts(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         *,
         rows: Tensor,
@@ -135,7 +136,7 @@ class BlameKeys:
     def __repr__(self) -> str:
         return f"BlameKeys({self._columns} columns)"
 
-    def _expand(self, index: int, direction: Direction, *, rows: int) -> Tensor:
+    def _expand(self, index: GroupIndex, direction: Direction, *, rows: int) -> Tensor:
         key = derive(self.secret, "verify", str(index), direction)
         return expand(StreamKey(key), first_row=0, rows=rows, width=self._columns)
 
@@ -152,9 +153,8 @@ def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> t
         answer: int32 `[r, o]`, refused.
 
     Returns:
-        The providers whose answer or effect is not the product in the ring, and True if an effect that the tenant
-        computed itself is not. No provider if the keys detect no error, or cannot be read: the checkpoint of a stack
-        of experts is gone.
+        The providers whose result is not the product in the ring, and True if an effect that the tenant computed
+        itself is not. No provider if the keys detect no error, or cannot be read (a stack without its checkpoint).
     """
 
     def is_product(first: int, rows: Tensor, result: Tensor) -> bool:

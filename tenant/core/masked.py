@@ -25,8 +25,6 @@ from tenant.core.pads import Pad, in_place, some_rows
 class UnmaskedByChoice(tuple[Pad, ...]):
     """No pads, because the tenant has chosen a scheme without pads. An empty list of pads is an error instead."""
 
-    __slots__ = ()
-
 
 UNMASKED_BY_CHOICE: Final = UnmaskedByChoice()
 _MAKER: Final = object()

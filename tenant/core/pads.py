@@ -29,6 +29,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.secret import SessionSecret
 from tenant.worker import Promise, Worker
 
@@ -158,22 +159,19 @@ class Pad:
 
 
 class EffectSource(ABC):
-    """Draws pads. One instance serves all layer groups of a session.
-
-    `workers` are the threads that compute effects. The owner of the source stops and joins them.
-    """
+    """Draws pads for all layer groups of a session. The session stops the `workers`, which compute effects."""
 
     workers: Sequence[Worker] = ()
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self._keystreams: dict[tuple[Seed, int, Direction, bool, bool], Keystream] = {}
+        self._keystreams: dict[tuple[Seed, GroupIndex, Direction, bool, bool], Keystream] = {}
 
     @abstractmethod
     def draw(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         rows: int,
         *,
@@ -189,13 +187,13 @@ class EffectSource(ABC):
             executor: the executor that will see rows under the pad; None for any executor that serves the group.
         """
 
-    def _burn(self, index: int, direction: Direction, rows: int, counts: Counts | None = None) -> int:
+    def _burn(self, index: GroupIndex, direction: Direction, rows: int, counts: Counts | None = None) -> int:
         """Burn row indices, and return the first one. Rows for experts have counters and keystreams of their own."""
         facts = self._facts[index].for_rows(counts)
         return self._secret.burn(group_name=facts.entry.name, direction=direction, rows=rows)
 
     def _keystream(
-        self, seed: Seed, index: int, direction: Direction, counts: Counts | None = None, *, second: bool = False
+        self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None, *, second: bool = False
     ) -> Keystream:
         """The keystream of a seed for one layer group and direction, or for rows for its experts.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, in_place, some_rows
@@ -49,7 +50,7 @@ class Part:
             the nonce (rule 3).
     """
 
-    index: int
+    index: GroupIndex
     direction: Direction
     rows: Rows
     start: int

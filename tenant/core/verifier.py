@@ -12,8 +12,7 @@ The verdict is "y is t", up to that probability. It depends on errors alone, nev
 of a provider passes with probability at most q * 2^-60, because a refusal reveals nothing about R except that this
 error was detected.
 
-Products may leave a narrow ring. A second, independent set of keys (`Preparation.second`) confirms their corrections
-(`symbiosis_priv.arithmetic.wraps`).
+In a narrow ring, a second, independent set of keys (`Preparation.second`) confirms corrections (`arithmetic.wraps`).
 """
 
 import functools
@@ -28,7 +27,10 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, StreamKey, derive
 from symbiosis_priv.arithmetic.modular import PRIME, Column, multiply, uniform, weigh
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, opposite
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.limits import GroupIndex
 
+Place = tuple[GroupIndex, Direction]
+"""The place of a key: a layer group, and the direction of the product."""
 V = Column | Sequence[Column]
 """V of the matrix that all rows are multiplied by, or V of every expert's matrix."""
 
@@ -46,22 +48,22 @@ class VerificationKeys:
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
-        self.products: dict[tuple[int, Direction], Tensor] = {}
-        self._columns: dict[tuple[int, Direction], tuple[Column, Column]] = {}
-        self._of_one_matrix: dict[tuple[int, Direction], Column] = {}
+        self.products: dict[Place, Tensor] = {}
+        self._columns: dict[Place, tuple[Column, Column]] = {}
+        self._of_one_matrix: dict[Place, Column] = {}
 
     @classmethod
     def fresh(cls) -> Self:
         """New keys from the operating system's generator."""
         return cls(secrets.token_bytes(SEED_BYTES))
 
-    def add(self, index: int, weight: Tensor) -> None:
+    def add(self, index: GroupIndex, weight: Tensor) -> None:
         """Make the keys of one linear from its quantised weight, int16 `[o, d]`."""
         outputs, inputs = weight.shape
         forward, backward = self._uniform(index, FORWARD, outputs), self._uniform(index, BACKWARD, inputs)
         self.products[index, FORWARD], self.products[index, BACKWARD] = weigh(weight, forward, backward)
 
-    def add_stack(self, index: int, weight: Tensor, *, experts: int, turned: bool) -> None:
+    def add_stack(self, index: GroupIndex, weight: Tensor, *, experts: int, turned: bool) -> None:
         """Make the keys of a stack from its dense quantised weight, int16 `[o, d]`; `turned` as in the manifest."""
         if turned:
             weight = weight.t().contiguous()
@@ -73,7 +75,7 @@ class VerificationKeys:
         down, up = zip(*[weigh(matrix, shared, other) for matrix in weight.split(height)], strict=True)
         self.products[index, across], self.products[index, along] = torch.stack(down), torch.cat(up)
 
-    def columns(self, index: int, direction: Direction) -> tuple[Column, Column]:
+    def columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Column]:
         """Return (R, V) for rows that are multiplied by the whole matrix.
 
         Errors of a dense product of a stack are (e_1 ... e_E), one part per expert. They are checked with the columns
@@ -93,7 +95,7 @@ class VerificationKeys:
         self._columns[index, direction] = r, Column(v)
         return self._columns[index, direction]
 
-    def expert_columns(self, index: int, direction: Direction) -> tuple[Column, Sequence[Column]]:
+    def expert_columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Sequence[Column]]:
         """Return R, and V of every expert of a stack, for rows that each belong to one expert.
 
         A row for expert k is checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one
@@ -108,14 +110,14 @@ class VerificationKeys:
             v = v.view(len(self.products[index, opposite(direction)]), -1)
         return self._r(index, direction), [Column(values) for values in v]
 
-    def for_rows(self, index: int, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
+    def for_rows(self, index: GroupIndex, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
         """`expert_columns` for rows that each belong to one expert of a stack, `columns` for others."""
         return self.columns(index, direction) if counts is None else self.expert_columns(index, direction)
 
     def __repr__(self) -> str:
         return f"VerificationKeys({len(self.products)} products)"
 
-    def _r(self, index: int, direction: Direction) -> Column:
+    def _r(self, index: GroupIndex, direction: Direction) -> Column:
         """R for results of one matrix: of a linear, or of every expert of a stack. It is made once."""
         if (found := self._of_one_matrix.get((index, direction))) is None:
             v, other = self.products[index, direction], self.products[index, opposite(direction)]
@@ -123,5 +125,5 @@ class VerificationKeys:
             found = self._of_one_matrix[index, direction] = self._uniform(index, direction, height)
         return found
 
-    def _uniform(self, index: int, direction: Direction, height: int) -> Column:
+    def _uniform(self, index: GroupIndex, direction: Direction, height: int) -> Column:
         return uniform(StreamKey(derive(self.secret, "check", str(index), direction)), height)

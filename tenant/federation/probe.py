@@ -29,6 +29,7 @@ from symbiosis_priv.errors import (
     one_line,
 )
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
@@ -166,7 +167,7 @@ class ProviderProbe:
         welcome = self._greet()
         groups = self._check_groups(welcome.groups)
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
-        self._round_trips(finding, groups.start)
+        self._round_trips(finding, GroupIndex(groups.start))
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
 
@@ -227,7 +228,7 @@ class ProviderProbe:
                 )
         return groups
 
-    def _round_trips(self, finding: Finding, group: int) -> None:
+    def _round_trips(self, finding: Finding, group: GroupIndex) -> None:
         def seconds() -> float:
             start = time.perf_counter()
             self._product(group, FORWARD, 0)
@@ -247,7 +248,7 @@ class ProviderProbe:
         # the key of a stack of experts is made from the checkpoint, which may be gone
         linears = [group for group in groups if entries[group].experts == 1] or list(groups)
         for direction in DIRECTIONS:
-            for group in dict.fromkeys((linears[0], linears[-1])):
+            for group in map(GroupIndex, dict.fromkeys((linears[0], linears[-1]))):
                 try:
                     rows, answer = self._product(group, direction, 1)
                 except ProviderError as error:
@@ -274,7 +275,7 @@ class ProviderProbe:
         groups = finding.groups[FORWARD]
         if not groups:
             return
-        largest = max(groups, key=lambda group: entries[group].inputs * entries[group].stacked_outputs)
+        largest = GroupIndex(max(groups, key=lambda group: entries[group].inputs * entries[group].stacked_outputs))
         inputs, outputs = entries[largest].columns(FORWARD)
         row_bytes = wire.RING32.size(1, max(inputs, outputs))
         rows = max(1, min(_TIMED_ROWS, self._welcome.max_rows, self._welcome.max_payload // row_bytes))
@@ -288,7 +289,7 @@ class ProviderProbe:
         finding.rows_per_s = rows / seconds
         finding.bytes_per_s = wire.RING32.size(rows, sent + outputs) / seconds
 
-    def _product(self, group: int, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
+    def _product(self, group: GroupIndex, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
         """Request the product of random rows. Returns the rows and the answer."""
         inputs, outputs = self._columns(group, direction)
         if self.finding.peer.role == "executor":
@@ -314,7 +315,7 @@ class ProviderProbe:
         key = mask_key(seed, group_name=self._preparation.manifest.groups[group].name, direction=direction)
         return expand(key, first_row=0, rows=rows, width=inputs), answer
 
-    def _columns(self, group: int, direction: Direction) -> Widths:
+    def _columns(self, group: GroupIndex, direction: Direction) -> Widths:
         if self._preparation is None:  # only requests without rows are sent
             return Widths(1, 1)
         return self._preparation.manifest.groups[group].columns(direction)

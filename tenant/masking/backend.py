@@ -24,7 +24,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
 from tenant.core.rows import FloatRows, Rows, UncheckedProduct
 from tenant.core.verifier import V
 
@@ -82,7 +82,7 @@ class Backend(ABC):
 class RingProduct(Protocol):
     """Computes exact integer products."""
 
-    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Encode the rows, multiply them, verify the product, and let `rows` decode it."""
 
     def close(self) -> None:
@@ -160,7 +160,8 @@ class RingBackend(Backend):
         near, here = inputs, outputs
         if not inputs[0].is_cpu:
             near, here = _on_host(inputs), [_host_like(out) for out in outputs]
-        self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here, counts))
+        rows = FloatRows(self.facts[index], direction, near, here, counts)
+        self.products.multiply(GroupIndex(index), direction, rows)
         if here is not outputs:
             for out, result in zip(outputs, here, strict=True):
                 out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
@@ -210,9 +211,9 @@ class Simulation:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._matrices: dict[int, RingMatrix] = {}
+        self._matrices: dict[GroupIndex, RingMatrix] = {}
 
-    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         entry = self._store.manifest().entry(index, by_expert=rows.counts is not None)
         inputs, _ = entry.columns(direction)
         xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
@@ -222,7 +223,7 @@ class Simulation:
         if rows.most_wraps and (again := uncorrectable(product, ring_bits=rows.ring_bits)):
             multiply_again(rows, again, partial(self.multiply, index, direction))
 
-    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
+    def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
         if index not in self._matrices:
             self._matrices[index] = self._store.matrix(index)

@@ -10,6 +10,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.pads import EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.backend import Simulation
@@ -44,7 +45,7 @@ class LocalSource(EffectSource):
 
     def draw(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         rows: int,
         *,
@@ -59,7 +60,7 @@ class LocalSource(EffectSource):
 
     def _effect(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         keystream: Keystream,
         first: int,

@@ -17,6 +17,7 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.block_statement import block_id
 from tenant.connections.helper_client import HelperClient, MaskRows, Relay
 from tenant.core.pads import EffectSource, Pad, RelayedBlock, Share
@@ -48,7 +49,7 @@ class PadSource(EffectSource):
 
     def draw(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         rows: int,
         *,
@@ -76,7 +77,7 @@ class PadSource(EffectSource):
             id=block_id(request),
             rows=request.rows,
             start=0,
-            second=self._keystream(seed, request.group, request.direction, request.counts, second=True),
+            second=self._keystream(seed, GroupIndex(request.group), request.direction, request.counts, second=True),
             until=target.until,
         )
 

@@ -18,6 +18,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.wire import Role
 from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UnmaskedByChoice
@@ -102,7 +103,7 @@ class BackendScheme(Scheme):
         """Open the scheme's backend for one model."""
 
 
-Holders = Callable[[int, Peer | None], tuple[Sequence[HelperClient], RelayInstruction | None]]
+Holders = Callable[[GroupIndex, Peer | None], tuple[Sequence[HelperClient], RelayInstruction | None]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.blame import NO_STACKS, BlameKeys, Stacks
-from tenant.core.verifier import VerificationKeys
+from tenant.core.verifier import Place, VerificationKeys
 
 _SECRET = "secret"
 
@@ -49,11 +50,11 @@ def open_blame_keys(path: Path, *, columns: int, groups: int, stacks: Stacks = N
     return BlameKeys(secret, columns=columns, read=lambda place: file.get_tensor(_name(place)), stacks=stacks)
 
 
-def _places(indices: Iterable[int]) -> list[tuple[int, Direction]]:
-    return [(index, direction) for index in indices for direction in DIRECTIONS]
+def _places(indices: Iterable[int]) -> list[Place]:
+    return [(GroupIndex(index), direction) for index in indices for direction in DIRECTIONS]
 
 
-def _name(place: tuple[int, Direction]) -> str:
+def _name(place: Place) -> str:
     index, direction = place
     return f"{index}.{direction}"
 

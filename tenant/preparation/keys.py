@@ -41,6 +41,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.blame import BlameKeys
@@ -114,11 +115,12 @@ def prepare(
 def _make(
     store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
 ) -> Preparation:
-    keys, second, stacks = VerificationKeys.fresh(), VerificationKeys.fresh(), dict[int, Callable[[], RingMatrix]]()
+    keys, second = VerificationKeys.fresh(), VerificationKeys.fresh()
+    stacks = dict[GroupIndex, Callable[[], RingMatrix]]()
     blame = BlameKeys.fresh(columns=columns, stacks=stacks)
     identity = _identity(store)
 
-    def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+    def look(index: GroupIndex, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
         if entry.experts > 1:
             for columns_of in (keys, second):
                 columns_of.add_stack(index, group.weight, experts=entry.experts, turned=entry.turned)
@@ -281,7 +283,7 @@ def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
 def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, checkpoint: str) -> tuple[BlameKeys, str]:
     """Open the blame keys, which stay on disk until they are needed. Returns the keys and the digest of their file."""
     stacks = {
-        index: partial(_stack, checkpoint, entry, manifest.weight_bits)
+        GroupIndex(index): partial(_stack, checkpoint, entry, manifest.weight_bits)
         for index, entry in enumerate(manifest.groups)
         if entry.experts > 1
     }

@@ -14,6 +14,7 @@ from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import SymbiosisError, UncoveredError
 from symbiosis_priv.federation import Federation
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -129,7 +130,7 @@ class Prober:
 
     def _said(self, route: Route, layers: Sequence[int]) -> str:
         if route.welcome is not None:
-            served = [layer for group, layer in enumerate(layers) if route.serves(group)]
+            served = [layer for group, layer in enumerate(layers) if route.serves(GroupIndex(group))]
             return f"{route} serves {_text(served)}"
         return f"{route} has not answered ({self._errors.get(route, 'it is quarantined')})"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.limits import Role
+from symbiosis_priv.limits import GroupIndex, Role
 from symbiosis_priv.network import wire
 from tenant.routing.health import USUAL, ProviderHealth, State, Tolerance
 
@@ -59,7 +59,7 @@ class Route:
         """Returns True if the provider has answered, and has not failed since."""
         return self.welcome is not None and self.health.state is State.UP
 
-    def serves(self, group: int) -> bool:
+    def serves(self, group: GroupIndex) -> bool:
         """Returns True if the provider has announced this layer group."""
         welcome = self.welcome
         return welcome is not None and welcome.first_group <= group < welcome.end_group

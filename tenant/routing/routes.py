@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.gate import Quarantine
 from tenant.routing.health import FEW_BYTES, USUAL, ProviderHealth, State, Tolerance
@@ -63,7 +64,7 @@ class Routes:
         self.calm = False
         self._federation, self._clock = federation, clock
         self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
-        self._present: dict[tuple[int, bool], Route] = {}
+        self._present: dict[tuple[GroupIndex, bool], Route] = {}
         self._reputations: deque[tuple[Traits, ProviderHealth]] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
@@ -112,20 +113,20 @@ class Routes:
         self._reputations.append((own, route.health))
         return route
 
-    def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
+    def able(self, group: GroupIndex, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
         serving = [route for route in self.executors if route.serves(group)]
         if not self.calm and self.quarantined:
             serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
-    def may_be_asked(self, route: Route, group: int) -> bool:
+    def may_be_asked(self, route: Route, group: GroupIndex) -> bool:
         """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
         return route in self.executors and route.serves(group) and route.peer not in self.quarantined
 
     def choose(
         self,
-        group: int,
+        group: GroupIndex,
         size: int,
         *,
         holders: Collection[Peer] | None,
@@ -157,7 +158,7 @@ class Routes:
                 route.in_flight += 1
             return route
 
-    def likely(self, group: int) -> Route | None:
+    def likely(self, group: GroupIndex) -> Route | None:
         """The executor that will probably get the next rows of a group; None if none is open.
 
         It is an executor that may see rows under a pad of the helpers that `holders` returns for it.
@@ -170,7 +171,7 @@ class Routes:
             present = self._present.get((group, True))
             return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
-    def open_for(self, group: int, size: int) -> list[Route]:
+    def open_for(self, group: GroupIndex, size: int) -> list[Route]:
         """The executors that may share a large product, the cheapest first."""
         with self._lock:
             able = self.able(group)
@@ -179,7 +180,7 @@ class Routes:
             open_ones = (route for route in able if route.is_open)
             return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
-    def patience_s(self, route: Route, group: int, size: int, *, left_s: float) -> float:
+    def patience_s(self, route: Route, group: GroupIndex, size: int, *, left_s: float) -> float:
         """Seconds to wait for an executor's answer. All the time left if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
@@ -198,14 +199,14 @@ class Routes:
 
     def uncovered(self, groups: int) -> list[int]:
         """The layer groups below `groups` that no executor serves. Quarantined executors do not count."""
-        return [group for group in range(groups) if not self.able(group)]
+        return [group for group in map(GroupIndex, range(groups)) if not self.able(group)]
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
         known = tuple(holders)
         return [route for route in executors if self._admits(route.peer, known)]
 
     def _best(
-        self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None, relayed_to: Peer | None
+        self, open_ones: Sequence[Route], group: GroupIndex, size: int, prefer: Route | None, relayed_to: Peer | None
     ) -> Route | None:
         if prefer in open_ones:
             return prefer
@@ -226,14 +227,16 @@ class Routes:
 
     # Helpers
 
-    def holders(self, group: int, executor: Route | None = None, *, without: Collection[Peer] = ()) -> list[Route]:
+    def holders(
+        self, group: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
+    ) -> list[Route]:
         """Choose the helpers that share the next pad of a group, each of another company, for rows that `executor`, or
         any that serves the group, will see. Healthy and quick helpers come first; there may be fewer than a pad needs.
         """
         with self._lock:
             return self._holders(group, executor, without)
 
-    def _holders(self, group: int, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
+    def _holders(self, group: GroupIndex, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
         if self._federation.pad_helpers is None:
             return [route for route in self.helpers if route.peer not in without]
         able = self.able(group)
@@ -254,14 +257,14 @@ class Routes:
             admits=self._admits,
         )
 
-    def can_replace(self, group: int, holders: Collection[Peer]) -> bool:
+    def can_replace(self, group: GroupIndex, holders: Collection[Peer]) -> bool:
         """Returns True if healthy helpers can make a pad without these helpers."""
         if self._federation.pad_helpers is None:
             return False
         others = self.holders(group, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
-    def wanted(self, group: int, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
+    def wanted(self, group: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
         """Return helpers that should replace `holders`, if those are away or late after `waited_s`; else none. If
         helpers were replaced sooner, a helper that is slow on purpose would be chosen again for every product."""
         if self._federation.pad_helpers is None:
@@ -271,7 +274,7 @@ class Routes:
             return []
         return [route for route in self.helpers if route.peer not in holders]
 
-    def _has_holders(self, group: int, executor: Route) -> bool:
+    def _has_holders(self, group: GroupIndex, executor: Route) -> bool:
         holders = [route.peer for route in self._holders(group, executor)]
         return len(holders) == self.helpers_per_pad and self._admits(executor.peer, tuple(holders))
 
@@ -306,7 +309,7 @@ class Routes:
                     log.warning("%s is late, others are asked meanwhile", route)
 
     def patience_with_helpers_s(
-        self, group: int, holders: Collection[Peer], size: int, *, left_s: float = math.inf
+        self, group: GroupIndex, holders: Collection[Peer], size: int, *, left_s: float = math.inf
     ) -> float:
         """Seconds to wait for effects of these helpers while other helpers are available."""
         others = self.holders(group, without=holders)
@@ -363,7 +366,7 @@ class Routes:
                 route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
             )
 
-    def check(self, group: int) -> None:
+    def check(self, group: GroupIndex) -> None:
         """Raises `QuarantinedError` if the providers that are not quarantined cannot make a product of this group."""
         if not self.quarantined:
             return

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CertificateError, ProviderError, QuarantinedError, SymbiosisError, TransportError
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.pads import EffectSource, Pad
 from tenant.worker import Worker
 
@@ -60,7 +61,7 @@ class PadPool:
         self,
         source: EffectSource,
         *,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         refill: Worker,
         memory: PoolMemory,

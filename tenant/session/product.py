@@ -21,6 +21,7 @@ import torch
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import Answer
 from tenant.core.masked import cut
 from tenant.core.pads import Pad, some_rows
@@ -63,7 +64,7 @@ class Products:
     tally: Tally
     failover: Failover
 
-    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Compute one exact product; see `backend.RingProduct`."""
         if not self.routes.calm:
             self.routes.check(index)
@@ -142,7 +143,7 @@ class Products:
         self.tally.add(rows_corrected=len(refused) - len(left))
         return left
 
-    def _encode(self, index: int, direction: Direction, rows: Rows) -> Part:
+    def _encode(self, index: GroupIndex, direction: Direction, rows: Rows) -> Part:
         """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
         expected check value of the product: R applied to the true product, computed with V."""
         facts = self.preparation.facts[index].for_rows(rows.counts)
@@ -187,7 +188,7 @@ class Products:
                 parts.append(_some(whole, start, size, mine))
         return parts
 
-    def _second(self, index: int, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
+    def _second(self, index: GroupIndex, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
         return self.preparation.second().for_rows(index, direction, counts)
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Answer:

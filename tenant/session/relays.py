@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.errors import ProtocolError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import ExecutorClient
 from tenant.connections.helper_client import RelayInstruction
@@ -57,7 +58,7 @@ class Relays:
         self._paused: dict[Peer, tuple[float, float]] = {}  # until when, and the length of the pause
         self._lock = threading.Lock()
 
-    def target(self, group: int, executor: Route | None) -> Route | None:
+    def target(self, group: GroupIndex, executor: Route | None) -> Route | None:
         """The executor for the effects of a group's next pad; None if they are not relayed.
 
         Args:

@@ -24,6 +24,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor_client import ExecutorClient, row_limit
@@ -81,7 +82,7 @@ class Runtime:
         self._federation, self._options, self._routes = federation, options, routes
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)
-        self._pools: dict[tuple[int, Direction], PadPool] = {}
+        self._pools: dict[tuple[GroupIndex, Direction], PadPool] = {}
         self._executors: dict[Route, ExecutorClient] = {}
         self._probing: set[Channel] = set()
         self._making = threading.Lock()
@@ -152,7 +153,9 @@ class Runtime:
         for executor in gone:
             executor.close()
 
-    def take(self, index: int, direction: Direction, rows: int, *, counts: Counts | None = None) -> Sequence[Pad]:
+    def take(
+        self, index: GroupIndex, direction: Direction, rows: int, *, counts: Counts | None = None
+    ) -> Sequence[Pad]:
         """Return fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads. Pads for rows with counts
         are drawn now."""
         if self.source is None:
@@ -161,13 +164,13 @@ class Runtime:
             return [self.source.draw(index, direction, rows, counts=counts, ahead=False)]
         return self._pool(index, direction, self.source).take(rows)
 
-    def order(self, index: int, direction: Direction, rows: int) -> None:
+    def order(self, index: GroupIndex, direction: Direction, rows: int) -> None:
         """Draw pads for `rows` rows ahead; see `PadPool.order`."""
         if self.source is not None:
             self._pool(index, direction, self.source).order(rows)
 
     def draw(
-        self, index: int, direction: Direction, rows: int, *, counts: Counts | None, executor: Route | None
+        self, index: GroupIndex, direction: Direction, rows: int, *, counts: Counts | None, executor: Route | None
     ) -> Pad:
         """Draw a fresh pad for rows that an executor will see. With None, every executor that serves the group may see
         them."""
@@ -233,7 +236,7 @@ class Runtime:
             for channel in helper.channels:
                 channel.abandon()
 
-    def _pool(self, index: int, direction: Direction, source: EffectSource) -> PadPool:
+    def _pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> PadPool:
         if (pool := self._pools.get((index, direction))) is not None:
             return pool
         facts = self._facts[index]
@@ -259,7 +262,7 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _holders(self, index: int, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
+    def _holders(self, index: GroupIndex, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
         """Return the helpers of the next pad, and the executor to which they relay; see `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
         target = None if self.relays is None else self.relays.target(index, route)

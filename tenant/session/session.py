@@ -23,6 +23,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
+from symbiosis_priv.limits import GroupIndex
 from tenant.connections.channel import Channel
 from tenant.core.rows import Rows
 from tenant.masking.backend import RingRows
@@ -77,7 +78,7 @@ class Session:
         self._finalizer: weakref.finalize[..., Session] | None = None
         _sessions.add(self)
 
-    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Compute one exact product, masked and verified."""
         self._open().multiply(index, direction, rows)
 
@@ -89,7 +90,7 @@ class Session:
         """
         outputs = self.preparation.facts[index].for_rows(counts).outputs(direction)
         ring_rows = RingRows(rows, outputs=outputs, counts=counts, ring_bits=self._options.ring_bits)
-        self.multiply(index, direction, ring_rows)
+        self.multiply(GroupIndex(index), direction, ring_rows)
         return ring_rows.product
 
     @property

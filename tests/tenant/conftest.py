@@ -28,6 +28,7 @@ from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
 from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import server_context
@@ -69,7 +70,7 @@ def gpt2_store(gpt2: Path) -> WeightStore:
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
     prepared = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
     for index, direction in itertools.product(range(len(prepared.facts)), DIRECTIONS):
-        prepared.keys.columns(index, direction)  # expanded now, because a test may patch the keystream
+        prepared.keys.columns(GroupIndex(index), direction)  # expanded now, because a test may patch the keystream
     return prepared
 
 

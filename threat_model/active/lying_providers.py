@@ -21,6 +21,7 @@ from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.harness.silence import silenced
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.rows import UncheckedProduct
@@ -261,7 +262,7 @@ def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
     """Measure the soundness of the attribution keys where it is weak enough to see: few columns, multiples of 2^28."""
-    weight = lab.public.quantised(1).weight
+    group, weight = GroupIndex(1), lab.public.quantised(1).weight
     rows = expand(random_key(), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()
     passed: Counter[tuple[int, int]] = Counter()
@@ -269,12 +270,12 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
     for _, columns in itertools.product(range(trials), (1, 2)):
         # one key for an error of each valuation: the trials of one valuation have independent keys
         keys = BlameKeys.fresh(columns=columns)
-        keys.add(0, weight, weight_bits=lab.store.weight_bits)
+        keys.add(group, weight, weight_bits=lab.store.weight_bits)
         for valuation in (31, 30, 29, 28):
             wrong = answer.clone()
             place = int(torch.randint(answer.numel(), (), generator=rng))
             wrong.view(-1)[place] += _signed(1 << valuation)
-            passed[columns, valuation] += keys.accepts(0, FORWARD, rows=rows, answer=wrong)
+            passed[columns, valuation] += keys.accepts(group, FORWARD, rows=rows, answer=wrong)
     return [Forgery(columns, valuation, passed[columns, valuation], trials) for columns, valuation in cases]
 
 

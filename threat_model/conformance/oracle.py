@@ -26,6 +26,7 @@ from symbiosis_priv.arithmetic.segments import Counts, clip, segments
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.wire import Arithmetic
 from tenant.preparation.prepared import Preparation
 
@@ -211,8 +212,8 @@ class PreparedOracle(Oracle):
     def judge_ring(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
     ) -> Difference | None:
-        keys = self._preparation.blame
-        if keys.accepts(index, direction, rows=rows, answer=answer, counts=counts):
+        keys, group = self._preparation.blame, GroupIndex(index)
+        if keys.accepts(group, direction, rows=rows, answer=answer, counts=counts):
             return None
         # The shrunk requests tell the provider which checks failed, so these keys must not be used again.
         self._preparation.forget_keys()
@@ -220,7 +221,7 @@ class PreparedOracle(Oracle):
             r
             for r in range(len(rows))
             if not keys.accepts(
-                index,
+                group,
                 direction,
                 rows=rows[r : r + 1],
                 answer=answer[r : r + 1],

@@ -54,6 +54,7 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
@@ -311,7 +312,7 @@ def test_rule_3_breach_a_pad_handed_out_twice(
     kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
     take = Runtime.take
 
-    def take_again(self: Runtime, index: int, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+    def take_again(self: Runtime, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
         return kept.setdefault((index, direction, rows), take(self, index, direction, rows, counts=counts))
 
     monkeypatch.setattr(Runtime, "take", take_again)
@@ -426,7 +427,7 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
     executor.heard.clear()
     take = Runtime.take
 
-    def take_forward_only(self: Runtime, index: int, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+    def take_forward_only(self: Runtime, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
         return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows, counts=counts)
 
     monkeypatch.setattr(Runtime, "take", take_forward_only)
@@ -825,7 +826,7 @@ def test_rule_9_only_shapes_are_visible(
     assert not data_shows(llama, federation, tapes[:2])
     multiply = Session.multiply
 
-    def skip_zeros(self: Session, index: int, direction: Any, rows: Rows) -> None:
+    def skip_zeros(self: Session, index: GroupIndex, direction: Any, rows: Rows) -> None:
         facts = self.preparation.facts[index]
         xq = torch.empty((rows.count, facts.inputs(direction)), dtype=torch.int32)
         rows.encode(xq)

@@ -14,27 +14,30 @@ from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
 from tests import drawn
 from tests.stacks import expert_counts, expert_product
 
+GROUP, OTHER = GroupIndex(0), GroupIndex(1)
+
 
 def keys_of(weight: Tensor) -> VerificationKeys:
     keys = VerificationKeys.fresh()
-    keys.add(0, weight)
+    keys.add(GROUP, weight)
     return keys
 
 
 def blame_of(weight: Tensor, *, bits: int = 12, columns: int = 16) -> BlameKeys:
     keys = BlameKeys.fresh(columns=columns)
-    keys.add(0, weight, weight_bits=bits)
+    keys.add(GROUP, weight, weight_bits=bits)
     return keys
 
 
 def passed(keys: VerificationKeys, direction: Direction, *, rows: Tensor, product: Tensor) -> list[bool]:
     """The verdict on every row."""
-    r, v = keys.columns(0, direction)
+    r, v = keys.columns(GROUP, direction)
     return (dot(product, r) == dot(rows, v)).tolist()
 
 
@@ -119,14 +122,15 @@ def test_keys_are_fresh_and_differ_by_layer_and_direction() -> None:
     columns = []
     for _ in range(2):
         keys = keys_of(weight)
-        keys.add(1, weight)
-        columns += [keys.columns(i, d)[0].values.numpy().tobytes() for i, d in itertools.product(range(2), DIRECTIONS)]
+        keys.add(OTHER, weight)
+        for place in itertools.product((GROUP, OTHER), DIRECTIONS):
+            columns.append(keys.columns(*place)[0].values.numpy().tobytes())
     assert len(columns) == len(set(columns)) == 8
 
 
 def test_residues_are_secret_and_uniform() -> None:
     """Small or sparse columns could be learned by probing. Every bit is fair; the false-alarm rate is below 1e-12."""
-    column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16)).columns(0, "backward")
+    column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16)).columns(GROUP, "backward")
     values = column.values
     assert len(values) == 1 << 15
     assert 0 <= int(values.min()) <= int(values.max()) < PRIME
@@ -152,14 +156,14 @@ def stacked(draw: st.DrawFn) -> StackCase:
     of_result = (direction == FORWARD) == (joined == "outputs")
     rows = draw(testing.ring_rows(width=width if of_result else height, count=sum(counts))) >> 16
     keys = VerificationKeys.fresh()
-    keys.add_stack(0, weight, experts=experts, turned=joined == "inputs")
+    keys.add_stack(GROUP, weight, experts=experts, turned=joined == "inputs")
     return weight, keys, counts, rows, expert_product(weight, counts, rows, direction, joined), direction, joined
 
 
 def passed_by_expert(
     keys: VerificationKeys, counts: Counts, direction: Direction, rows: Tensor, product: Tensor
 ) -> list[bool]:
-    r, v = keys.expert_columns(0, direction)
+    r, v = keys.expert_columns(GROUP, direction)
     verdicts: list[bool] = []
     for expert, segment in segments(counts):
         verdicts += (dot(product[segment].contiguous(), r) == dot(rows[segment].contiguous(), v[expert])).tolist()
@@ -223,13 +227,13 @@ def test_a_wrong_answer_of_a_stack_is_attributed(case: StackCase, data: st.DataO
         packed = weight.t().contiguous() if turned else weight
         return RingMatrix(packed, weight_bits=10, kernel="int32").as_stack(len(counts), turned=turned)
 
-    blame = BlameKeys.fresh(columns=16, stacks={0: read})
-    assert blame.accepts(0, direction, rows=rows, answer=product, counts=counts)
+    blame = BlameKeys.fresh(columns=16, stacks={GROUP: read})
+    assert blame.accepts(GROUP, direction, rows=rows, answer=product, counts=counts)
     if product.numel():
         place = data.draw(st.integers(0, product.numel() - 1))
         lie = product.long()
         lie.view(-1)[place] += error_of(data, valuation)
-        assert not blame.accepts(0, direction, rows=rows, answer=lie.to(torch.int32), counts=counts)
+        assert not blame.accepts(GROUP, direction, rows=rows, answer=lie.to(torch.int32), counts=counts)
     assert not blame.products
 
 
@@ -239,7 +243,7 @@ def test_a_wrong_answer_of_a_stack_is_attributed(case: StackCase, data: st.DataO
 @given(residues())
 def test_no_fault_is_attributed_for_a_true_answer(case: Case) -> None:
     weight, rows, product, direction = case
-    assert blame_of(weight).accepts(0, direction, rows=rows, answer=product)
+    assert blame_of(weight).accepts(GROUP, direction, rows=rows, answer=product)
 
 
 @given(residues(), st.data(), st.integers(0, 29))
@@ -251,7 +255,7 @@ def test_a_wrong_answer_is_attributed(case: Case, data: st.DataObject, valuation
     place = data.draw(st.integers(0, product.numel() - 1))
     lie = product.long()
     lie.view(-1)[place] += error_of(data, valuation)
-    assert not blame_of(weight).accepts(0, direction, rows=rows, answer=lie.to(torch.int32))
+    assert not blame_of(weight).accepts(GROUP, direction, rows=rows, answer=lie.to(torch.int32))
 
 
 @given(residues())
@@ -261,12 +265,12 @@ def test_another_shape_or_dtype_is_a_fault(case: Case) -> None:
     wider = torch.nn.functional.pad(product, (0, 1))
     longer = torch.nn.functional.pad(product, (0, 0, 0, 1))
     for wrong in (wider, longer, product[:, 1:], product.to(torch.int64), product.to(torch.float32)):
-        assert not keys.accepts(0, direction, rows=rows, answer=wrong)
+        assert not keys.accepts(GROUP, direction, rows=rows, answer=wrong)
 
 
 def test_columns_are_uniform_over_the_whole_ring() -> None:
     """The false-alarm rate is below 1e-12 for each bit."""
-    r = blame_of(torch.ones(8, 2048, dtype=torch.int16))._expand(0, "backward", rows=2048)
+    r = blame_of(torch.ones(8, 2048, dtype=torch.int16))._expand(GROUP, "backward", rows=2048)
     assert r.shape == (2048, 16)
     for bit in range(32):
         ones = int((r >> bit & 1).sum())

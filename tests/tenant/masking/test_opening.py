@@ -14,6 +14,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.pads import EffectSource, Pad
 from tenant.masking.local import LocalSource
@@ -39,7 +40,7 @@ class RoundedSource(LocalSource):
 
     def draw(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         rows: int,
         *,

@@ -9,29 +9,32 @@ from safetensors.torch import save_file
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation.key_files import open_blame_keys, read_keys, tensors_of
+
+GROUP, STACK = GroupIndex(0), GroupIndex(1)
 
 WEIGHT = torch.arange(6, dtype=torch.int16).view(2, 3)
 
 
 def keys_of_a_linear_and_a_stack() -> VerificationKeys:
     keys = VerificationKeys.fresh()
-    keys.add(0, WEIGHT)
-    keys.add_stack(1, WEIGHT.repeat(4, 1), experts=2, turned=False)
+    keys.add(GROUP, WEIGHT)
+    keys.add_stack(STACK, WEIGHT.repeat(4, 1), experts=2, turned=False)
     return keys
 
 
 def blame_keys(*, columns: int = 16) -> BlameKeys:
     keys = BlameKeys.fresh(columns=columns)
-    keys.add(0, WEIGHT, weight_bits=12)
+    keys.add(GROUP, WEIGHT, weight_bits=12)
     return keys
 
 
 def columns_of(keys: VerificationKeys) -> list[Column]:
-    dense = [column for group in range(2) for way in DIRECTIONS for column in keys.columns(group, way)]
-    return dense + [column for way in DIRECTIONS for column in keys.expert_columns(1, way)[1]]
+    dense = [column for group in (GROUP, STACK) for way in DIRECTIONS for column in keys.columns(group, way)]
+    return dense + [column for way in DIRECTIONS for column in keys.expert_columns(STACK, way)[1]]
 
 
 def test_keys_survive_the_disk() -> None:
@@ -57,8 +60,8 @@ def test_blame_keys_survive_the_disk(tmp_path: Path) -> None:
     again = open_blame_keys(path, columns=9, groups=1)
     path.unlink()
     answer = rows @ WEIGHT.t().to(torch.int32)
-    assert again.accepts(0, FORWARD, rows=rows, answer=answer)
-    assert not again.accepts(0, FORWARD, rows=rows, answer=answer + 1)
+    assert again.accepts(GROUP, FORWARD, rows=rows, answer=answer)
+    assert not again.accepts(GROUP, FORWARD, rows=rows, answer=answer + 1)
 
 
 def test_incomplete_or_damaged_blame_keys_are_refused(tmp_path: Path) -> None:

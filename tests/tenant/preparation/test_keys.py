@@ -22,6 +22,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
+from symbiosis_priv.limits import GroupIndex
 from tenant.preparation import keys as preparation
 from tenant.preparation.key_files import tensors_of
 from tenant.preparation.keys import _alone, prepare
@@ -74,18 +75,18 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
     keys, blame = again.keys, again.blame
     assert [(folder_of(tmp_path) / name).read_bytes() for name in KEYS] == kept
     for index, facts in enumerate(prepared(None, digest, tmp_path).facts):
-        weight = base.group(index).weight.to(torch.int32)
+        group, weight = GroupIndex(index), base.group(index).weight.to(torch.int32)
         for direction in DIRECTIONS:
             rows = torch.randint(-(2**31), 2**31, (3, facts.inputs(direction)), dtype=torch.int32)
             answer = rows @ (weight.t() if direction == FORWARD else weight)
-            assert blame.accepts(index, direction, rows=rows, answer=answer)
+            assert blame.accepts(group, direction, rows=rows, answer=answer)
             small = rows >> 24
             product = small @ (weight.t() if direction == FORWARD else weight)
-            r, v = keys.columns(index, direction)
+            r, v = keys.columns(group, direction)
             assert torch.equal(dot(product, r), dot(small, v))
             answer[1, 1] += 1
             product[1, 1] += 1
-            assert not blame.accepts(index, direction, rows=rows, answer=answer)
+            assert not blame.accepts(group, direction, rows=rows, answer=answer)
             assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
 
 
@@ -207,8 +208,8 @@ def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore,
     assert not list((tmp_path / "tenant").iterdir())
     weight = store.group(2).weight.to(torch.int32)
     rows = torch.randint(-(2**31), 2**31, (3, weight.shape[1]), dtype=torch.int32)
-    assert kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t())
-    assert not kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t() + 1)
+    assert kept.blame.accepts(GroupIndex(2), FORWARD, rows=rows, answer=rows @ weight.t())
+    assert not kept.blame.accepts(GroupIndex(2), FORWARD, rows=rows, answer=rows @ weight.t() + 1)
 
 
 # Integrity of the cache
@@ -345,7 +346,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "every start makes them again" in caplog.text
     rows = torch.ones((3, made.facts[0].inputs(FORWARD)), dtype=torch.int32)
-    assert made.blame.accepts(0, FORWARD, rows=rows, answer=store.matrix(0).product(rows))
+    assert made.blame.accepts(GroupIndex(0), FORWARD, rows=rows, answer=store.matrix(0).product(rows))
     with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` must store the preparation
         prepare(store, digest=digest, columns=16, reread=True, cache=tmp_path / "full")
 

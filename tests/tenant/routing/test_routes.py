@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import LANES
 from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
+
+GROUP = GroupIndex(0)
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Identities, NewFederation
@@ -86,7 +89,7 @@ def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMA
     """Send `times` requests, whose answers take the seconds in `cost`. Returns how often each provider was asked."""
     asked: Counter[str] = Counter()
     for _ in range(times):
-        route = routes.choose(0, size, holders=())
+        route = routes.choose(GROUP, size, holders=())
         assert route is not None
         asked[route.peer.name] += 1
         clock.now += cost[route.peer.name]
@@ -150,9 +153,9 @@ def test_a_failed_executor_gets_no_request_until_it_is_probed(new_routes: NewRou
     assert routes.to_probe() == [first]
     assert first.welcome is not None
     routes.connected(first, first.welcome)
-    trial = routes.choose(0, SMALL, holders=())
+    trial = routes.choose(GROUP, SMALL, holders=())
     assert trial is first  # one request, and no other until its answer
-    assert routes.choose(0, SMALL, holders=()) is not first
+    assert routes.choose(GROUP, SMALL, holders=()) is not first
     routes.answered(first, seconds=0.01, size=SMALL)
     assert first.health.state is State.UP
 
@@ -160,7 +163,7 @@ def test_a_failed_executor_gets_no_request_until_it_is_probed(new_routes: NewRou
 def test_a_single_executor_is_asked_in_every_state_of_its_breaker(new_routes: NewRoutes) -> None:
     routes = new_routes("A")
     routes.failed(routes.executors[0], "lost")
-    assert routes.choose(0, SMALL, holders=()) is routes.executors[0]
+    assert routes.choose(GROUP, SMALL, holders=()) is routes.executors[0]
 
 
 @given(failures=st.integers(0, 40), left_s=st.floats(0.0, 120.0), all_fail=st.booleans())
@@ -173,7 +176,7 @@ def test_an_executor_that_hangs_repeatedly_leaves_time_for_others(failures: int,
             clock.now += 1000.0
             routes.failed(route, "late")
             hear(route)
-    patience = routes.patience_s(hanging, 0, SMALL, left_s=left_s)
+    patience = routes.patience_s(hanging, GROUP, SMALL, left_s=left_s)
     assert patience <= left_s / 2
     if not (all_fail and failures):
         assert patience <= 8 * USUAL.unknown_s + 0.1
@@ -212,9 +215,9 @@ def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) ->
         done = False
         while not done:
             probe(routes)
-            route = routes.choose(0, SMALL, holders=())
+            route = routes.choose(GROUP, SMALL, holders=())
             assert route is not None
-            patience = routes.patience_s(route, 0, SMALL, left_s=120.0)
+            patience = routes.patience_s(route, GROUP, SMALL, left_s=120.0)
             evil = route is routes.executors[0]
             done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
             clock.now += seconds
@@ -234,8 +237,8 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
         done = False
         while not done:
             probe(routes)
-            [route] = routes.holders(0)
-            patience = routes.patience_with_helpers_s(0, [route.peer], SMALL, left_s=120.0)
+            [route] = routes.holders(GROUP)
+            patience = routes.patience_with_helpers_s(GROUP, [route.peer], SMALL, left_s=120.0)
             evil = route is routes.helpers[0]
             done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
             clock.now += seconds
@@ -243,7 +246,8 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
                 routes.answered(route, seconds=seconds, size=SMALL)
             else:
                 routes.late([route.peer], waited_s=seconds)
-            assert routes.wanted(0, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []  # one honest helper is enough
+            # one honest helper is enough
+            assert routes.wanted(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
@@ -258,7 +262,7 @@ def test_a_helper_that_has_not_answered_is_a_spare(new_routes: NewRoutes) -> Non
     routes = new_routes("a", "bc", pad_helpers=1)
     silent, heard = routes.helpers
     silent.welcome = None
-    assert routes.holders(0) == [heard]
+    assert routes.holders(GROUP) == [heard]
 
 
 def test_a_helper_that_hangs_repeatedly_leaves_time_for_others(new_routes: NewRoutes, clock: Clock) -> None:
@@ -269,24 +273,24 @@ def test_a_helper_that_hangs_repeatedly_leaves_time_for_others(new_routes: NewRo
         clock.now += 1000.0
         routes.late([hanging.peer])
         hanging.health.connected()
-    assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) <= 8 * USUAL.unknown_s + 0.1
+    assert routes.patience_with_helpers_s(GROUP, [hanging.peer], SMALL, left_s=120.0) <= 8 * USUAL.unknown_s + 0.1
     routes.late([other.peer, third.peer])  # all are slow: one of them gets the time that it needs
-    assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) == 60.0
+    assert routes.patience_with_helpers_s(GROUP, [hanging.peer], SMALL, left_s=120.0) == 60.0
 
 
 def test_the_only_executor_of_a_group_gets_all_the_time(new_routes: NewRoutes) -> None:
     routes = new_routes("ab")
     hear(routes.executors[0], 0, 5)
     hear(routes.executors[1], 5, 9)
-    assert routes.patience_s(routes.executors[0], 3, SMALL, left_s=7.0) == 7.0
+    assert routes.patience_s(routes.executors[0], GroupIndex(3), SMALL, left_s=7.0) == 7.0
 
 
 def test_only_executors_that_serve_a_group_are_asked(new_routes: NewRoutes) -> None:
     routes = new_routes("AB")
     hear(routes.executors[0], 0, 4)
     hear(routes.executors[1], 3, 7)
-    assert routes.able(2) == [routes.executors[0]]
-    assert len(routes.able(3)) == 2
+    assert routes.able(GroupIndex(2)) == [routes.executors[0]]
+    assert len(routes.able(GroupIndex(3))) == 2
     assert routes.uncovered(9) == [7, 8]
 
 
@@ -313,36 +317,36 @@ def test_holders_are_of_k_companies_without_the_executors_company(
         if number in down:
             routes.failed(route, "lost")
     for executor in routes.executors:
-        holders = [route.peer.operator for route in routes.holders(0, executor)]
+        holders = [route.peer.operator for route in routes.holders(GROUP, executor)]
         assert len(set(holders)) == len(holders)
         assert executor.peer.operator not in holders
         possible = {peer.operator for peer in federation.helpers} - {executor.peer.operator}
         assert len(holders) == min(routes.helpers_per_pad, len(possible))
-        assert set(routes.able(0, [h.peer for h in routes.holders(0, executor)])) >= {executor}
+        assert set(routes.able(GROUP, [h.peer for h in routes.holders(GROUP, executor)])) >= {executor}
 
 
 def test_holders_that_leave_more_executors_a_choice_are_preferred(new_routes: NewRoutes) -> None:
     routes = new_routes("AB", "BC", pad_helpers=1)
-    assert [route.peer.operator for route in routes.holders(0)] == ["C"]
-    assert routes.can_replace(0, [routes.helpers[1].peer])  # the other helper, for the first executor
-    assert not routes.can_replace(0, [route.peer for route in routes.helpers])
+    assert [route.peer.operator for route in routes.holders(GROUP)] == ["C"]
+    assert routes.can_replace(GROUP, [routes.helpers[1].peer])  # the other helper, for the first executor
+    assert not routes.can_replace(GROUP, [route.peer for route in routes.helpers])
 
 
 def test_a_company_is_more_than_an_operator(new_routes: NewRoutes) -> None:
     routes = new_routes("AB", "CD", pad_helpers=1, companies=[Company("Holding", (), ("A", "C"))])
     first = routes.executors[0]
-    assert [route.peer.operator for route in routes.holders(0, first)] == ["D"]
-    assert first not in routes.able(0, [routes.helpers[0].peer])
+    assert [route.peer.operator for route in routes.holders(GROUP, first)] == ["D"]
+    assert first not in routes.able(GROUP, [routes.helpers[0].peer])
 
 
 def test_the_providers_left_after_quarantines_must_suffice_for_a_product(new_routes: NewRoutes) -> None:
     routes = new_routes("A", "BC", pad_helpers=1)
-    routes.check(0)
+    routes.check(GROUP)
     routes.quarantine(routes.helpers[0].peer)
-    routes.check(0)
+    routes.check(GROUP)
     routes.quarantine(routes.helpers[1].peer)
     with pytest.raises(QuarantinedError, match="too many helpers"):
-        routes.check(0)
+        routes.check(GROUP)
     assert [figures.state for figures in routes.figures()] == ["up", "quarantined", "quarantined"]
 
 

@@ -17,6 +17,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import joined
 from tenant.core.pads import EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
@@ -80,7 +81,7 @@ class Pools:
             (index, direction),
             PadPool(
                 self.source,
-                index=index,
+                index=GroupIndex(index),
                 direction=direction,
                 refill=self._refill,
                 memory=self.memory,
@@ -224,7 +225,7 @@ class Flaky(EffectSource):
 
     def draw(
         self,
-        index: int,
+        index: GroupIndex,
         direction: Direction,
         rows: int,
         *,
@@ -278,7 +279,7 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
     class Slow(Flaky):
         def draw(
             self,
-            index: int,
+            index: GroupIndex,
             direction: Direction,
             rows: int,
             *,
@@ -320,4 +321,4 @@ def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch:
     source = Flaky(preparation, ValueError())
     monkeypatch.setattr("tenant.core.secret.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):
-        source.draw(0, FORWARD, 1, ahead=False)
+        source.draw(GroupIndex(0), FORWARD, 1, ahead=False)

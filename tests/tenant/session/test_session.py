@@ -36,6 +36,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource
@@ -497,8 +498,8 @@ def test_no_request_leaves_until_a_fault_is_attributed(
 
     def slowly(*args: Any, **kwargs: Any) -> bool:
         if not heard:
-            source.draw(QKV, FORWARD, 1, ahead=True)
-            source.draw(MLP, FORWARD, 1, ahead=False)
+            source.draw(GroupIndex(QKV), FORWARD, 1, ahead=True)
+            source.draw(GroupIndex(MLP), FORWARD, 1, ahead=False)
         heard.append(len(helper.effects))
         return accepts(*args, **kwargs)
 

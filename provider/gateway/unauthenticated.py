@@ -7,6 +7,9 @@ another network nothing.
 
 A connection that takes too long is dropped too. Its time does not run while it waits for its turn: otherwise many slow
 handshakes would make other clients late.
+
+`reception` authenticates its clients in one thread. Servers whose clients never authenticate, the registry and the
+operator's address, serve each connection in a thread of its own (`UnauthenticatedListener`).
 """
 
 import heapq
@@ -15,9 +18,18 @@ import itertools
 import math
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
 
-from symbiosis_priv.network.stream import FrameStream
+from provider import logs
+from symbiosis_priv.network.addresses import bound_address, listen
+from symbiosis_priv.network.stream import FrameStream, shut
+
+log = logs.EventLog(__name__)
+
+_BACKLOG: Final = 256
+_ACCEPT_S: Final = 0.5  # interval at which the accept loop looks for a stop
 
 
 class UnauthenticatedConnection:
@@ -132,6 +144,119 @@ class UnauthenticatedConnections:
             while self._due and self._due[0][1] not in self._clocks:
                 heapq.heappop(self._due)
             return self._due[0][0] if self._due else None
+
+
+class UnauthenticatedListener:
+    """Accepts clients that do not authenticate, and serves each in a thread of its own.
+
+    A connection that is dropped for a new one ends first, so connections and threads never exceed the limit.
+
+    Args:
+        address: `host:port` to listen at.
+        limit: largest number of connections.
+        serve: serves one connection, in its thread. The connection is closed when `serve` returns or raises.
+        connection_s: longest duration of a connection. `serve` observes the deadline.
+        closing_s: seconds in which `serve` ends after its socket has been shut.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        limit: int,
+        serve: Callable[[UnauthenticatedConnection], None],
+        connection_s: float,
+        closing_s: float,
+    ) -> None:
+        self._serve, self._connection_s, self._closing_s = serve, connection_s, closing_s
+        self._present = UnauthenticatedConnections(limit)
+        self._threads: dict[UnauthenticatedConnection, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self.stopping = threading.Event()
+        self._listener = listen(address, backlog=_BACKLOG)
+        self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """The bound address, as `host:port`."""
+        return bound_address(self._listener)
+
+    def start(self) -> None:
+        """Start to accept connections."""
+        self._acceptor.start()
+
+    def stop(self) -> None:
+        """Close the address and all connections; returns within `closing_s` and a moment."""
+        self.stopping.set()
+        shut(self._listener)  # wakes `accept` where the system does so
+        if self._acceptor.ident is not None:
+            self._acceptor.join()
+        self._listener.close()
+        for client in self._present.all():
+            shut(client.socket)
+        deadline = time.monotonic() + self._closing_s
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        self._listener.settimeout(_ACCEPT_S)
+        while not self.stopping.is_set():
+            try:
+                raw, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # for instance no more file descriptors
+                if self.stopping.is_set():
+                    return
+                log.often("accept_failed", error=type(error).__name__)
+                self.stopping.wait(_ACCEPT_S)
+                continue
+            client = UnauthenticatedConnection(raw, peer[0], deadline=time.monotonic() + self._connection_s)
+            if (crowded_out := self._present.add(client)) is not None:
+                self._close_dropped(crowded_out)
+            if crowded_out is client:
+                raw.close()
+            else:
+                self._begin(client)
+
+    def _close_dropped(self, crowded_out: UnauthenticatedConnection) -> None:
+        """Close the connection that was dropped, and wait for its thread."""
+        log.often("connection_dropped", address=crowded_out.network)
+        self._present.remove(crowded_out)
+        shut(crowded_out.socket)  # the connection's thread closes the socket
+        with self._lock:
+            thread = self._threads.get(crowded_out)
+        if thread is not None:
+            thread.join(self._closing_s)
+
+    def _begin(self, client: UnauthenticatedConnection) -> None:
+        thread = threading.Thread(target=self._run, args=(client,), name="connection", daemon=True)
+        with self._lock:
+            self._threads[client] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be started
+            log.often("accept_failed", error=type(error).__name__)
+            self._forget(client)
+
+    def _run(self, client: UnauthenticatedConnection) -> None:
+        try:
+            self._serve(client)
+        except Exception as error:  # a bug must not end the server
+            log.failure("connection_failed", error)
+        finally:
+            self._forget(client)
+
+    def _forget(self, client: UnauthenticatedConnection) -> None:
+        client.socket.close()
+        with self._lock:
+            del self._threads[client]
+        self._present.remove(client)
 
 
 def network_of(host: str) -> str:

@@ -11,12 +11,8 @@ import contextlib
 import ipaddress
 import itertools
 import math
-import socket
-import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,18 +24,16 @@ from prometheus_client.metrics_core import Metric
 from provider import logs
 from provider.executor.envelope import ExecutorReport, Histogram
 from provider.gateway.reception import Handshakes
-from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedListener
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status, StatusSource
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import bound_address, names_host, parse_address
-from symbiosis_priv.network.stream import shut
+from symbiosis_priv.network.addresses import names_host, parse_address
 
 log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # seconds for each read of an operator's request
-_CLOSING_S = 0.05  # seconds until the server notices that it must stop
 _BLOCKS = {
     "deposits": "blocks that were accepted",
     "expired": "blocks that were never used up",
@@ -159,7 +153,8 @@ def _histogram(
 
 
 class MetricsServer:
-    """Answers on the operator's address until closed.
+    """Answers on the operator's address until closed. Every user of this machine can connect to loopback, so the number
+    of connections is limited.
 
     Args:
         listen: `host:port`; ConfigError if it cannot be bound.
@@ -167,26 +162,33 @@ class MetricsServer:
     """
 
     def __init__(self, listen: str, source: StatusSource, *, hosts: Iterable[str] = ()) -> None:
-        host, port = parse_address(listen)
+        self.source = source
+        host, _ = parse_address(listen)
+        self._hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
         try:
-            self._server = _Server((host, port), source, hosts={"localhost", host, *hosts})
-        except OSError as error:
-            raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
-        if is_public(str(self._server.server_address[0])):
+            self._listener = UnauthenticatedListener(
+                listen, limit=_PLACES, serve=self._serve, connection_s=math.inf, closing_s=_CLIENT_S
+            )
+        except ConfigError as error:
+            raise ConfigError(f"[metrics] {error}") from error
+        if is_public(parse_address(self.address)[0]):
             log.warning("metrics_for_everybody", address=self.address)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
-        )
-        self._thread.start()
+        self._listener.start()
 
     @property
     def address(self) -> str:
-        return bound_address(self._server.socket)
+        return self._listener.address
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listener.stop()
+
+    def answers_to(self, headers: Sequence[str]) -> bool:
+        """Returns True if a request has one `Host` header, and it names this server."""
+        return names_host(headers, self._hosts)
+
+    def _serve(self, client: UnauthenticatedConnection) -> None:
+        with contextlib.suppress(OSError):  # the client has left
+            _Handler(client.socket, (client.network, 0), self)  # type: ignore[arg-type]  # no `BaseServer` is needed
 
 
 def is_public(host: str) -> bool:
@@ -197,56 +199,9 @@ def is_public(host: str) -> bool:
     return False
 
 
-class _Server(ThreadingHTTPServer):
-    """A server with a limited number of threads, because every user of this machine can connect to loopback."""
-
-    request_queue_size = 4 * _PLACES
-
-    def __init__(self, address: tuple[str, int], source: StatusSource, *, hosts: Iterable[str]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, _Handler)
-        self.source = source
-        self._hosts = frozenset(host.lower() for host in hosts)
-        self._present = UnauthenticatedConnections(_PLACES)
-        self._places = threading.Semaphore(_PLACES)
-
-    def answers_to(self, headers: Sequence[str]) -> bool:
-        """Returns True if a request has one `Host` header, and it names this server."""
-        return names_host(headers, self._hosts)
-
-    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
-        """Start a thread for a request as soon as a place is free."""
-        guest = UnauthenticatedConnection(request, client_address[0], deadline=math.inf)
-        if (crowded_out := self._present.add(guest)) is not None:
-            self._present.remove(crowded_out)
-            shut(crowded_out.socket)  # or it is this request, whose answer then goes nowhere
-        self._places.acquire()  # a disconnected client's request ends soon
-        thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be started
-            log.often("metrics_failed", error=type(error).__name__)
-            self.shutdown_request(request)
-            self._leave(guest)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that leave before the answer."""
-        log.often("metrics_failed", error=type(sys.exception()).__name__)
-
-    def _run(self, guest: UnauthenticatedConnection, client_address: tuple[str, int]) -> None:
-        try:
-            self.process_request_thread(guest.socket, client_address)
-        finally:
-            self._leave(guest)
-
-    def _leave(self, guest: UnauthenticatedConnection) -> None:
-        self._present.remove(guest)
-        self._places.release()
-
-
 class _Handler(MetricsHandler):
     timeout = _CLIENT_S
-    server: _Server
+    server: MetricsServer  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         """Answer one of four paths. Prometheus' client makes the answer to `/metrics`."""

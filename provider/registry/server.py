@@ -10,7 +10,6 @@ import contextlib
 import functools
 import socket
 import ssl
-import threading
 import time
 from datetime import UTC, datetime
 from typing import Final, Self
@@ -19,15 +18,14 @@ import msgspec
 
 from provider import logs
 from provider.config.reload import Reloader
-from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedListener
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.addresses import bound_address, listen
-from symbiosis_priv.network.stream import FrameStream, shut
+from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import registry_server_context
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.descriptor import MAX_BYTES, verify
@@ -35,8 +33,6 @@ from symbiosis_priv.registry.trust import Trust
 
 log = logs.EventLog(__name__)
 
-_BACKLOG: Final = 256
-_ACCEPT_S: Final = 0.5  # interval at which the accept loop looks for a stop
 _TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
@@ -59,43 +55,34 @@ class RegistryServer:
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
-        self._present = UnauthenticatedConnections(config.max_connections)
-        self._stopping = threading.Event()
-        self._threads: dict[UnauthenticatedConnection, threading.Thread] = {}
-        self._lock = threading.Lock()
         self.store = Store(config.database)
         try:
             self._drop_unbelieved()
-            self._listener = listen(config.listen, backlog=_BACKLOG)
+            self._listener = UnauthenticatedListener(
+                config.listen,
+                limit=config.max_connections,
+                serve=self._serve,
+                connection_s=config.connection_s,
+                closing_s=config.frame_timeout_s,
+            )
         except BaseException:
             self.store.close()
             raise
-        self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     @property
     def address(self) -> str:
-        return bound_address(self._listener)
+        return self._listener.address
 
     def start(self) -> Self:
-        self._acceptor.start()
+        self._listener.start()
         self._reloader.start()
         log.info("registry_started", address=self.address)
         return self
 
     def stop(self) -> None:
         """Close the connections and the database; returns within twice `frame_timeout_s`."""
-        self._stopping.set()
         self._reloader.close(self.config.frame_timeout_s)
-        shut(self._listener)  # wakes `accept` where the system does so
-        self._acceptor.join()
-        self._listener.close()
-        for client in self._present.all():
-            shut(client.socket)
-        deadline = time.monotonic() + self.config.frame_timeout_s
-        with self._lock:
-            threads = list(self._threads.values())
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._listener.stop()
         self.store.close()
         log.info("registry_stopped")
 
@@ -114,78 +101,18 @@ class RegistryServer:
         trust = self._trust
         return self.store.drop_unless(lambda data, issued: _is_believed(data, trust, at=issued))
 
-    # The accept loop
-
-    def _accept(self) -> None:
-        self._listener.settimeout(_ACCEPT_S)
-        while not self._stopping.is_set():
-            try:
-                raw, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # for instance no more file descriptors
-                if self._stopping.is_set():
-                    return
-                log.often("accept_failed", error=type(error).__name__)
-                self._stopping.wait(_ACCEPT_S)
-                continue
-            client = UnauthenticatedConnection(raw, peer[0], deadline=time.monotonic() + self.config.connection_s)
-            if (crowded_out := self._present.add(client)) is not None:
-                self._close_dropped(crowded_out)
-            if crowded_out is client:
-                raw.close()
-            else:
-                self._begin(client)
-
-    def _close_dropped(self, crowded_out: UnauthenticatedConnection) -> None:
-        """Close the connection that was dropped, and wait for its thread, so that open connections never exceed the
-        limit."""
-        log.often("connection_dropped", address=crowded_out.network)
-        self._present.remove(crowded_out)
-        shut(crowded_out.socket)  # the connection's thread closes the socket
-        with self._lock:
-            thread = self._threads.get(crowded_out)
-        if thread is not None:
-            thread.join(self.config.frame_timeout_s)
-
-    def _begin(self, client: UnauthenticatedConnection) -> None:
-        thread = threading.Thread(target=self._run, args=(client,), name="connection", daemon=True)
-        with self._lock:
-            self._threads[client] = thread
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be started
-            log.often("accept_failed", error=type(error).__name__)
-            self._forget(client)
-
     # A connection's thread
 
-    def _run(self, client: UnauthenticatedConnection) -> None:
-        try:
-            with contextlib.suppress(OSError, TransportError, ProtocolError):
-                self._serve(client)
-        except Exception as error:  # a bug must not end the registry
-            log.failure("connection_failed", error)
-        finally:
-            self._forget(client)
-
-    def _forget(self, client: UnauthenticatedConnection) -> None:
-        client.socket.close()
-        with self._lock:
-            del self._threads[client]
-        self._present.remove(client)
-
     def _serve(self, client: UnauthenticatedConnection) -> None:
-        client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = FrameStream(client.socket, self._context)
-        if not self._present.mark_active(client, stream):
-            return
-        stream.handshake(self.config.frame_timeout_s)
-        try:
-            while not self._stopping.is_set() and self._answer_next(stream, client):
-                pass
-        finally:
-            stream.close()
+        with contextlib.suppress(OSError, TransportError, ProtocolError):
+            client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = FrameStream(client.socket, self._context)
+            stream.handshake(self.config.frame_timeout_s)
+            try:
+                while not self._listener.stopping.is_set() and self._answer_next(stream, client):
+                    pass
+            finally:
+                stream.close()
 
     def _answer_next(self, stream: FrameStream, client: UnauthenticatedConnection) -> bool:
         if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, client.deadline)):

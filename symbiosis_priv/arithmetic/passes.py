@@ -30,7 +30,7 @@ def encode(
     bound: Bound,
     out: Tensor,
     fold: Tensor | None = None,
-    column: Column | None = None,
+    v: Column | None = None,
     expected: Tensor | None = None,
 ) -> Tensor:
     """Quantise float rows to ring rows.
@@ -41,8 +41,8 @@ def encode(
         bound: the product's public bound.
         out: int32 `[r, d]`, contiguous; written.
         fold: float64 `[d]`, factors of the columns before quantisation, or None.
-        column: V, or None for no check.
-        expected: int64 `[r]`; set to `xq @ V` modulo p if there is a column.
+        v: V, or None for no check.
+        expected: int64 `[r]`; set to `xq @ V` modulo p if there is a V.
 
     Returns:
         float64 `[r]`, the rows' scales (secret, rule 5).
@@ -62,8 +62,8 @@ def encode(
             block = inputs[0][start:stop] if len(inputs) == 1 else torch.cat([p[start:stop] for p in inputs], dim=1)
             out[start:stop], block_scale = quantise_rows(block, bound, fold=fold)
             scale[start:stop] = block_scale[:, 0]
-            if column is not None and expected is not None:
-                expected[start:stop] = dot(out[start:stop], column)
+            if v is not None and expected is not None:
+                expected[start:stop] = dot(out[start:stop], v)
         return scale
 
     parts = readable(inputs)
@@ -75,7 +75,7 @@ def encode(
         pointer(fold),
         bound.l1,
         bound.l2,
-        None if column is None else column.limbs.data_ptr(),
+        None if v is None else v.limbs.data_ptr(),
         out.data_ptr(),
         scale.data_ptr(),
         pointer(expected),

@@ -146,13 +146,13 @@ class FloatRows(Rows):
         encode = partial(passes.encode, bound=self._bound)
         if self.counts is None:
             assert v is None or isinstance(v, Column)
-            self._scale = encode(self._inputs, out=out, fold=self._fold, column=v, expected=expected)
+            self._scale = encode(self._inputs, out=out, fold=self._fold, v=v, expected=expected)
             return
         scales = []
         for expert, rows in segments(self.counts):
             inputs, fold = [part[rows] for part in self._inputs], _at(self._fold, expert)
             own = v if v is None or isinstance(v, Column) else v[expert]
-            scales.append(encode(inputs, out=out[rows], fold=fold, column=own, expected=_at(expected, rows)))
+            scales.append(encode(inputs, out=out[rows], fold=fold, v=own, expected=_at(expected, rows)))
         self._scale = torch.cat(scales)
 
     def decode(self, product: UncheckedProduct) -> list[int]:

@@ -56,7 +56,7 @@ def test_encode_equals_quantising_and_computing_the_check_value(data: st.DataObj
     for name in BUILDS:
         out, expected = torch.full_like(xq, 7), torch.full((len(xq),), 7)
         with build(name):
-            got = passes.encode(parts, bound=bound_of(width), out=out, fold=fold, column=column, expected=expected)
+            got = passes.encode(parts, bound=bound_of(width), out=out, fold=fold, v=column, expected=expected)
         assert torch.equal(out, xq), name
         assert torch.equal(bits(got), bits(scale[:, 0])), name
         assert torch.equal(expected, torch.full((len(xq),), 7) if column is None else modular.dot(xq, column)), name
@@ -215,7 +215,7 @@ def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_th
     def both(inputs: Tensor, blank: Callable[[Tensor], Tensor]) -> list[Tensor]:
         out = torch.empty(rows.shape, dtype=torch.int32)
         expected = torch.empty(len(rows), dtype=torch.int64)
-        scale = passes.encode([inputs], bound=bound_of(width), out=out, column=column, expected=expected)
+        scale = passes.encode([inputs], bound=bound_of(width), out=out, v=column, expected=expected)
         out += mask
         y = blank(rows)
         assert not passes.decode(
@@ -264,7 +264,7 @@ def test_no_rows(name: str) -> None:
     with build(name):
         out = torch.empty(0, 4, dtype=torch.int32)
         expected = torch.empty(0, dtype=torch.int64)
-        scale = passes.encode([torch.zeros(0, 4)], bound=bound_of(4), out=out, column=column, expected=expected)
+        scale = passes.encode([torch.zeros(0, 4)], bound=bound_of(4), out=out, v=column, expected=expected)
         assert (scale.shape, scale.dtype) == ((0,), torch.float64)
         outputs = [torch.empty(0, 3), torch.empty(0, 1)]
         assert not passes.decode(out, outputs, scale=scale, column=column, expected=expected)

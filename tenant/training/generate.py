@@ -85,7 +85,8 @@ class Conversation:
 class _Generation:
     """Generates texts one after the other. Keys and values of a text are used again if the next prompt begins with it.
 
-    A tokenizer may cut the text of an answer into other tokens than the model has chosen. Then they are not used.
+    A tokenizer may cut the text of an answer into other tokens than the model has chosen. Then they are not used; with
+    `fixed_length`, those of the common tokens are.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> None:
@@ -104,7 +105,12 @@ class _Generation:
         input_ids = torch.tensor([prompt], dtype=torch.long, device=model.device)
         endless = {"eos_token_id": None} if decoding.fixed_length else {}
         cached, self._cache = self._cache, None  # generation changes it, and may fail
-        known = {} if cached is None or prompt[: len(self._read)] != self._read else {"past_key_values": cached}
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, self._read, strict=False)))
+        others = len(self._read) - min(common, len(prompt) - 1)
+        if cached is not None and decoding.fixed_length and others:  # a whole prompt would show the answer's length
+            cached.crop(-others)
+            others = 0
+        known = {} if cached is None or others else {"past_key_values": cached}
         set_seed(decoding.seed)
         try:
             output = model.generate(
@@ -127,12 +133,10 @@ class _Generation:
             if streamer is not None and streamer.token_cache:  # end the line before the error message
                 streamer.end()
             raise
-        tokens = output.sequences[0].tolist()
-        self._keep(tokens, output.get("past_key_values"))
-        new = tokens[len(prompt) :]
+        new = output.sequences[0].tolist()[len(prompt) :]
         if decoding.fixed_length:
-            ends = _end_tokens(model, tokenizer)
-            new = list(takewhile(lambda token: token not in ends, new))
+            new = _up_to(_end_tokens(model, tokenizer), new)
+        self._keep([*prompt, *new], output.get("past_key_values"))
         text = str(tokenizer.decode(new, skip_special_tokens=True))
         if stream and streamer is None:
             print(text)
@@ -144,7 +148,9 @@ class _Generation:
         Layers with a state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens.
         """
         plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
-        if plain and self._decoding.beams == 1 and cache.get_seq_length() == len(tokens) - 1:
+        if plain and self._decoding.beams == 1 and (behind := cache.get_seq_length() - len(tokens) + 1) >= 0:
+            if behind:  # computed behind the end of an answer of fixed length
+                cache.crop(-behind)
             self._cache, self._read = cache, tokens[:-1]
 
 
@@ -158,6 +164,10 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
             f"{prompt} tokens of prompt and --max-new-tokens {new} are more than the model's {limit} positions; "
             f"shorten the prompt or ask for fewer"
         )
+
+
+def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:
+    return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:

@@ -1,5 +1,6 @@
 """Chats: what is sent again, what an error leaves behind, and whose template is used."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,28 @@ def test_a_message_is_read_once_and_changes_nothing(opened: Any) -> None:
     whole = f"The weather {first} was cold "
     assert rows[0] < len(tokenizer(whole)["input_ids"])
     assert second == generate(model, tokenizer, whole, decoding=FEW)
+
+
+def test_the_next_message_does_not_show_where_an_answer_of_fixed_length_has_ended(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new prompt contains the answer, so its number of rows would show the answer's length."""
+    model, tokenizer = opened
+    rows: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
+    decoding, seen = replace(FEW, fixed_length=True), []
+    for length in (1, 3, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr("tenant.training.generate._up_to", lambda _, tokens, length=length: tokens[:length])
+            chat = Conversation(model, tokenizer, decoding=decoding)
+            answers = chat.answer("The weather"), chat.answer("was cold")
+        seen.append(tuple(rows))
+        whole = f"The weather {answers[0]} was cold "
+        assert generate(model, tokenizer, whole, decoding=FEW).startswith(answers[1])
+        rows.clear()
+    hook.remove()
+    assert len(answers[0]) == 4
+    assert len(set(seen)) == 1
 
 
 def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:

@@ -3,7 +3,7 @@
     quantise            inf or nan is refused                  core.rows
     take pads           burnt before anything leaves             pools, core.pads
     mask                the rows are `MaskedRows` from here on   core.masked
-    send                one round trip, with a deadline          connections.executor, past core.gate
+    send                one round trip, with a deadline          connections.executor_client, past core.gate
     open and check      before anything is used                  core.parts, core.verifier
 
 `failover` handles executors and effects that are lost, late or refused, and `faults` handles wrong results. The part is

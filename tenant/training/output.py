@@ -15,10 +15,11 @@ import msgspec
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, storing
+from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, read_limited, storing
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
+_MOST_BYTES = 256 << 20  # of a JSON file; trainer_state.json has a line for each step
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +103,7 @@ def last_checkpoint(output: Path) -> Path:
 def is_whole(checkpoint: Path) -> bool:
     """Returns True if a checkpoint is complete, so that a run can continue from it."""
     try:
-        msgspec.json.decode((checkpoint / _LAST_WRITTEN).read_bytes())
+        msgspec.json.decode(read_limited(checkpoint / _LAST_WRITTEN, _MOST_BYTES))
         return bool(re.fullmatch(r"checkpoint-\d+", checkpoint.name)) and (checkpoint / _RECORD).is_file()
     except (OSError, *UNDECODABLE):
         return False
@@ -118,7 +119,7 @@ def read_record(checkpoint: Path) -> RunRecord:
     """Read the settings of the run that wrote a checkpoint. Raises `ConfigError`: the record is missing, damaged, or of
     another release."""
     try:
-        return msgspec.json.decode((checkpoint / _RECORD).read_bytes(), type=RunRecord)
+        return msgspec.json.decode(read_limited(checkpoint / _RECORD, _MOST_BYTES), type=RunRecord)
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(
             f"{checkpoint / _RECORD} cannot be read ({error}); start a new run in another --output"

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.training.output import RunRecord, check_output, last_checkpoint, write_record
+from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record, write_record
 
 RECORD = RunRecord(
     model="sha256:0",
@@ -106,3 +106,10 @@ def test_a_run_resumes_only_with_its_own_options(name: str) -> None:
     changed = msgspec.structs.replace(RECORD, **{name: CHANGES[name]})
     with pytest.raises(ConfigError, match=f"differ: .*{name.replace('_', ' ')}"):
         changed.check_continues(RECORD)
+
+
+def test_a_device_in_place_of_a_record_is_not_read(tmp_path: Path) -> None:
+    """A link to /dev/zero would fill the memory."""
+    link(tmp_path / "run.json", Path("/dev/null"))
+    with pytest.raises(ConfigError, match="device"):
+        read_record(tmp_path)

@@ -30,7 +30,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
         signal.signal(signal.SIGTERM, _end)
         with terminal.working(f"loading {name}"):
             service = opened.enter_context(
-                serving.opened(model, remote.config(), name=name, adapters=adapters, options=options)
+                serving.opened(model, remote.config(), name=name, adapters=adapters, options=options, clients=len(keys))
             )
         jobs = None
         if options.fine_tuning is not None:

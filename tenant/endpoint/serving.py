@@ -30,7 +30,13 @@ from tenant.tasks import Tasks
 
 @contextmanager
 def opened(
-    model: str | Path, remote: RemoteConfig, *, name: str, adapters: Mapping[str, Path], options: Serving
+    model: str | Path,
+    remote: RemoteConfig,
+    *,
+    name: str,
+    adapters: Mapping[str, Path],
+    options: Serving,
+    clients: int = 1,
 ) -> Iterator[Service]:
     """Context manager: a split model with an engine. Each adapter is loaded once, to see that it fits the model.
 
@@ -38,6 +44,7 @@ def opened(
         model: a checkpoint folder, or a name on the hub.
         name: the base model's name for clients.
         adapters: PEFT folders by name.
+        clients: number of API keys.
 
     Raises:
         SymbiosisError: the model or an adapter cannot be loaded.
@@ -53,7 +60,7 @@ def opened(
         if options.draft is not None:
             full = remote.checkpoint or model
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
-        limits = EngineLimits(memory=options.memory_mib << 20)
+        limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
         try:
             yield Service(

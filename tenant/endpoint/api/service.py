@@ -1,8 +1,9 @@
 """The service of an endpoint: an engine, its models, and the preparation of prompts."""
 
+import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -67,6 +68,7 @@ class Service:
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
         self._tokenizing = anyio.CapacityLimiter(1)
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self.users: Counter[str | None] = Counter()  # running requests of each adapter
         if tasks is not None and name in tasks:
             raise ConfigError(f"an adapter has the name of the base model, {name}; choose another name")
@@ -128,17 +130,18 @@ class Service:
             )
         return template
 
-    async def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, param: str, client: str, special: bool = True) -> list[int]:
         """Return the tokens of a text, by default with the special tokens that the tokenizer adds."""
         if len(text) > self.context * self._longest:
             raise self.too_long(len(text), "characters", param=param)
-        return await self.in_thread(lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
+        return await self.in_thread(client, lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run work with the tokenizer in a thread, one piece at a time."""
-        return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
+    async def in_thread(self, client: str, work: Callable[[], T]) -> T:
+        """Run work with the tokenizer in a thread, one piece at a time. Clients take turns."""
+        async with self._turns[client]:  # one piece of each client is in the queue
+            return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
 
-    async def prompts(self, given: str | Sequence[Any], *, param: str) -> list[list[int]]:
+    async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
         """Return the tokens of one text, of several texts, or of texts that are tokens already.
 
         Raises:
@@ -147,7 +150,7 @@ class Service:
         several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         found: list[list[int]] = []
         for one in several:
-            tokens = await self.encode(one, param=param) if isinstance(one, str) else list(one)
+            tokens = await self.encode(one, param=param, client=client) if isinstance(one, str) else list(one)
             if not tokens:
                 raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
             if max(tokens) >= self.vocabulary.size:

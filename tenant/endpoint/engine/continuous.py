@@ -57,6 +57,8 @@ class EngineLimits:
         running: requests that run at the same time.
         waiting: requests that wait; more are refused. No client has more of them than places that stay free, so one
             client finds a place whatever the others do.
+        clients: clients that share the engine. If there are several, the same holds for running requests and memory: a
+            client's second request runs only if as many places and as much memory stay free as the client then has.
     """
 
     memory: int = 1 << 30
@@ -65,6 +67,7 @@ class EngineLimits:
     step_work: int = 20_000_000_000
     running: int = 128
     waiting: int = 512
+    clients: int = 1
 
 
 class ContinuousEngine(Engine):
@@ -169,7 +172,7 @@ class ContinuousEngine(Engine):
 
     def _admit(self) -> None:
         """Let requests run whose keys and values fit. The first one that does not fit is waited for."""
-        while len(self._running) < self._limits.running and (sequence := self._waiting.first()) is not None:
+        while len(self._running) < self._limits.running and (sequence := self._next_waiting()) is not None:
             needed = self._bytes(sequence.request) + self._reserved()
             if needed > self._limits.memory:
                 return
@@ -183,6 +186,18 @@ class ContinuousEngine(Engine):
             with self._changed:
                 self._waiting.remove(sequence)
                 self._running.add(sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """Return the sequence whose turn it is, of the clients that leave others enough room."""
+        return next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
+
+    def _leaves_room(self, sequence: Sequence) -> bool:
+        own = [one for one in self._running if one.request.client == sequence.request.client]
+        if self._limits.clients == 1 or not own:
+            return True
+        places, memory = len(own) + 1, sum(self._bytes(one.request) for one in (*own, sequence))
+        free_places, free = self._limits.running - len(self._running) - 1, self._limits.memory - self._reserved()
+        return places <= free_places and memory <= free - self._bytes(sequence.request)
 
     def _begin(self, sequence: Sequence) -> None:
         request = sequence.request

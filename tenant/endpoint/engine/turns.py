@@ -42,7 +42,11 @@ class Turns(Generic[S]):
 
     def first(self) -> S | None:
         """Return the request whose turn it is; None if none waits."""
-        return next(iter(self), None)
+        return next(self.firsts(), None)
+
+    def firsts(self) -> Iterator[S]:
+        """Return the first request of each client, in the order of their turns."""
+        return (next(iter(adapters.values()))[0] for adapters in self._clients.values())
 
     def remove(self, one: S) -> None:
         """Take a request out. Its client and its adapter have had their turns."""

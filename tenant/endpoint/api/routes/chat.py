@@ -59,8 +59,8 @@ class PreparedChat:
                 in_tags = tagged(template)
             except ConfigError as error:
                 raise ApiError(400, str(error), param="tools") from error
-        prompt = await _prompt(asked, service, template)
-        grammar = await _grammar(asked, service, template)
+        prompt = await _prompt(asked, service, template, client)
+        grammar = await _grammar(asked, service, template, client)
         request = service.request(
             asked,
             prompt,
@@ -170,7 +170,7 @@ class _AllText:
         return "", []
 
 
-async def _prompt(asked: ChatRequest, service: Service, template: str) -> list[int]:
+async def _prompt(asked: ChatRequest, service: Service, template: str, client: str) -> list[int]:
     messages = [_message(one, place) for place, one in enumerate(asked.messages)]
     tools = None
     if asked.tools and asked.tool_choice != "none":
@@ -180,10 +180,10 @@ async def _prompt(asked: ChatRequest, service: Service, template: str) -> list[i
         return render_chat(messages, service.tokenizer, chat_template=template, tools=tools, add_generation_prompt=True)
 
     try:
-        text = await service.in_thread(render)
+        text = await service.in_thread(client, render)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages") from error
-    prompt = await service.encode(text, param="messages", special=False)  # the template adds them
+    prompt = await service.encode(text, param="messages", client=client, special=False)  # the template adds them
     if not prompt:
         raise ApiError(400, "the messages have no tokens", param="messages")
     if len(prompt) > service.context:
@@ -217,7 +217,7 @@ def _message(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-async def _grammar(asked: ChatRequest, service: Service, template: str) -> Any:
+async def _grammar(asked: ChatRequest, service: Service, template: str, client: str) -> Any:
     """Return the grammar of the answer: of `response_format`, or of calls that are forced, strict or not parallel."""
     forces = asked.tool_choice not in (None, "auto", "none")
     tools = [] if asked.tool_choice == "none" else [tool.function for tool in asked.tools or ()]
@@ -244,6 +244,6 @@ async def _grammar(asked: ChatRequest, service: Service, template: str) -> Any:
     else:
         return None
     try:
-        return await service.in_thread(lambda: service.vocabulary.grammar(rules))
+        return await service.in_thread(client, lambda: service.vocabulary.grammar(rules))
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from error

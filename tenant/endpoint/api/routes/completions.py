@@ -44,7 +44,7 @@ class _Prepared:
     async def of(cls, asked: CompletionRequest, service: Service, client: str) -> "_Prepared":
         """Check the fields and make the requests for the engine: all choices of the first prompt first."""
         service.adapter(asked.model)
-        prompts = await service.prompts(asked.prompt, param="prompt")
+        prompts = await service.prompts(asked.prompt, param="prompt", client=client)
         n = asked.n or 1
         if n * len(prompts) > _MOST:
             raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")

@@ -20,7 +20,7 @@ async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
     endpoint = endpoint_of(http)
     service = endpoint.service
     adapter = service.adapter(asked.model)
-    prompts = await service.prompts(asked.input, param="input")
+    prompts = await service.prompts(asked.input, param="input", client=endpoint.client(http))
     requests = [
         engine.EngineRequest(
             id=new_id("embd"),

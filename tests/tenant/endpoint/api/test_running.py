@@ -10,6 +10,7 @@ from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.running import Running, collected
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
+from tests.tenant.endpoint.api.conftest import Served
 
 REQUEST = EngineRequest(id="1", prompt=(1,), adapter="lora")
 
@@ -87,3 +88,15 @@ def test_costs_are_those_of_running_and_ended_requests() -> None:
         assert users["lora"] == 0
 
     asyncio.run(run())
+
+
+def test_clients_take_turns_with_the_tokenizer(served: Served) -> None:
+    """A client with many long prompts does not delay another client's only prompt."""
+    order: list[str] = []
+
+    async def run() -> None:
+        turns = [served.service.in_thread("a", lambda: order.append("a")) for _ in range(20)]
+        await asyncio.gather(*turns, served.service.in_thread("b", lambda: order.append("b")))
+
+    asyncio.run(run())
+    assert order.index("b") <= 2

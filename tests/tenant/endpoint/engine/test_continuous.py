@@ -17,7 +17,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Embedded, Sampling, Started
+from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.engine.conftest import METHODS, Asked, WriteAdapter
@@ -374,6 +374,37 @@ def test_a_client_does_not_fill_the_queue(opened: Open) -> None:
     taken.append(Asked(engine, PROMPT, client="b", max_tokens=1))
     first.handle.cancel()
     for one in taken:
+        one.done()
+
+
+@pytest.mark.parametrize("limit", ["places", "memory"])
+def test_a_client_leaves_room_for_others_to_run(opened: Open, model: Any, limit: str) -> None:
+    """The requests of one key may run for hours; another key's request runs beside them."""
+    block = PackedModel(model).shape.block_bytes
+    engine = opened(clients=2, running=4) if limit == "places" else opened(clients=2, memory=4 * block)
+    first, paused, second, ended = *(threading.Event() for _ in range(3)), list[bool]()
+
+    def look() -> None:
+        ended.extend(isinstance(event, Done) for one in taken for event in one.events)
+
+    def pause() -> None:
+        paused.set()
+        second.wait()
+
+    pauses: dict[int, Callable[[], object]] = {
+        1: first.wait,
+        5: pause,
+    }  # the others run beside the first one, and wait for the other client
+    taken = [Asked(engine, PROMPT, client="a", max_tokens=200, at=pauses) for _ in range(4)]
+    first.set()
+    assert paused.wait(60)
+    other = Asked(engine, PROMPT, client="b", max_tokens=1, at={1: look})
+    second.set()
+    assert other.done().new_tokens == 1
+    assert ended
+    assert not any(ended)
+    for one in taken:
+        one.handle.cancel()
         one.done()
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SMALL = PLANTED
 # 1,152 gradients a layer: about one in a thousand fits another noise row better if noise is as small as rows
-LONGER = replace(SMALL, steps=12)
+LARGER = replace(SMALL, batch=24)
 
 
 def outcome_of(suite: Suite, attack: str, scheme: str) -> Outcome:
@@ -161,7 +161,7 @@ def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme
 def test_candidate_subtraction_reads_every_layer_at_any_pool_size(
     lab: Lab, recorded: Recorded, size: int, noise: float
 ) -> None:
-    recording = recorded(paper_pool(size, noise), LONGER if noise == 1.0 else SMALL)
+    recording = recorded(paper_pool(size, noise), LARGER if noise == 1.0 else SMALL)
     for direction in ("forward", "backward"):
         outcome = examine(CandidateSubtraction(direction), recording, lab).outcome
         assert outcome is not None

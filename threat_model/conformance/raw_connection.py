@@ -6,7 +6,9 @@ tenant needs that, but it would hide the faults that `properties` looks for. Eve
 
 from __future__ import annotations
 
+import functools
 import math
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +58,7 @@ class Dialler:
             TransportError: no provider answers at the address.
             OutOfTime: `until` has passed.
         """
-        peer = self.peer
-        context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
-        connection = peer.connection(context)
+        connection = self.peer.connection(self._context)
         try:
             connection.open(self.deadline())
         except BaseException as error:
@@ -68,6 +68,10 @@ class Dialler:
                 raise type(error)(f"{error}; is it running?") from error
             raise
         return RawConnection(connection, dialler=self)
+
+    @functools.cached_property
+    def _context(self) -> ssl.SSLContext:
+        return client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
 
     def deadline(self) -> float:
         """The deadline of an exchange that starts now. Raises OutOfTime."""

@@ -95,9 +95,10 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
         )
         real_part = {name: truth.updates[name] for name in guess}
         taken = {name: stolen.update.float() for name, stolen in guess.items()} if outcome.broken else {}
+        base = truth.loss({})
         losses = {
-            "loss, base model": truth.loss({}),
-            "loss, stolen": truth.loss(taken),
+            "loss, base model": base,
+            "loss, stolen": truth.loss(taken) if taken else base,
             "loss, true": truth.loss(real_part),
         }
         return replace(outcome, figures={**outcome.figures, **losses})

@@ -122,9 +122,10 @@ class _Bench:
         self._channel.close()
 
     def honest(self, seconds: float) -> list[float]:
-        """Send requests for `seconds` seconds. Returns the duration of each."""
-        waits, end = [], time.monotonic() + seconds
-        while (begun := time.monotonic()) < end:
+        """Send requests for `seconds` seconds, at least one. Returns the duration of each."""
+        waits: list[float] = []
+        end = time.monotonic() + seconds
+        while (begun := time.monotonic()) < end or not waits:
             answer = self._ask()
             waits.append(time.monotonic() - begun)
             self._wrong += not torch.equal(answer, self._expected)

@@ -9,7 +9,7 @@ from threat_model.availability.abuse import measure_abuse
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="memory and time are read from /proc")
 def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
-    rows = list(measure_abuse(tmp_path, hidden=64, seconds=0.3, visits=10, threads=1))
+    rows = list(measure_abuse(tmp_path, hidden=64, seconds=0.1, visits=10, threads=1))
     found = {str(row["abuse"]): row for row in rows}
     assert all(row["wrong"] == 0 for row in rows)
     for row in rows:

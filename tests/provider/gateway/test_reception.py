@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
 
 SHARE = 0.02  # share for about twenty handshakes a second
+# A step of a handshake starts while there is time left, and may exceed it by its own time: 5 ms, and some tens of
+# milliseconds on a loaded machine. With a share of 1, the crowds below take half a second and more.
+STEP_S = 0.1
 
 
 @contextlib.contextmanager
@@ -75,7 +78,7 @@ def test_many_handshakes_take_their_share_and_delay_no_other_network(
             assert isinstance(neighbour.ask(wire.FetchHealth()), wire.HealthReport)
             assert provider.status().handshakes.late == 0
         elapsed, status = time.monotonic() - begun, provider.status()
-        assert status.handshakes.seconds <= SHARE * (elapsed + 1) + 0.02
+        assert status.handshakes.seconds <= SHARE * (elapsed + 1) + STEP_S
         assert status.handshakes.waited_s > 0
         assert next(count for name, count in status.visits.items() if name.startswith("bob@")) > 10
         named = [getattr(r, logs._FIELDS) for r in caplog.records if r.getMessage() == "handshakes_wait"]
@@ -94,7 +97,7 @@ def test_handshakes_have_a_smaller_share_while_products_are_answered(
         def larger_share() -> bool:
             """More processor time than the smaller share allows since products are no longer answered."""
             seconds = provider.status().handshakes.seconds - serving.seconds
-            return seconds > SHARE * (time.monotonic() - resting + 1) + 0.02
+            return seconds > SHARE * (time.monotonic() - resting + 1) + STEP_S
 
         with crowd(provider.address, keys, source="127.0.0.9", threads=8):
             begun, before = time.monotonic(), provider.status().handshakes
@@ -102,7 +105,7 @@ def test_handshakes_have_a_smaller_share_while_products_are_answered(
                 assert time.monotonic() < begun + 20
                 client.product(execute(0, 1), row)
             elapsed, serving = time.monotonic() - begun, provider.status().handshakes
-            assert serving.seconds - before.seconds <= SHARE * (elapsed + 1) + 0.02
+            assert serving.seconds - before.seconds <= SHARE * (elapsed + 1) + STEP_S
             resting = time.monotonic()
             until(larger_share, within_s=60)
 

@@ -54,9 +54,11 @@ LIBRARIES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.t5.modeling_t5",
+    "transformers.conversion_mapping",
     "transformers.generation",
     "transformers.trainer",
-    "peft",
+    "peft.utils.transformers_weight_conversion",
+    "cryptography.hazmat.backends.openssl",
     "cryptography.hazmat.primitives.kdf.hkdf",
     "cryptography.hazmat.primitives.serialization.ssh",
     "cryptography.x509",
@@ -409,6 +411,8 @@ def main() -> None:
     gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
+    # compiles a thousand regular expressions, which every process that loads a model needs
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()

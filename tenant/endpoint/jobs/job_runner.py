@@ -213,10 +213,10 @@ class Jobs:
         assert process.stdin is not None
         assert process.stdout is not None
         last = Report()
-        with process.stdout, process.stdin:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(msgspec.json.encode(work) + b"\n")
-                process.stdin.flush()
+        # A process that has ended breaks the pipe: `flush` raises, and `close` once more.
+        with process.stdout, contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(msgspec.json.encode(work) + b"\n")
+            process.stdin.flush()
             while line := process.stdout.readline(_LINE_BYTES):
                 with contextlib.suppress(*UNDECODABLE):
                     last = msgspec.json.decode(line, type=Report)

@@ -4,6 +4,7 @@ import http.client
 import io
 import itertools
 import json
+import os
 import shutil
 import subprocess
 from contextlib import closing
@@ -162,10 +163,17 @@ def test_errors_name_no_paths_of_this_machine(client: Any, jobs: Jobs, monkeypat
     until(lambda: jobs.get(refused.id).job.status == "failed")
     said = client.fine_tuning.jobs.retrieve(refused.id).error.message
     assert said.startswith(f"{file.id}, line 1")
-    monkeypatch.setattr(jobs, "_start", lambda _, **said: subprocess.Popen(["false"], **said))
+    monkeypatch.setattr(jobs, "_start", _ended)
     crashed = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
     until(lambda: jobs.get(crashed.id).job.status == "failed")
     said += client.fine_tuning.jobs.retrieve(crashed.id).error.message
     said += str(client.fine_tuning.jobs.list_events(crashed.id).data)
     assert f"jobs/{crashed.id}" in said
     assert str(jobs._folder.parent) not in said
+
+
+def _ended(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A process that has ended with status 1 before its work is written to it."""
+    process = subprocess.Popen(["false"], **options)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process

@@ -105,7 +105,7 @@ def health(
     config: OptionalConfig = None,
     certificate: Annotated[Path | None, typer.Option(help="The provider's pinned certificate.")] = None,
     tenant_certificate: Annotated[Path, typer.Option(help="A tenant's certificate.")],
-    tenant_key: Annotated[Path, typer.Option(help="Its key.")],
+    tenant_key: Annotated[Path, typer.Option(help="Private key of that certificate.")],
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
@@ -148,7 +148,7 @@ def usage(
     from provider.gateway.usage import COLUMNS, read
 
     database = load(config).usage.database
-    assert database is not None, "load() names one"
+    assert database is not None, "load() sets it"
 
     def warn(row: str) -> None:
         typer.echo(f"warning: {one_line(row)}; the other values are good. Restore {database} from a copy", err=True)

@@ -1,4 +1,4 @@
-"""A whole provider: model, executor and gateway, from the start to an orderly stop."""
+"""Starts and stops a whole provider: model, executor, gateway, announcements and metrics."""
 
 import gc
 import json
@@ -158,7 +158,7 @@ class Provider:
         """Read certificates, revocations, relays and quotas again soon. If one of them is invalid, it is logged and
         nothing changes."""
         if self._gateway is not None:
-            self._reloader.now()
+            self._reloader.request()
 
     def _reload(self) -> None:
         config = self.config if self._source is None else load(self._source, whole=True)
@@ -167,8 +167,8 @@ class Provider:
         self._gateway.renew(config, credentials)
         self._tls, self._relay, self._credentials = config.tls, config.relay, credentials
         if self._announcer is not None:
-            self._announcer.now()
-        chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
+            self._announcer.renew()
+        chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # as chosen at the start
         before = self.config.limits
         renewed = msgspec.structs.replace(
             config.limits,
@@ -189,7 +189,7 @@ class Provider:
         return StatusSource(gateway, self.executor, self._announcer, self._reloader)
 
     def _watched_files(self) -> list[Path]:
-        tls = self._tls  # as last read: the file may name another revocation list since the start
+        tls = self._tls  # as last read: the configuration may name other files than at the start
         files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
         relays = (*self._relay.helpers, *(target.certificate for target in self._relay.to))
         return [*(path for path in files if path is not None), *relays]

@@ -46,11 +46,11 @@ class Announcer:
         layers = whole_layers(served, manifest.layers)
         self._layers = LayerRange(layers[0], layers[-1])
         self._issued = 0
-        self._taken = dict.fromkeys(config.registry.announce, False)
+        self._accepted = dict.fromkeys(config.registry.announce, False)
         self._lock = threading.Lock()  # two descriptors are never issued in one millisecond
         self._wake = threading.Event()
         self._leaving = False
-        self._asking: str | None = None
+        self._announcing_to: str | None = None
         try:
             verify(self._describe(), trust_of(self._registry), now=time.time())
         except DescriptorError as error:
@@ -62,14 +62,14 @@ class Announcer:
         self._thread = threading.Thread(target=self._run, name="announce", daemon=True)
 
     @property
-    def taken(self) -> dict[str, bool]:
+    def accepted(self) -> dict[str, bool]:
         """For each registry: True if the registry accepted the last announcement."""
-        return dict(self._taken)
+        return dict(self._accepted)
 
     def start(self) -> None:
         self._thread.start()
 
-    def now(self) -> None:
+    def renew(self) -> None:
         """Announce again immediately, because the configuration or the certificate may have changed."""
         self._wake.set()
 
@@ -80,8 +80,8 @@ class Announcer:
         self._wake.set()
         threads = [
             threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
-            for address, taken in self._taken.items()
-            if taken or address == self._asking  # a registry may list an executor before its answer has arrived
+            for address, accepted in self._accepted.items()
+            if accepted or address == self._announcing_to  # which may already list the executor
         ]
         for thread in threads:
             thread.start()
@@ -90,13 +90,13 @@ class Announcer:
 
     def _run(self) -> None:
         while not self._leaving:
-            for address in self._taken:
+            for address in self._accepted:
                 if not self._leaving:
-                    self._asking = address
-                    self._taken[address] = self._announce(address, _DEADLINE_S)
-                    self._asking = None
+                    self._announcing_to = address
+                    self._accepted[address] = self._announce(address, _DEADLINE_S)
+                    self._announcing_to = None
             pause = self._registry.lifetime_s / 3
-            if not all(self._taken.values()):
+            if not all(self._accepted.values()):
                 pause = min(pause, _RETRY_S)
             self._wake.wait(pause * random.uniform(1 - _JITTER, 1))
             self._wake.clear()

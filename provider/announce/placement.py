@@ -29,7 +29,7 @@ _FIRST_LAYER: Final = "0"
 
 
 def placed(config: ProviderConfig, *, progress: Progress | None = None) -> ProviderConfig:
-    """The configuration with chosen layers in place of `layers = "auto"`; otherwise the same configuration.
+    """Returns the configuration with chosen layers in place of `layers = "auto"`; otherwise the same configuration.
 
     Raises:
         ConfigError: no registry can be reached.
@@ -50,7 +50,7 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
 
 
 def unplaced(config: ProviderConfig) -> ProviderConfig:
-    """The configuration without `layers = "auto"`, to compute the model's digest, which covers all layers."""
+    """Returns the configuration without `layers = "auto"`, to compute the model's digest, which covers all layers."""
     return _with_layers(config, _FIRST_LAYER) if config.model.layers == AUTO else config
 
 

@@ -1,4 +1,4 @@
-"""Plans the memory of a provider before it takes any: which data, on which device, in which type."""
+"""Plans the memory of a provider before memory is taken: which data, on which device, in which type."""
 
 import os
 from collections import defaultdict
@@ -80,18 +80,18 @@ def check_plan(plan: list[Need]) -> None:
         needed[need.place] += need.size
         log.info("memory_plan", what=need.what, place=need.place, kind=need.kind, mib=-(-need.size // MIB))
     for place, size in needed.items():
-        there = _available(place)
-        if there is not None and size > there:
+        limit = _available(place)
+        if limit is not None and size > limit:
             parts = ", ".join(f"{n.what} {-(-n.size // MIB):,} MiB" for n in plan if n.place == place)
             raise ConfigError(
-                f"this provider needs {-(-size // MIB):,} MiB on {place}, of {there // MIB:,} MiB available ({parts}): "
+                f"this provider needs {-(-size // MIB):,} MiB on {place}, of {limit // MIB:,} MiB available ({parts}): "
                 f"lower max_inflight_mib or float_memory_mib, choose weight_bits = 8, serve fewer "
                 f"layers (`layers` under [model]), or use a larger machine"
             )
 
 
 def _available(place: str) -> int | None:
-    """Bytes of a place that this process could use; None if the system does not say."""
+    """Bytes that this process could use at a place; None if the system does not report them."""
     if place != _CPU:
         usable = place.startswith("cuda") and torch.cuda.is_available()
         # memory that other processes have taken does not count as available

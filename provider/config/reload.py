@@ -11,7 +11,7 @@ log = logs.EventLog(__name__)
 
 class Reloader:
     """Calls `reload` in its own thread: after files have changed and then stayed unchanged between two checks, or on
-    `now`.
+    `request`.
 
     Args:
         files: returns the files to check. A missing file counts as changed when it exists again.
@@ -24,10 +24,10 @@ class Reloader:
         self._files = files
         self._reload = reload
         self._interval_s = interval_s
-        self._said = threading.Event()
+        self._requested = threading.Event()
         self._closed = False
         self._succeeded = True
-        self._seen = self._look()
+        self._seen = self._stamps()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
 
     @property
@@ -38,26 +38,26 @@ class Reloader:
     def start(self) -> None:
         self._thread.start()
 
-    def now(self) -> None:
+    def request(self) -> None:
         """Reload soon, even if no file has changed. Safe in a signal handler."""
-        self._said.set()
+        self._requested.set()
 
     def close(self, timeout: float) -> None:
         """Stop checking. Waits up to `timeout` seconds for a reload in progress, in case a file system does not
         answer."""
         self._closed = True
-        self._said.set()
+        self._requested.set()
         self._thread.join(timeout)
 
     def _run(self) -> None:
         last = self._seen
         while True:
-            said = self._said.wait(self._interval_s)
+            requested = self._requested.wait(self._interval_s)
             if self._closed:
                 return
-            self._said.clear()
-            found = self._look()
-            if said or last == found != self._seen:  # otherwise a file may be half written
+            self._requested.clear()
+            found = self._stamps()
+            if requested or last == found != self._seen:  # otherwise a file may be half written
                 self._seen = found
                 self._try()
             last = found
@@ -71,7 +71,7 @@ class Reloader:
         else:
             self._succeeded = True
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(map(_stamp, self._files()))
 
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 INPROC = "inproc://executor"
 AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
-"""The environment variables that pass the model's digest and the configuration to the ranks of a group."""
+"""The environment variable that passes the model's digest and the configuration to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
@@ -138,7 +138,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def small_request(self) -> int:
-        """Bytes of a request and its reply up to which it has a place of its own, one for every connection."""
+        """Largest size in bytes of a request with its reply that takes memory reserved for its connection."""
         return self.max_inflight_mib * MIB // 4 // self.max_connections
 
 
@@ -260,10 +260,10 @@ class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Each tenant's usage.
 
     Args:
-        database: the file that counts it, for `symbiosis-priv provider usage`; provider.usage.sqlite beside
+        database: the file of the counts, for `symbiosis-priv provider usage`; provider.usage.sqlite beside
             provider.toml if left out. A configuration that is made in code counts in memory only.
-        max_unwritten_s: time that tenants are served while the database cannot be written. Their usage is written as
-            soon as it can be. After this time, tenants are told to ask again.
+        max_unwritten_s: longest time that tenants are served while the database cannot be written. Their usage is
+            written later. After this time, requests are refused as BUSY.
     """
 
     database: Path | None = None

@@ -24,17 +24,17 @@ _NOTHING = memoryview(b"")
 
 
 class ExecutorRequester:
-    """Asks the executor for one gateway thread: one request at a time, always with a deadline.
+    """Sends the requests of one gateway thread to the executor: one at a time, always with a deadline.
 
-    Every request gets one answer, also a request that was cancelled or is late, unless the executor is lost. Until the
-    answer comes, the executor may hold the request's memory.
+    Every request gets one answer, even if it was cancelled or is late, unless the executor is lost. Until the answer
+    comes, the executor may hold the request's memory.
     """
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
         self._channel = handle.open_channel()
         self._generation = handle.generation
-        self._owed = False  # True while an answer is outstanding
+        self._outstanding = False  # True while an answer is missing
 
     @property
     def generation(self) -> int:
@@ -54,18 +54,18 @@ class ExecutorRequester:
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
-        if self._owed:
+        if self._outstanding:
             self._reconnect()
         self._generation = self._handle.generation
-        self._owed = True
+        self._outstanding = True
         self._channel.send(message, payload)
 
-    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
+    def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
         """Wait for the answer to the last request.
 
         Args:
             deadline: by `time.monotonic()`. The executor also checks it, and answers a late request without a product.
-            gone: returns True if the tenant has left. The request is then cancelled, and its answer comes soon.
+            tenant_left: returns True if the tenant has left. The request is then cancelled.
 
         Raises:
             Refusal: BUSY if the executor ended or did not answer in time; STOPPING if the provider stops.
@@ -75,7 +75,7 @@ class ExecutorRequester:
             if self._lost:
                 self._reconnect()
                 self._give_up("the executor was lost; ask again")
-            if not cancelled and gone():
+            if not cancelled and tenant_left():
                 self.cancel()
                 cancelled = True
             if time.monotonic() > deadline + _GRACE_S:
@@ -90,7 +90,7 @@ class ExecutorRequester:
 
     def settle(self) -> None:
         """Wait until the executor holds no memory of the last request: it has answered or ended."""
-        while self._owed:
+        while self._outstanding:
             if self._receive() is None and (self._lost or self._handle.stopping.is_set()):
                 self._reconnect()
 
@@ -101,11 +101,11 @@ class ExecutorRequester:
     def _receive(self) -> ExecutorAnswer | None:
         answer = self._channel.receive(WATCH_S)
         if answer is not None:
-            self._owed = False
+            self._outstanding = False
         return answer
 
     def cancel(self) -> None:
-        """Cancel the last request. Its answer still comes, soon."""
+        """Cancel the last request. Its answer still comes, without a product."""
         self._channel.send(envelope.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
@@ -114,7 +114,7 @@ class ExecutorRequester:
 
     def _reconnect(self) -> None:
         # A late answer must not be mistaken for the answer to the next request: it is lost with its channel.
-        self._owed = False
+        self._outstanding = False
         self._channel.close()
         self._channel = self._handle.open_channel()
 
@@ -127,7 +127,7 @@ class CachedReport:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
-        self._said: tuple[float, ExecutorReport] | None = None
+        self._last: tuple[float, ExecutorReport] | None = None
 
     def report(self, executor: ExecutorRequester, *, timeout: float) -> ExecutorReport:
         """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises."""
@@ -136,8 +136,8 @@ class CachedReport:
         if not self._asking.acquire(timeout=timeout):
             raise Refusal(wire.ErrorCode.BUSY, "the executor is late; ask again later")
         try:
-            if self._said is None or time.monotonic() - self._said[0] > _FRESH_S:
-                self._said = time.monotonic(), executor.report(deadline=deadline)
-            return self._said[1]
+            if self._last is None or time.monotonic() - self._last[0] > _FRESH_S:
+                self._last = time.monotonic(), executor.report(deadline=deadline)
+            return self._last[1]
         finally:
             self._asking.release()

@@ -17,7 +17,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
-_STEP_S = 60.0  # a tenant without a backward request in this time has stopped training
+_STEP_S = 60.0  # a tenant that has sent no backward request for this time has stopped training
 
 
 class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):

@@ -10,7 +10,7 @@ Ring results do not depend on the other rows of a product; float results may, wi
 layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
 Rows are handled as bytes (`row_bytes`), and become a matrix for the product only. Every torch operation releases the
-GIL, and waiting for the GIL took a third of this thread's time when sixteen tenants asked.
+GIL, and waiting for the GIL took a third of this thread's time when sixteen tenants sent requests.
 
 Waking a thread takes 20 to 50 µs, and a small product takes no longer than two wake-ups. So a gateway thread in this
 process that sends a few rows to an idle executor computes the product itself, while it holds the executor's lock
@@ -58,7 +58,7 @@ log = logs.EventLog(__name__)
 
 _KEYSTREAM_SLICE = 4 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
-_SHARED_PARTS = 4  # nor from products of at most this many times the answer's size
+_SHARED_PARTS = 4  # and not from products of at most this many times the answer's size
 _NOTHING = memoryview(b"")
 
 
@@ -70,7 +70,7 @@ class _Job(Job):
         sender: the sender that the inbox sends the answer to.
         payload: the request's rows; empty for an effect, None after the answer.
         made: keystream rows of an effect that are not multiplied yet; `ready - taken` rows.
-        asked: number of keystream rows that were ordered.
+        ordered: number of keystream rows that were ordered from the `KeystreamMaker`.
         result: all rows of the product, for a request that is multiplied piece by piece.
     """
 
@@ -78,7 +78,7 @@ class _Job(Job):
     request: wire.Execute | wire.Effect
     payload: memoryview | None
     made: memoryview = _NOTHING
-    asked: int = 0
+    ordered: int = 0
     result: memoryview | None = None
 
 
@@ -188,7 +188,7 @@ class Executor:
         Works only while the executor's own thread rests and every other request waits: no request is overtaken.
         """
         rests = self._resting_since is not None
-        if not rests or not _is_brief(message.envelope) or not self._model.serves_from_any_thread:
+        if not rests or not _may_be_inline(message.envelope) or not self._model.serves_from_any_thread:
             return False
         if not self._turn.acquire(blocking=False):
             return False
@@ -211,7 +211,7 @@ class Executor:
                 if self._resting_until < wakes:  # the executor's own thread would otherwise sleep past the new deadline
                     self._inbox.post(envelope.Wake())
         except BaseException as error:
-            self._break_down(error)
+            self._end_with(error)
         finally:
             self._turn.release()
         return True
@@ -222,11 +222,11 @@ class Executor:
             try:
                 self._record_products()
             except BaseException as error:
-                self._break_down(error)
+                self._end_with(error)
             finally:
                 self._turn.release()
 
-    def _break_down(self, error: BaseException) -> None:
+    def _end_with(self, error: BaseException) -> None:
         """Let the executor's own thread raise an exception of another thread, and end."""
         self._broken = error
         self._inbox.post(envelope.Wake())
@@ -301,24 +301,24 @@ class Executor:
 
     def _order_keystream(self, job: _Job) -> None:
         """Order the next keystream slice of an effect, which is made while the slice before is multiplied."""
-        if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
+        if not isinstance(job.request, wire.Effect) or job.left or job.ordered == job.rows:
             return
         by_expert = job.request.counts is not None
         inputs, _ = self._model.manifest.entry(job.request.group, by_expert=by_expert).columns(job.request.direction)
         rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.pace.rows(job))
-        if job.asked - job.taken > rows:
+        if job.ordered - job.taken > rows:
             return
-        rows = min(rows, job.rows - job.asked)
-        part = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.asked, rows=rows)
-        job.asked += rows
-        self._maker.want(job, job.tenant, lambda: self._model.mask_rows(part))
+        rows = min(rows, job.rows - job.ordered)
+        part = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.ordered, rows=rows)
+        job.ordered += rows
+        self._maker.order(job, job.tenant, lambda: self._model.mask_rows(part))
 
     def _take_keystream(self) -> None:
         for job, rows in self._maker.made():
             if job.left:
                 continue
             if isinstance(rows, Exception):
-                self._break([job], rows)
+                self._fail_batch([job], rows)
                 continue
             job.made = joined([job.made, wire.RING32.pack(rows)])
             self._scheduler.make_ready(job, len(rows))
@@ -357,7 +357,7 @@ class Executor:
         except RankLostError:  # the group of ranks has ended, and this process must end too
             raise
         except Exception as error:  # for example lack of memory: the next batch may succeed
-            self._break([piece.job for piece in pieces], error)
+            self._fail_batch([piece.job for piece in pieces], error)
             self._model.require_device()
             return
         del rows, flat  # the executor must not hold a request's memory when it answers
@@ -419,7 +419,7 @@ class Executor:
         self._order_keystream(job)
         return None
 
-    def _break(self, jobs: list[_Job], error: Exception) -> None:
+    def _fail_batch(self, jobs: list[_Job], error: Exception) -> None:
         """Answer jobs whose product failed. The log holds the reason; the tenants' answers do not."""
         log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
         self._report.failed += len(jobs)
@@ -451,7 +451,7 @@ def _matrices(counts: Counts | None) -> int:
     return 1 if counts is None else sum(count > 0 for count in counts)
 
 
-def _is_brief(message: envelope.Envelope) -> bool:
+def _may_be_inline(message: envelope.Envelope) -> bool:
     return (
         isinstance(message, envelope.ProductRequest)
         and message.stage == "inference"

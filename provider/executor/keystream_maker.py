@@ -27,30 +27,30 @@ class KeystreamMaker(Generic[J]):
     """Makes keystream slices in a thread of its own.
 
     Args:
-        wake: called in the maker's thread after each slice.
+        wake: called in this thread after each slice.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._wanted: RoundRobin[Hashable, _Slice[J]] = RoundRobin()  # by tenant
+        self._ordered: RoundRobin[Hashable, _Slice[J]] = RoundRobin()  # by tenant
         self._made: deque[tuple[J, Tensor | Exception]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="keystream", daemon=True)
         self._thread.start()
 
-    def want(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
+    def order(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
         """Queue a slice of a tenant. `made` returns the job with the result of `make`, or with its exception."""
         with self._changed:
-            self._wanted.put(tenant, _Slice(job, make))
+            self._ordered.put(tenant, _Slice(job, make))
             self._changed.notify()
 
     def forget(self, job: J, tenant: Hashable) -> None:
         """Drop the queued slices of a job. A slice that the thread is making still arrives in `made`."""
         with self._changed:
-            for wanted in self._wanted.of(tenant):
-                if wanted.job is job:
-                    self._wanted.remove(tenant, wanted)
+            for ordered in self._ordered.of(tenant):
+                if ordered.job is job:
+                    self._ordered.remove(tenant, ordered)
 
     def made(self) -> list[tuple[J, Tensor | Exception]]:
         """The slices made since the last call: the job, with int32 `[rows, inputs]` or an exception."""
@@ -64,17 +64,17 @@ class KeystreamMaker(Generic[J]):
         self._thread.join()
 
     def _run(self) -> None:
-        while (wanted := self._next()) is not None:
+        while (ordered := self._next()) is not None:
             try:
-                outcome: Tensor | Exception = wanted.make()
+                outcome: Tensor | Exception = ordered.make()
             except Exception as error:  # the executor answers the request with a failure
                 outcome = error
-            self._made.append((wanted.job, outcome))
-            del wanted, outcome  # frees the memory before the thread waits
+            self._made.append((ordered.job, outcome))
+            del ordered, outcome  # frees the memory before the thread waits
             self._wake()
 
     def _next(self) -> _Slice[J] | None:
         with self._changed:
-            while not self._wanted and not self._closed:
+            while not self._ordered and not self._closed:
                 self._changed.wait()
-            return None if self._closed else self._wanted.get()
+            return None if self._closed else self._ordered.get()

@@ -38,7 +38,7 @@ def _do_nothing() -> None:
 
 
 class InboxMessage(NamedTuple):
-    """A message in an inbox, with its sender, which the answer is sent to."""
+    """A message in an inbox, and the sender that gets the answer."""
 
     sender: Hashable
     envelope: Envelope
@@ -52,7 +52,8 @@ class ExecutorAnswer(NamedTuple):
         failure: the frame of a `Failure`, ready for the wire; empty if there is a product.
         payload: the product, or a report.
         rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
-        after: to be called once the answer is sent. It does work of the executor for which no tenant should wait.
+        after: the receiver calls it once the answer is sent. It does work of the executor for which no tenant should
+            wait.
     """
 
     failure: bytes
@@ -228,7 +229,7 @@ class SocketInbox(Inbox):
             yield InboxMessage(sender, envelope.decode(head), payload.buffer)
 
     def wait(self, seconds: float | None) -> None:
-        if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # its own timeouts are whole milliseconds: too long
+        if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # ZeroMQ's timeouts are whole milliseconds: too long
             select.select([self._router.fileno()], [], [], seconds)
 
     def answer(self, answers: Sequence[AddressedAnswer]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_BRIEF_BYTES = 1 << 18  # copying so many bytes takes less time than waiting for the GIL
+_BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
 
 
 def joined(parts: Sequence[memoryview]) -> memoryview:

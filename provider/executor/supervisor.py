@@ -157,7 +157,7 @@ class ProcessExecutor(ExecutorHandle):
             self.generation += 1
             _close_pipe(self._process)
             if was_present and time.monotonic() - born > _LONG_LIFE_S:
-                backoff = 0.0  # it has started well before, and tenants wait
+                backoff = 0.0  # the executor ran for long, so it will start again, and tenants wait
             log.info("executor_ended", status=status)
             if self.stopping.wait(backoff):
                 return
@@ -192,13 +192,13 @@ class GroupExecutor(ProcessExecutor):
     def _spawn(self) -> Popen[bytes]:
         settings = self.config.executor
         threads = settings.threads or os.cpu_count() or 1
-        meeting = Path(self._folder, "meeting")
-        shutil.rmtree(meeting, ignore_errors=True)  # the folder of the previous group
-        meeting.mkdir(mode=0o700)
+        rendezvous = Path(self._folder, "rendezvous")
+        shutil.rmtree(rendezvous, ignore_errors=True)  # the folder of the previous group
+        rendezvous.mkdir(mode=0o700)
         environment = {
             **os.environ,
             RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
-            FOLDER_VARIABLE: str(meeting),
+            FOLDER_VARIABLE: str(rendezvous),
             "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
             "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed does not authenticate
             "NCCL_SOCKET_IFNAME": _LOOPBACK,

@@ -1,1 +1,1 @@
-"""Shares between clients: whose turn it is (`round_robin`), and at which rate (`token_bucket`)."""
+"""Fair shares between clients: taking turns (`round_robin`), and limited rates (`token_bucket`)."""

@@ -54,6 +54,6 @@ class RoundRobin(Generic[K, V]):
 
     @property
     def longest(self) -> tuple[K, int]:
-        """The client with the most items, and how many. Raises ValueError if there is none."""
+        """The client with the most items, and their number. Raises ValueError if there is none."""
         client = max(self._queues, key=lambda client: len(self._queues[client]))
         return client, len(self._queues[client])

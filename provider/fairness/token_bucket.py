@@ -4,11 +4,10 @@
 class TokenBucket:
     """Tokens that are replenished at a rate. The bucket starts full, and may go into debt. Not thread-safe.
 
-    The caller passes the time.
-
     Args:
         per_s: tokens per second; above 0.
         burst: tokens of a full bucket.
+        now: seconds of a monotonic clock; the caller always passes the time.
     """
 
     def __init__(self, *, per_s: float, burst: float, now: float) -> None:

@@ -25,7 +25,7 @@ from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from provider.relay import blocks, permits
-from provider.relay.matrices import hidden, without_blocks
+from provider.relay.matrices import make_block, without_blocks
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import ConnectionLostError
@@ -39,7 +39,7 @@ _BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
 _KINDS = 256  # kinds of requests whose sizes a connection keeps
 
 _Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int, bool]
-"""The fields of a request without counts that decide its sizes; one role, and so one class of requests, is served."""
+"""The fields of a request without counts that decide its sizes. A connection has one role, so one class of requests."""
 
 
 class Connection(FrameLoop[wire.Request]):
@@ -66,7 +66,7 @@ class Connection(FrameLoop[wire.Request]):
         self._tenant = tenant
         self._executor = executor
         self._role: wire.Role | None = None
-        self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds; model, layers and limits do not change
+        self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
 
     def serve(self) -> None:
         try:
@@ -117,7 +117,7 @@ class Connection(FrameLoop[wire.Request]):
         if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
             self._state.blocks.confirm(self._tenant, request.confirms)
         sizes = self._check(request)
-        if not self._state.counts:
+        if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:
             self._answer_empty_product(request)
@@ -127,7 +127,7 @@ class Connection(FrameLoop[wire.Request]):
             self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s),
         ):
             try:
-                # with a new deadline: the tenant did not cause the wait for bytes
+                # the deadlines start now: the tenant did not cause the wait for bytes
                 self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
             except TimeoutError:
                 self._bill(UsageCounts(slow=1))
@@ -175,7 +175,7 @@ class Connection(FrameLoop[wire.Request]):
         self._executor.send(work, payload)
         del payload  # so that its memory is free when the answer is made
         try:
-            answer = self._executor.receive(deadline=work.deadline, gone=self._left)
+            answer = self._executor.receive(deadline=work.deadline, tenant_left=self._left)
         except Refusal as refusal:
             self._bill(UsageCounts(failed=1))
             self._frames.refuse(refusal)
@@ -208,12 +208,12 @@ class Connection(FrameLoop[wire.Request]):
         state, relayed = self._state, False
         if isinstance(request, wire.Effect):
             order = request.relay
-            if order is not None and state.links.leads_to(order.executor):
-                block = hidden(product, request, self._entry(request))
+            if order is not None and state.links.allows(order.executor):
+                block = make_block(product, request, self._entry(request))
                 if state.links.deposit(self._tenant, request, order, block):
                     return NOTHING, True, len(block)
         elif request.blocks:
-            wait = _BLOCK_WAIT_S if state.permits.known(self._tenant) else 0.0
+            wait = _BLOCK_WAIT_S if state.permits.has_permit(self._tenant) else 0.0
             parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
             if parts is not None:
                 product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
@@ -222,7 +222,7 @@ class Connection(FrameLoop[wire.Request]):
         return product, relayed, len(product)
 
     def _bill(self, counts: UsageCounts) -> None:
-        """Count durably, before the tenant receives the answer."""
+        """Add to the bill, before the tenant receives the answer."""
         self._state.usage.count(self._tenant, self._role or "none", counts)
 
     def _work(self, request: wire.Execute | wire.Effect) -> ProductRequest:

@@ -142,14 +142,14 @@ class Gateway:
         deadline = time.monotonic() + timeout
         self._state.stopping.set()
         self._reception.stop(timeout)
-        self._hang_up(socket.SHUT_RD)
+        self._shut_all(socket.SHUT_RD)
         self._join(deadline)
-        self._hang_up(socket.SHUT_RDWR)  # the timeout is over
+        self._shut_all(socket.SHUT_RDWR)  # connections that are still open after the timeout
         self._join(time.monotonic() + 1.0)
         self._state.links.close()
         return not self._threads
 
-    def _hang_up(self, how: int) -> None:
+    def _shut_all(self, how: int) -> None:
         with self._lock:
             for stream in self._threads.values():
                 shut(stream.raw, how)
@@ -161,7 +161,7 @@ class Gateway:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _begin(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
-        """Start the thread of a connection whose tenant has authenticated."""
+        """Start the thread of an authenticated connection."""
         thread = threading.Thread(target=self._run, args=(stream, peer), name="connection", daemon=True)
         with self._lock:
             self._threads[thread] = stream
@@ -187,13 +187,13 @@ class Gateway:
     def _serve_accepted(self, stream: FrameStream, peer: AuthenticatedPeer) -> str:
         """Serve a client if the current credentials still accept it. Returns the reason of the end."""
         with self._lock:
-            shown = self._credentials.fingerprint
+            certificate = self._credentials.fingerprint
             refusal = self._credentials.refusal(peer)
             if refusal is None:  # `renew` must not close a connection that is sent its refusal
                 self._peers[stream] = peer
         try:
             if refusal is None:
-                return self._serve(stream, peer, shown)
+                return self._serve(stream, peer, certificate)
             with contextlib.suppress(OSError, TransportError):
                 refuse(stream, refusal, timeout=self._limits.handshake_timeout_s)
             return refusal.code
@@ -201,11 +201,11 @@ class Gateway:
             with self._lock:
                 self._peers.pop(stream, None)
 
-    def _serve(self, stream: FrameStream, peer: AuthenticatedPeer, shown: str) -> str:
+    def _serve(self, stream: FrameStream, peer: AuthenticatedPeer, certificate: str) -> str:
         """Serve until the connection ends. Returns the reason of the end.
 
         Args:
-            shown: `fingerprint` of the provider's certificate.
+            certificate: `fingerprint` of the provider's certificate.
         """
         party = peer.party
 
@@ -225,7 +225,7 @@ class Gateway:
                             stream,
                             helper=party,
                             key=peer.key,
-                            executor=shown,
+                            executor=certificate,
                             state=self._state,
                             slot=slot,
                             refusal=refusal,

@@ -33,9 +33,9 @@ log = logs.EventLog(__name__)
 
 _PATIENCE_S = 1.0  # longest wait of a request
 _LOG_AGAIN_S = 60.0
-_REMEMBERED = 1024  # tenants
+_REMEMBERED = 1024  # tenants whose quota is cached
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
-_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here, rows are bytes that are read and dropped
+_NO_PRODUCT = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here, rows are bytes read and dropped
 
 
 class QuotaMeter:
@@ -88,7 +88,7 @@ class QuotaGate:
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
         self._meters: dict[tuple[TenantIdentity, HelperIdentity | None], QuotaMeter] = {}
-        self._asides: dict[Party, QuotaMeter] = {}
+        self._no_product: dict[Party, QuotaMeter] = {}  # for answers without a product
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
 
@@ -123,10 +123,10 @@ class QuotaGate:
             size: bytes that were read and dropped.
         """
         with self._changed:
-            meter, now = self._asides.setdefault(tenant, QuotaMeter(time.monotonic())), time.monotonic()
-            meter.delay(_ASIDES, now)
+            meter, now = self._no_product.setdefault(tenant, QuotaMeter(time.monotonic())), time.monotonic()
+            meter.delay(_NO_PRODUCT, now)
             meter.take(rows=size, work=0)
-            return meter.delay(_ASIDES, now)
+            return meter.delay(_NO_PRODUCT, now)
 
     @contextmanager
     def _in_turn(
@@ -159,12 +159,12 @@ class QuotaGate:
                 return limit
             first, limit = limit is None, meter.limit(quota) if delay else _in_flight(quota)
             if first:
-                self._note(tenant, meter, limit, now)
+                self._record(tenant, meter, limit, now)
             if left <= 0 or delay > left:
                 raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
             self._changed.wait(delay or left)
 
-    def _note(self, tenant: TenantIdentity, meter: QuotaMeter, limit: QuotaLimit, now: float) -> None:
+    def _record(self, tenant: TenantIdentity, meter: QuotaMeter, limit: QuotaLimit, now: float) -> None:
         self._limited[tenant] += 1
         if meter.logged_at is None or now - meter.logged_at > _LOG_AGAIN_S:
             meter.logged_at = now

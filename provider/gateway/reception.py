@@ -5,13 +5,13 @@ a client. The thread reads what a client has sent when it is that network's turn
 used less than their share of one core (`TokenBucket`). So handshakes take no more than that share, however many clients
 connect. Before a client has authenticated, it has no thread, only a place among the `unauthenticated` connections. A
 client that takes longer than `handshake_timeout_s` is dropped; its waits for a turn do not count. If there are too many
-clients, the oldest one of the busiest network is dropped.
+clients, the oldest client of the network with the most clients is dropped.
 
 The share is smaller while products are computed: each handshake leads to a connection with a thread and frames, which
 use the cores that connected tenants wait for. While no products are computed, many clients can connect at once.
 
-To find out which tenant a certificate names takes a quarter of a handshake's time, so the result is cached until the
-authorities change. Sessions are not resumed: in OpenSSL that takes as long as a handshake, to within a twentieth.
+Finding the tenant that a certificate names takes a quarter of a handshake's time, so the result is cached until the
+authorities change. TLS sessions are not resumed: in OpenSSL, resuming takes 95 % of the time of a handshake or more.
 """
 
 import errno
@@ -41,7 +41,7 @@ log = logs.EventLog(__name__)
 _BACKLOG = 1024
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # when the machine is out of descriptors or threads
-_REMEMBERED = 1024  # certificates
+_REMEMBERED = 1024  # certificates whose tenant is cached
 _SERVING_S = 1.0  # a provider without a product for this time is idle
 
 
@@ -50,7 +50,7 @@ class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         present: clients that have not authenticated yet.
-        waiting: those of them that have sent something and wait for their turn.
+        waiting: unauthenticated clients that have sent something and wait for their turn.
         accepted: clients that have authenticated.
         refused: clients that showed no good certificate, broke the protocol, or left.
         late: clients that did not finish in time.
@@ -101,7 +101,7 @@ class Reception:
         share = self._share(serving=False)
         self._processor_time = TokenBucket(per_s=share, burst=share, now=time.monotonic())
         self._queue: RoundRobin[str, UnauthenticatedConnection] = RoundRobin()  # by network
-        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedPeer] = OrderedDict()
+        self._identified_peers: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedPeer] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
         self._since: dict[UnauthenticatedConnection, float] = {}  # start of the wait for a turn
         self._waited_s = self._seconds = 0.0
@@ -140,7 +140,7 @@ class Reception:
         """Apply new limits and credentials to later handshakes."""
         self._share = limits.share_of_handshakes
         self._credentials = credentials
-        self._known = OrderedDict()  # drops the cache of the previous authorities, and their context
+        self._identified_peers = OrderedDict()  # drops the cache of the previous authorities, and their context
 
     def stop(self, timeout: float) -> None:
         """Stop accepting, and drop the connections that have not authenticated."""
@@ -158,8 +158,8 @@ class Reception:
                     if key.data is not None:
                         self._enqueue(key.data)
                 if any(key.fileobj is self._listener for key in ready):
-                    self._attempt(self._admit)
-                self._attempt(self._go_on)
+                    self._attempt(self._accept)
+                self._attempt(self._run_next_step)
                 for client in self._unauthenticated.late(time.monotonic()):
                     self._drop(client, "late")
             for client in self._unauthenticated.all():
@@ -184,7 +184,7 @@ class Reception:
         except Exception as error:  # a bug must not stop the reception
             log.failure("handshake_failed", error)
 
-    def _admit(self) -> None:
+    def _accept(self) -> None:
         raw, peer = self._listener.accept()
         try:
             raw.setblocking(False)
@@ -228,12 +228,12 @@ class Reception:
         self._since[client] = now = time.monotonic()
         self._unauthenticated.pause(client, now)
 
-    def _look_again(self, client: UnauthenticatedConnection, events: int) -> None:
+    def _watch(self, client: UnauthenticatedConnection, events: int) -> None:
         """Wait until the client has sent or read something."""
         self._selector.register(client.socket, events, client)
         self._unauthenticated.resume(client, time.monotonic())
 
-    def _go_on(self) -> None:
+    def _run_next_step(self) -> None:
         """Run one step of the next handshake, if the share allows it."""
         now = time.monotonic()
         if not self._queue:
@@ -264,7 +264,7 @@ class Reception:
             peer = self._identified(stream.tls)
         except TimeoutError:
             waits_to_send = client.stream is not None and client.stream.unsent
-            self._look_again(client, selectors.EVENT_WRITE if waits_to_send else selectors.EVENT_READ)
+            self._watch(client, selectors.EVENT_WRITE if waits_to_send else selectors.EVENT_READ)
             return
         except BaseException as error:
             self._end(client, "refused")
@@ -281,10 +281,10 @@ class Reception:
             raise
 
     def _identified(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
-        """The client of a connection's certificate, which the handshake has verified. Cached per TLS context."""
-        shown = connection.context, connection.getpeercert(binary_form=True) or b""
-        peer = self._known.pop(shown, None) or self._credentials.identify(connection)
-        self._known[shown] = peer
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        """The client that a connection's verified certificate names. Cached per TLS context."""
+        key = connection.context, connection.getpeercert(binary_form=True) or b""
+        peer = self._identified_peers.pop(key, None) or self._credentials.identify(connection)
+        self._identified_peers[key] = peer
+        if len(self._identified_peers) > _REMEMBERED:
+            self._identified_peers.popitem(last=False)
         return peer

@@ -1,7 +1,7 @@
 """Slots for authenticated connections: a limited number, shared between tenants.
 
 While slots are free, a tenant may hold as many as its own limit allows. Once all are taken, a tenant that holds fewer
-than the others still gets in: the idlest connection of the tenant that holds the most is closed for it. So no group of
+than the others still gets a slot: the idlest connection of the tenant that holds the most is closed. So no group of
 tenants can shut out another one with connections that they do not use, and the shares of tenants that all want more
 become equal. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less idle
 than every connection between two requests.
@@ -20,7 +20,7 @@ from provider.refusal import Refusal
 from symbiosis_priv.network.wire import ErrorCode
 
 _CLOSING_S = 2.0
-"""How long a new connection waits until the one that is closed for it has ended."""
+"""Longest wait of a new connection for the end of the connection that is closed for it."""
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Slot:
     """The slot of one connection.
 
     Args:
-        tenant: whose connection it is.
+        tenant: the client of the connection.
         close: closes the connection, from any thread.
     """
 
@@ -39,11 +39,11 @@ class Slot:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def begin_request(self) -> None:
-        """The first bytes of a request have arrived."""
+        """Record that the first bytes of a request have arrived."""
         self._busy = True
 
     def end_request(self) -> None:
-        """The request has been answered."""
+        """Record that the request was answered."""
         self._busy, self._active = False, time.monotonic()
 
     @property
@@ -56,7 +56,7 @@ class Slots:
     """The slots of all connections. Thread-safe.
 
     Args:
-        limits: how many there are, and how many of them one tenant may hold.
+        limits: the number of slots, and the largest number that one tenant may hold.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -73,7 +73,7 @@ class Slots:
     def taken(self, tenant: Party, close: Callable[[], None]) -> Iterator[Slot]:
         """Hold a slot for a connection of `tenant`, which `close` closes from any thread.
 
-        Raises, when it is entered:
+        Raises, when the context is entered:
             Refusal: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more.
         """
         slot = Slot(tenant, close)
@@ -83,12 +83,12 @@ class Slots:
         try:
             if closed is not None:
                 closed.close()
-                if not closed._ended.wait(_CLOSING_S):  # its thread still uses its share of the bytes
+                if not closed._ended.wait(_CLOSING_S):  # the closed connection's thread still holds memory
                     raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
             yield slot
         finally:
             with self._lock:
-                self._give_back(slot)
+                self._free(slot)
             slot._ended.set()
 
     def _make_room(self, tenant: Party) -> Slot | None:
@@ -99,15 +99,15 @@ class Slots:
         if sum(map(len, self._held.values())) < self._limits.max_connections:
             return None
         most = max(map(len, self._held.values()))
-        if most < own + 2:  # else the two tenants would only change places
+        if most < own + 2:  # otherwise the two tenants would only swap their numbers
             raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
         slots = (slot for held in self._held.values() if len(held) == most for slot in held)
         idlest = min(slots, key=lambda slot: slot.idle_since)
-        self._give_back(idlest)
+        self._free(idlest)
         return idlest
 
-    def _give_back(self, slot: Slot) -> None:
-        """Does nothing for a slot that was given back when its connection was closed."""
+    def _free(self, slot: Slot) -> None:
+        """Free a slot. Does nothing if the slot was freed when its connection was closed."""
         held = self._held.get(slot.tenant, [])
         if slot in held:
             held.remove(slot)

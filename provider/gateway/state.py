@@ -39,11 +39,11 @@ class GatewayState:
     blocks: BlockStore
     links: Links
     started: float
-    """`time.monotonic()`"""
+    """Time of the start, by `time.monotonic()`."""
     executor_report: CachedReport = field(default_factory=CachedReport)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def counts(self) -> bool:
+    def can_bill(self) -> bool:
         """False if usage could not be written for `max_unwritten_s`: requests are then refused, not served unbilled."""
         return self.usage.unwritten_s <= self.config.usage.max_unwritten_s

@@ -1,9 +1,9 @@
-"""Unauthenticated connections: a limited number of places, and which connection is dropped when all are taken.
+"""Limits the number of unauthenticated connections. One more drops one.
 
-The network with the most connections loses one: an IPv4 address, or an IPv6 /64, because one client can have all
-addresses of a /64. Of that network, or of networks with equally many connections, silent connections are dropped before
-connections that have sent something, and the oldest first. So many connections from one network cost the clients of
-another network nothing.
+The network with the most connections loses one. A network is an IPv4 address, or an IPv6 /64, because one client can
+have all addresses of a /64. Of that network, or of networks with equally many connections, silent connections are
+dropped before connections that have sent something, and the oldest first. So many connections from one network cost the
+clients of another network nothing.
 
 A connection that takes too long is dropped too. Its time does not run while it waits for its turn: otherwise many slow
 handshakes would make other clients late.
@@ -47,7 +47,7 @@ class UnauthenticatedConnection:
         self.network = network_of(host)
         self.deadline = deadline
         self.silent = True
-        self.stream: FrameStream | None = None  # once the handshake has begun
+        self.stream: FrameStream | None = None  # set when the handshake has begun
         self.clock = -1  # key in `UnauthenticatedConnections` while the time runs
 
 
@@ -93,7 +93,7 @@ class UnauthenticatedConnections:
                 client.deadline -= now
 
     def resume(self, client: UnauthenticatedConnection, now: float) -> None:
-        """Let the time of a connection run again, with the time left at `pause`."""
+        """Let the time of a connection run again, with the time that was left at `pause`."""
         with self._lock:
             client.deadline += now
             self._start_clock(client)
@@ -105,7 +105,8 @@ class UnauthenticatedConnections:
             heapq.heappush(self._due, (client.deadline, client.clock))
 
     def mark_active(self, client: UnauthenticatedConnection, stream: FrameStream | None = None) -> bool:
-        """Record the first bytes of a connection, and its stream. Returns False if the connection was dropped."""
+        """Record that a connection has sent its first bytes, and its stream. Returns False if the connection was
+        dropped."""
         with self._lock:
             client.stream, client.silent = stream, False
             return client in self._present
@@ -189,7 +190,7 @@ class UnauthenticatedListener:
         self._acceptor.start()
 
     def stop(self) -> None:
-        """Close the address and all connections; returns within `closing_s` and a moment."""
+        """Close the address and all connections. Returns within about `closing_s`."""
         self.stopping.set()
         shut(self._listener)  # wakes `accept` where the system does so
         if self._acceptor.ident is not None:

@@ -1,17 +1,17 @@
 """The bill: what each tenant has used, per day and role. The bill survives any end of this process.
 
 The counts are in one SQLite file in WAL mode. A commit takes eight system calls, so no request waits for one: a request
-is counted in a journal in mapped memory (`usage_journal`) before it is answered, and a thread commits once a second
-what the journals have and the file does not have yet. The file notes in the same commit which totals of which journal
-it has, so every count is in the bill once, whenever the process is killed: after a SIGKILL, the bill and the tenants'
-own counts differ by the requests in flight at most. `read` adds what is in journals only, and the next provider that
-opens the file commits it. Every few seconds the file is flushed to the disk; a power cut loses at most the counts since
-the last flush.
+is counted in a journal in mapped memory (`usage_journal`) before it is answered, and a thread commits once a second the
+counts that the file does not have yet. The same commit records the committed totals of each journal, so every count is
+in the bill once, whenever the process is killed: after a SIGKILL, the bill and the tenants' own counts differ by the
+requests in flight at most. `read` adds the counts that are in journals only, and the next provider that opens the file
+commits them. Every few seconds the file is flushed to the disk; a power cut loses at most the counts since the last
+flush.
 
 Counts that cannot be written (the disk is full or slow, or another process writes) stay in the journal and are tried
 again; `unwritten_s` gives the time since then. If the file is deleted, a new one is made within seconds. Nothing is
-written to a file that has replaced the first one, or to a damaged file before it is repaired. A file notes each of its
-journals when the journal is made; other journals are not added to it.
+written to a file that has replaced the first one, or to a damaged file before it is repaired. A file lists each of its
+journals from the start of the journal; journals that it does not list are not added to it.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ CREATE TABLE IF NOT EXISTS usage (
 ) WITHOUT ROWID, STRICT
 """
 _CREATE_JOURNALS = "CREATE TABLE IF NOT EXISTS journals (name TEXT PRIMARY KEY, settled BLOB) WITHOUT ROWID, STRICT"
-_NOTE = "INSERT OR REPLACE INTO journals VALUES (?, ?)"
+_RECORD = "INSERT OR REPLACE INTO journals VALUES (?, ?)"
 _FORGET = "DELETE FROM journals WHERE name = ?"
 
 
@@ -126,7 +126,7 @@ class UsageCounters:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._journals: list[Journal] = []  # counts go to the last one
-        self._ended: dict[Key, Totals] = {}  # sums of the journals before, without the day
+        self._ended: dict[Key, Totals] = {}  # sums of replaced journals, without the day
         self._day = (0, "")
         try:
             self._take_over()
@@ -135,7 +135,7 @@ class UsageCounters:
             self._connection.close()
             raise _unusable(database, error) from error
         self._closed = threading.Event()
-        self._flusher = threading.Thread(target=self._flush, name="usage", daemon=True)
+        self._flusher = threading.Thread(target=self._run, name="usage", daemon=True)
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: BilledRole, counts: UsageCounts) -> None:
@@ -143,7 +143,7 @@ class UsageCounters:
         values = _values(counts)
         with self._lock:
             key = (self._today(), tenant.name, tenant.authority, role)
-            if not self._journals[-1].add(key, values):  # hundreds of new tenants have come within a second
+            if not self._journals[-1].add(key, values):  # the journal is full: hundreds of new tenants within a second
                 self._journals.append(Journal(None, fields=len(COUNTED)))
                 self._journals[-1].add(key, values)
 
@@ -198,7 +198,7 @@ class UsageCounters:
             self._connection.close()  # the last connection also checkpoints
 
     def _take_over(self) -> None:
-        """Commit what providers that were killed have left in their journals."""
+        """Commit the counts in journals of providers that were killed."""
         if self._database is None:
             return
         run = self._connection.execute
@@ -206,7 +206,7 @@ class UsageCounters:
             for journal in filter(JournalReader.lock, found):
                 name = journal.path.name
                 run("BEGIN IMMEDIATE")
-                self._connection.executemany(_ADD, _late_rows(self._connection, journal))
+                self._connection.executemany(_ADD, _missing_rows(self._connection, journal))
                 run(_FORGET, (name,))
                 run("COMMIT")
                 journal.path.unlink()
@@ -218,12 +218,12 @@ class UsageCounters:
         """Count in a new journal from now on. Raises OSError or sqlite3.Error."""
         journal = Journal(self._database, fields=len(COUNTED))
         if journal.name:
-            self._connection.execute(_NOTE, (journal.name, pack(())))
+            self._connection.execute(_RECORD, (journal.name, pack(())))
         with self._lock:
             self._journals.append(journal)
 
     def _renew_journals(self, settled: Sequence[tuple[Journal, JournalTotals]]) -> None:
-        """Replace journals that were just settled. One that was counted in meanwhile is replaced next time."""
+        """Replace journals that were just settled. A journal with newer counts is replaced next time."""
         try:
             self._begin_journal()
         except (sqlite3.Error, OSError) as error:
@@ -237,19 +237,19 @@ class UsageCounters:
                     self._end(journal)
 
     def _end(self, journal: Journal) -> None:
-        """Remove a settled journal. A file that is not noted is not added to the bill again."""
+        """Remove a settled journal, and its record in the database."""
         journal.close(remove=True)
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute(_FORGET, (journal.name,))
 
     def _write(self, changed: Sequence[tuple[Journal, JournalTotals]]) -> bool:
-        """Commit what journals have and the file does not have. Returns False if that fails."""
+        """Commit the counts of journals that the file does not have. Returns False if that fails."""
         rows = [row for journal, slots in changed for row in _rows(slots, journal.settled)]
         settled = [(journal, [totals for _, totals in slots]) for journal, slots in changed]
         try:
             self._connection.execute("BEGIN")
             self._connection.executemany(_ADD, rows)
-            self._connection.executemany(_NOTE, [(journal.name, pack(totals)) for journal, totals in settled])
+            self._connection.executemany(_RECORD, [(journal.name, pack(totals)) for journal, totals in settled])
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:  # for example a full disk: keep serving, and warn the operator
             log.often("usage_not_counted", error=type(error).__name__)
@@ -266,18 +266,18 @@ class UsageCounters:
             self._day = (number, datetime.fromtimestamp(number * _DAY_S, UTC).strftime("%Y-%m-%d"))
         return self._day[1]
 
-    def _flush(self) -> None:
+    def _run(self) -> None:
         next_flush = time.monotonic() + _FLUSH_S
         while not self._closed.wait(_COMMIT_S):
             if (begun := time.monotonic()) < next_flush:
                 self.settle()
                 continue
-            self.keep()
+            self.flush()
             ended = time.monotonic()  # checking a long bill takes a while
             next_flush = ended + max(_FLUSH_S, _REST * (ended - begun))
 
-    def keep(self) -> None:
-        """Flush the file to the disk. Opens the file again if it was deleted or is damaged."""
+    def flush(self) -> None:
+        """Commit all counts, and flush the file to the disk. Opens the file again if it was deleted or is damaged."""
         found = _identity(self._database)
         if found != self._file:
             log.often("usage_database_gone", path=str(self._database), replaced=found is not None)
@@ -296,13 +296,13 @@ class UsageCounters:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _open_again(self) -> None:
-        """Open a new or repaired file. A file that is an earlier copy gets the counts since then again."""
+        """Open a new or repaired file. A restored older copy gets the later counts again."""
         with contextlib.suppress(ConfigError):
             connection = _open(self._database)
             try:
                 for journal in filter(lambda journal: journal.name, self._journals):
                     if (settled := _settled(connection, journal.name)) is None:
-                        connection.execute(_NOTE, (journal.name, pack(journal.settled)))
+                        connection.execute(_RECORD, (journal.name, pack(journal.settled)))
                     else:
                         journal.settled = settled
             except sqlite3.Error:
@@ -318,7 +318,7 @@ def _add_to(sums: dict[Key, Totals], slots: JournalTotals) -> None:
 
 
 def _rows(slots: Iterable[tuple[Key, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:
-    """The rows that a file needs that has the settled totals. (After a power cut it may have later ones.)"""
+    """The rows to add to a file that has the settled totals. (After a power cut, the settled totals may be larger.)"""
     rows: list[tuple[str | int, ...]] = []
     for (key, totals), old in zip(slots, itertools.chain(settled, itertools.repeat(_ZEROS)), strict=False):
         counts = [max(0, now - before) for now, before in zip(totals, old, strict=True)]
@@ -328,12 +328,12 @@ def _rows(slots: Iterable[tuple[Key, Totals]], settled: Sequence[Totals]) -> lis
 
 
 def _settled(connection: sqlite3.Connection, journal: str) -> list[Totals] | None:
-    """The totals of a journal that the file has; None if it does not know the journal."""
+    """The totals of a journal that the file has; None if the file does not list the journal."""
     found = connection.execute("SELECT settled FROM journals WHERE name = ?", (journal,)).fetchone()
     try:
         return None if found is None else unpack(found[0])
     except UNDECODABLE as error:
-        raise sqlite3.DatabaseError(f"its note of {journal} is damaged") from error
+        raise sqlite3.DatabaseError(f"the record of {journal} is damaged") from error
 
 
 def _open(database: Path | None) -> sqlite3.Connection:
@@ -409,11 +409,11 @@ def read(
             connection.execute("BEGIN")
             query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
             rows = [_read_row(values, damaged) for values in connection.execute(query, (since,))]
-            late = [row for journal in found for row in _late_rows(connection, journal) if str(row[0]) >= since]
+            missing = [row for journal in found for row in _missing_rows(connection, journal) if str(row[0]) >= since]
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
     by_key = {tuple([row[name] for name in _KEY]): row for row in rows}
-    for added in late:
+    for added in missing:
         row = dict(zip(COLUMNS, added, strict=True))
         known = by_key.setdefault(added[: len(_KEY)], row)
         if known is row:
@@ -432,7 +432,7 @@ def _read_row(values: Sequence[Any], damaged: Callable[[str], None]) -> dict[str
     return row | {name: 0 for name in wrong if name in COUNTED}
 
 
-def _late_rows(connection: sqlite3.Connection, journal: JournalReader) -> list[tuple[str | int, ...]]:
-    """The rows of a journal that the file does not have yet. None of a journal that it does not know."""
+def _missing_rows(connection: sqlite3.Connection, journal: JournalReader) -> list[tuple[str | int, ...]]:
+    """The rows of a journal that the file does not have yet; no rows if the file does not list the journal."""
     settled = _settled(connection, journal.path.name)
     return [] if settled is None else _rows(journal.totals(), settled)

@@ -4,7 +4,7 @@ Theory of operation. A journal holds what a provider has counted since the journ
 database about once a second. The journal has a fixed number of slots, one for each key. A slot holds the totals of its
 key twice, and a sequence number whose lowest bit selects the valid totals. `add` writes the other totals, and then the
 number with one store. So a process that is killed at any moment leaves either the old or the new totals, and the kernel
-keeps the pages. Totals never decrease and slots never move: the database notes which totals it has.
+keeps the pages. Totals never decrease and slots never move: the database records which totals it has.
 
 The owner holds a lock on the file. A file that can be locked was left by a process that has been killed.
 """
@@ -162,7 +162,7 @@ class JournalReader:
             yield key, totals
 
     def close(self) -> None:
-        """Close the file, and give the lock back."""
+        """Close the file, and release the lock."""
         os.close(self._file)
 
     def _slot(self, start: int) -> bytes:
@@ -192,7 +192,7 @@ def _make(database: Path) -> tuple[Path, int]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:  # otherwise a provider that starts has taken it for an abandoned one
+            if os.fstat(file).st_nlink:  # otherwise a starting provider has removed it as an abandoned journal
                 with open(file, "wb", closefd=False) as zeros:
                     zeros.write(bytes(_SIZE))
                 return path, file
@@ -204,10 +204,10 @@ def _make(database: Path) -> tuple[Path, int]:
 
 
 def pack(totals: Sequence[Totals]) -> bytes:
-    """The totals of all slots, as the database notes them."""
+    """The totals of all slots, as the database stores them."""
     return msgspec.msgpack.encode(totals)
 
 
-def unpack(noted: bytes) -> list[Totals]:
+def unpack(packed: bytes) -> list[Totals]:
     """Inverse of `pack`."""
-    return msgspec.msgpack.decode(noted, type=list[Totals])
+    return msgspec.msgpack.decode(packed, type=list[Totals])

@@ -39,7 +39,7 @@ _BLOCKS = {
     "expired": "blocks that were never used up",
     "missed": "requests whose blocks were missing or did not fit",
 }
-_PLACES = 16  # requests at a time; one more closes the oldest one of the client with the most
+_MOST_CONNECTIONS = 16  # one more closes the oldest connection of the network with the most
 
 
 class _Collector:
@@ -49,23 +49,23 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         status = self._status
         yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
-        yield _gauge("uptime_seconds", "since the start", status.uptime_s)
+        yield _gauge("uptime_seconds", "seconds since the start", status.uptime_s)
         yield _gauge(
             "last_reload_successful",
             "0 if changed files were refused and the earlier settings are in use",
             status.reloaded,
         )
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
-        yield _gauge("connections", "of tenants", status.connections)
+        yield _gauge("connections", "authenticated connections", status.connections)
         yield from _handshake_metrics(status.handshakes)
-        yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
+        yield _gauge("held_bytes", "bytes of large requests in flight", status.bytes_held)
         yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
         yield _counter("executor_restarts", "restarts of the executor", status.restarts)
         yield _counter("executor_hangs", "times that the executor did not answer for too long", status.hangs)
         for name in COUNTED:
             counts = {(one.tenant, one.role): getattr(one.counts, name) for one in status.tenants}
-            yield _counter(f"tenant_{name}", "see `provider usage`", counts, "tenant", "role")
-        yield _counter("tenant_connections", "that were opened", status.visits, "tenant")
+            yield _counter(f"tenant_{name}", "usage that `provider usage` bills", counts, "tenant", "role")
+        yield _counter("tenant_connections", "connections that were opened", status.visits, "tenant")
         waited = "requests that waited or were refused because of a quota"
         yield _counter("tenant_over_quota", waited, status.over_quota, "tenant")
         taken = "1 if the registry accepted the last announcement"
@@ -82,14 +82,14 @@ def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
     )
     ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
     yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
-    yield _counter("handshake_seconds", "processor time", handshakes.seconds)
-    yield _counter("handshake_wait_seconds", "for their turns", handshakes.waited_s)
+    yield _counter("handshake_seconds", "processor time of handshakes", handshakes.seconds)
+    yield _counter("handshake_wait_seconds", "time that handshakes waited for their turns", handshakes.waited_s)
 
 
 def _relay_metrics(status: Status) -> Iterator[Metric]:
     blocks = status.blocks
     yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
-    yield _gauge("block_bytes", "their memory", blocks.bytes)
+    yield _gauge("block_bytes", "memory of kept blocks", blocks.bytes)
     for name in _BLOCKS:
         yield _counter(f"blocks_{name}", _BLOCKS[name], getattr(blocks, name))
     up = {link.address: link.up for link in status.relay_to}
@@ -167,7 +167,7 @@ class MetricsServer:
         self._hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
         try:
             self._listener = UnauthenticatedListener(
-                listen, limit=_PLACES, serve=self._serve, connection_s=math.inf, closing_s=_CLIENT_S
+                listen, limit=_MOST_CONNECTIONS, serve=self._serve, connection_s=math.inf, closing_s=_CLIENT_S
             )
         except ConfigError as error:
             raise ConfigError(f"[metrics] {error}") from error

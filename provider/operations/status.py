@@ -20,7 +20,7 @@ _ASK_S = 1.0
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one tenant in one role since the provider started."""
+    """What one tenant has used in one role since the provider started."""
 
     tenant: str
     role: BilledRole
@@ -91,7 +91,7 @@ class StatusSource:
             provider=state.config.name,
             model_digest=state.digest,
             uptime_s=time.monotonic() - state.started,
-            ready=report is not None and not state.stopping.is_set() and state.counts,
+            ready=report is not None and not state.stopping.is_set() and state.can_bill,
             connections=self._gateway.connections,
             handshakes=self._gateway.handshakes,
             visits={str(tenant): count for tenant, count in state.register.visits().items()},
@@ -105,7 +105,7 @@ class StatusSource:
                 for (tenant, role), counts in sorted(state.usage.totals().items(), key=str)
             ],
             executor=report,
-            registries={} if self._announcer is None else self._announcer.taken,
+            registries={} if self._announcer is None else self._announcer.accepted,
             usage_unwritten_s=state.usage.unwritten_s,
             relay_to=state.links.counts(),
             blocks=state.blocks.counts(),

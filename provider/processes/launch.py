@@ -1,4 +1,4 @@
-"""torchrun for the ranks of a provider:
+"""Starts the ranks of a provider with torchrun:
 
     python -m provider.processes.launch --nproc-per-node 2 -m provider.processes.rank
     python -m provider.processes.launch --nnodes 2 --node-rank NUMBER --nproc-per-node 1 \\
@@ -39,8 +39,8 @@ from provider.shards.torchrun import limit_memory
 _BACKEND = "symbiosis-priv"
 _LOOPBACK = "127.0.0.1"
 _OPTIONS = "PET_"  # prefix of torchrun's options in the environment
-_STORE_ROOM = 512 << 20  # bytes; ranks start with torchrun's limit, and need about as much memory as torchrun
-_MEETING_S = 600
+_STORE_BYTES = 512 << 20  # ranks start with torchrun's limit, and need about as much memory as torchrun
+_RENDEZVOUS_S = 600
 
 
 class Rendezvous(RendezvousHandler):
@@ -100,8 +100,8 @@ def main() -> None:
             rendezvous_handler_registry.register(_BACKEND, _one_machine)
         else:
             os.environ.pop(FOLDER_VARIABLE, None)
-            meet = _several_machines(options.master_addr, options.master_port, node=options.node_rank)
-            rendezvous_handler_registry.register(_BACKEND, meet)
+            create = _several_machines(options.master_addr, options.master_port, node=options.node_rank)
+            rendezvous_handler_registry.register(_BACKEND, create)
         torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
 
 
@@ -119,19 +119,19 @@ def _several_machines(host: str, port: int, *, node: int) -> Callable[[Rendezvou
 
 def _listen(host: str, port: int) -> Store:
     listener = socket.create_server((host, port))
-    limit_memory(_STORE_ROOM)
+    limit_memory(_STORE_BYTES)
     return TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_MEETING_S),
+        timeout=timedelta(seconds=_RENDEZVOUS_S),
         master_listen_fd=listener.detach(),  # TCPStore itself would listen on all interfaces
     )
 
 
 def _connect(host: str, port: int) -> Store:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_RENDEZVOUS_S))
 
 
 if __name__ == "__main__":

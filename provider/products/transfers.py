@@ -42,29 +42,29 @@ class Transfers:
             int32 `[r, columns]` on the CPU, contiguous.
         """
         columns = matrix.columns(direction, by_expert=counts is not None)[1]
-        there, back = self._host(*rows.shape), self._host(len(rows), columns)
+        host_rows, host_product = self._host(*rows.shape), self._host(len(rows), columns)
         if len(rows) <= self._part:
-            there.copy_(rows)
-            sent = there.to(self._device, non_blocking=True)
-            back.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
+            host_rows.copy_(rows)
+            sent = host_rows.to(self._device, non_blocking=True)
+            host_product.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
             self._module.synchronize(self._device)
-            return back
-        products = torch.empty(back.shape, dtype=torch.int32, device=self._device)
-        here = self._module.current_stream(self._device)
+            return host_product
+        products = torch.empty(host_product.shape, dtype=torch.int32, device=self._device)
+        compute = self._module.current_stream(self._device)
         in_use = []  # until all streams are done, because torch reuses memory as soon as it is freed
         for start in range(0, len(rows), self._part):
             part = slice(start, start + self._part)
-            there[part].copy_(rows[part])  # the CPU copies while the device works on earlier parts
+            host_rows[part].copy_(rows[part])  # the CPU copies while the device works on earlier parts
             with self._module.stream(self._up):
-                in_use.append(there[part].to(self._device, non_blocking=True))
-            here.wait_stream(self._up)
-            mine = None if counts is None else clip(counts, start, len(in_use[-1]))
-            matrix.product(in_use[-1], direction, counts=mine, out=products[part])
-            self._down.wait_stream(here)
+                in_use.append(host_rows[part].to(self._device, non_blocking=True))
+            compute.wait_stream(self._up)
+            part_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
+            matrix.product(in_use[-1], direction, counts=part_counts, out=products[part])
+            self._down.wait_stream(compute)
             with self._module.stream(self._down):
-                back[part].copy_(products[part], non_blocking=True)
+                host_product[part].copy_(products[part], non_blocking=True)
         self._module.synchronize(self._device)
-        return back
+        return host_product
 
     def _host(self, rows: int, columns: int) -> Tensor:
         """A matrix that the device can copy without the CPU. torch keeps such memory for reuse."""

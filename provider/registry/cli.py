@@ -80,11 +80,11 @@ def show(
     rows = []
     order = sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers))
     for one in order:
-        said = one.descriptor
-        cells = (one.name, one.operator, said.address, said.model_digest[:19], str(said.layers))
-        until = f"{datetime.fromtimestamp(said.expires / MS, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        state = "leaving" if said.draining else "serving"
-        rows.append([*(escape(one_line(cell)) for cell in cells), f"{said.capacity:g}", until, state])
+        described = one.descriptor
+        cells = (one.name, one.operator, described.address, described.model_digest[:19], str(described.layers))
+        until = f"{datetime.fromtimestamp(described.expires / MS, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        state = "leaving" if described.draining else "serving"
+        rows.append([*(escape(one_line(cell)) for cell in cells), f"{described.capacity:g}", until, state])
     terminal.console().print(terminal.table(headings, rows))
     for why, count in refused.items():
         terminal.say(f"{count} of {len(listed)} descriptors are refused: {why}", style="yellow")

@@ -7,8 +7,8 @@ from provider.fairness.token_bucket import TokenBucket
 
 
 class Rates:
-    """Token buckets by client, at most `most`: one more drops the least recently used bucket, and its client gets a
-    full bucket later. Thread-safe."""
+    """A token bucket for each of the `most` most recent clients. A client that was dropped gets a full bucket again.
+    Thread-safe."""
 
     def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:
         self._per_s = per_s

@@ -52,12 +52,12 @@ class RegistryServer:
         files = (config.certificate, config.key, config.authority, config.revoked)
         self._reloader = Reloader(lambda: filter(None, files), self._reload)
         self._context, self._trust = _load(config)
-        self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
+        self._requests = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
         self.store = Store(config.database)
         try:
-            self._drop_unbelieved()
+            self._drop_distrusted()
             self._listener = UnauthenticatedListener(
                 config.listen,
                 limit=config.max_connections,
@@ -94,12 +94,12 @@ class RegistryServer:
 
     def _reload(self) -> None:
         self._context, self._trust = _load(self.config, revoked=self._trust.revoked)
-        log.info("reloaded", dropped=self._drop_unbelieved())
+        log.info("reloaded", dropped=self._drop_distrusted())
 
-    def _drop_unbelieved(self) -> int:
+    def _drop_distrusted(self) -> int:
         """Drop the descriptors of certificates that were revoked, or whose authority was replaced."""
         trust = self._trust
-        return self.store.drop_unless(lambda data, issued: _is_believed(data, trust, at=issued))
+        return self.store.drop_unless(lambda data, issued: _is_trusted(data, trust, at=issued))
 
     # A connection's thread
 
@@ -121,10 +121,10 @@ class RegistryServer:
         head, size = stream.receive_head(max_payload=MAX_BYTES, deadline=deadline)
         header, payload = bytes(head), bytearray(size)
         stream.receive(memoryview(payload), deadline=deadline)
-        welcome = self._visits.take(client.network, now=time.monotonic())
-        reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
+        allowed = self._requests.take(client.network, now=time.monotonic())
+        reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if allowed else (_TOO_MANY, b"")
         stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
-        return welcome  # a client above its limit is disconnected: refusing each of its requests would delay others
+        return allowed  # a client above its limit is disconnected: refusing each of its requests would delay others
 
     # Requests
 
@@ -140,7 +140,7 @@ class RegistryServer:
         now, trust = time.time(), self._trust
         try:
             new = verify(data, trust, now=now)
-            self.store.take(new, now=now, admit=functools.partial(self._admit, new.key, trust))
+            self.store.put(new, now=now, admit=functools.partial(self._admit, new.key, trust))
         except (DescriptorError, _TooOftenError) as error:
             log.often("announcement_refused", reason=str(error))
             code = wire.ErrorCode.BUSY if isinstance(error, _TooOftenError) else wire.ErrorCode.REFUSED
@@ -176,7 +176,7 @@ def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> t
     return context, trust
 
 
-def _is_believed(data: bytes, trust: Trust, *, at: float) -> bool:
+def _is_trusted(data: bytes, trust: Trust, *, at: float) -> bool:
     try:
         verify(data, trust, now=at)
     except DescriptorError:

@@ -51,7 +51,7 @@ class Store:
                 f"{database} is not the database of a registry ({error}): choose another file with --database"
             ) from error
 
-    def take(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], None] = lambda: None) -> None:
+    def put(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], None] = lambda: None) -> None:
         """Store a descriptor in place of an older one of the same key. A repeated descriptor changes nothing.
 
         Args:
@@ -62,7 +62,7 @@ class Store:
             DescriptorError: a newer descriptor of the key is stored, or the store is full.
             StorageError: the descriptor could not be written.
         """
-        said, operator = new.descriptor, plain(new.operator)
+        body, operator = new.descriptor, plain(new.operator)
         with self._transaction():
             self._execute("DELETE FROM newest WHERE issued < ?", round(MS * (now - MEMORY_S)))
             known = self._execute("SELECT issued, digest FROM newest WHERE key = ?", new.key).fetchone()
@@ -75,7 +75,7 @@ class Store:
                 self._make_room(operator)
             self._execute(
                 "INSERT OR REPLACE INTO newest VALUES (?, ?, ?, ?, ?, ?, ?)",
-                *(new.key, operator, said.model_digest, said.issued, new.digest, said.expires, new.data),
+                *(new.key, operator, body.model_digest, body.issued, new.digest, body.expires, new.data),
             )
 
     def listed(self, model: str | None, *, now: float) -> list[bytes]:

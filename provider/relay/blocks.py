@@ -6,7 +6,7 @@ and its signature as evidence if it finds a wrong row. So a used block is kept u
 requests that used it, or until the connection that carried the answer ends: on that connection, the tenant may hold a
 missing block against the executor. Other blocks expire.
 
-A tenant finds only its own blocks: other tenants' blocks are missing for it, whatever ids it names.
+A tenant can use only its own blocks: the id of another tenant's block names no block.
 """
 
 import threading
@@ -80,7 +80,7 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 class BlockStore:
     """The blocks of all tenants. Thread-safe.
 
-    No tenant holds more than what stays free, so one more tenant always finds room. n tenants that fill their shares
+    No tenant holds more bytes than stay free, so one more tenant always finds room. n tenants that fill their shares
     together get `memory / (n + 1)` each.
 
     Args:
@@ -92,9 +92,9 @@ class BlockStore:
         self._memory = memory
         self._now = now
         self._blocks: dict[_Key, KeptBlock] = {}
-        self._expiring: OrderedDict[_Key, KeptBlock] = OrderedDict()  # those that no connection holds, oldest first
-        self._uses: dict[_Key, _Use] = {}  # by nonce
-        self._by_connection: dict[object, set[_Key]] = {}  # the same
+        self._expiring: OrderedDict[_Key, KeptBlock] = OrderedDict()  # unused by unconfirmed requests, oldest first
+        self._uses: dict[_Key, _Use] = {}  # by tenant and nonce
+        self._by_connection: dict[object, set[_Key]] = {}  # keys of `_uses`
         self._held: Counter[TenantIdentity] = Counter()
         self._tally: Counter[str] = Counter()
         self._changed = threading.Condition()
@@ -189,7 +189,7 @@ class BlockStore:
                     self._release(tenant, nonce, use)
 
     def end(self, connection: object) -> None:
-        """Let the blocks expire whose answers this connection has carried."""
+        """Let the blocks expire that were used for answers on this connection."""
         with self._changed:
             for tenant, nonce in self._by_connection.pop(connection, ()):
                 self._release(tenant, nonce, self._uses.pop((tenant, nonce)))
@@ -226,13 +226,13 @@ class BlockStore:
 
     def _release(self, tenant: TenantIdentity, nonce: bytes, use: _Use) -> None:
         for key in {(tenant, part.block) for part in use.blocks}:
-            block = self._blocks[key]  # it was held
+            block = self._blocks[key]  # it cannot expire while a request uses it
             block.requests.discard(nonce)
             if not block.requests:
                 self._let_expire(key, block)
 
     def _let_expire(self, key: _Key, block: KeptBlock) -> None:
-        """Drop a block that is used up; let the lifetime of another one begin now."""
+        """Drop the block if all its rows were used; otherwise start its lifetime now."""
         if block.used and all(block.used):
             self._drop(key, block)
             return

@@ -1,12 +1,12 @@
 """A helper's connections to the executors under `[relay] to`.
 
 Theory of operation. The gateway's thread that has made a block sends it itself, on an idle connection or a new one, and
-waits for the executor's receipt. The number of connections to one executor is limited, and no tenant has more of them
-than stay free; other threads wait. Every wait has a deadline, after which the tenant gets the effect directly. After a
-connection has failed, no request waits for that executor again: effects go directly to the tenants until a thread in
-the background has made a connection. Its attempts back off. If the executor refuses a tenant's block, the tenant's
-effects go directly for a second, so that a tenant without a permit or without memory there does not take other tenants'
-turns.
+waits for the executor's receipt. The number of connections to one executor is limited, and no tenant uses more
+connections than stay free; other threads wait. Every wait has a deadline, after which the tenant gets the effect
+directly. After a connection has failed, no request waits for that executor again: effects go directly to the tenants
+until a thread in the background has made a connection. Its attempts back off. If the executor refuses a tenant's block,
+the tenant's effects go directly for a second, so that a tenant without a permit or without memory there does not delay
+other tenants.
 
 Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
 of a connection show a certificate that the other side has pinned.
@@ -93,8 +93,8 @@ class Links:
         self.close()
         self._links = links
 
-    def leads_to(self, executor: str) -> bool:
-        """True if the operator allows blocks for this executor.
+    def allows(self, executor: str) -> bool:
+        """True if the operator allows blocks for the executor.
 
         Args:
             executor: `fingerprint` of the executor's certificate.

@@ -10,8 +10,8 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.network import wire
 
 
-def hidden(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-    """The payload of the block e + m, in the encoding of the request.
+def make_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+    """Make the payload of the block e + m, in the encoding of the request.
 
     Args:
         effect: payload of e in 32 bits; not changed.

@@ -81,7 +81,7 @@ class Permits:
             raise Refusal(ErrorCode.REFUSED, "no permit for this helper: the tenant must ask for a new one")
         return permit.tenant
 
-    def known(self, tenant: TenantIdentity) -> bool:
+    def has_permit(self, tenant: TenantIdentity) -> bool:
         """True if the tenant has a permit."""
         with self._lock:
             self._expire()

@@ -15,7 +15,8 @@ _LATE = 2.0  # a tenant is expected until its pause is this many times its usual
 
 
 class Expected(NamedTuple):
-    """The requests that are expected for one layer group: the first at time `first`, the last before time `until`."""
+    """When requests for one layer group are expected: from `first` until `until`, in seconds of the scheduler's
+    clock."""
 
     first: float
     until: float
@@ -31,7 +32,7 @@ class _Absence(NamedTuple):
 
 
 class Absent:
-    """The tenants that have no request here.
+    """The absent tenants, and what they are expected to request.
 
     Args:
         horizon_s: a tenant that has been absent for longer is not expected any more.
@@ -43,7 +44,7 @@ class Absent:
         self._pauses: dict[Hashable, float] = {}
         self._next: dict[tuple[Stage, Key], Key] = {}
 
-    def leave(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+    def departed(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
         """Record that all requests of the tenant are answered; the last one had this key."""
         self._absent.pop(tenant, None)
         self._absent[tenant] = _Absence(stage, key, now)
@@ -51,7 +52,7 @@ class Absent:
             del self._absent[oldest]
             self._pauses.pop(oldest, None)
 
-    def come(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+    def arrived(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
         """Record that the tenant asks for this key, and learn its pause and the order of keys."""
         absence = self._absent.pop(tenant, None)
         if absence is not None and absence.stage == stage:
@@ -64,8 +65,7 @@ class Absent:
         return len(self._absent) == (tenant in self._absent)
 
     def after(self, stage: Stage, key: Key) -> Iterator[Key]:
-        """Yield the keys that are expected to follow a key, as far as they are known. The order of keys may be a
-        cycle."""
+        """Yield the known keys that follow a key. Never ends if the order of keys is a cycle."""
         while (found := self._next.get((stage, key))) is not None:
             yield (key := found)
 
@@ -79,7 +79,7 @@ class Absent:
             first = since + (pause or 0.0)
             until = since + (self._horizon_s if pause is None else _LATE * pause)
             if first <= by and now < until:
-                will = stage, self._next.get((stage, key), key)
-                others = found.get(will, _NONE_EXPECTED)
-                found[will] = Expected(min(max(now, first), others.first), max(until, others.until))
+                coming = stage, self._next.get((stage, key), key)
+                others = found.get(coming, _NONE_EXPECTED)
+                found[coming] = Expected(min(max(now, first), others.first), max(until, others.until))
         return found

@@ -17,10 +17,10 @@ class Discipline(Generic[J]):
         self._waiting = waiting
         self._pace = pace
 
-    def came(self, job: J) -> None:
+    def arrived(self, job: J) -> None:
         """Called when a tenant without jobs sends a job."""
 
-    def went(self, job: J, now: float) -> None:
+    def departed(self, job: J, now: float) -> None:
         """Called when the last job of a tenant has been multiplied."""
 
     def multiplied(self, now: float) -> None:
@@ -30,7 +30,7 @@ class Discipline(Generic[J]):
         """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
         return False
 
-    def turn(self, now: float) -> tuple[J | None, float | None]:
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
         """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
 

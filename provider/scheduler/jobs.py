@@ -15,7 +15,7 @@ class Key(NamedTuple):
     """The product that a job's rows need. Jobs with the same key can share a product.
 
     Args:
-        by_expert: True if each row is multiplied by the matrix of one expert of a stack only.
+        by_expert: True if each row is multiplied by the matrix of one expert, and not by the whole stack.
     """
 
     group: int
@@ -34,7 +34,9 @@ class Job:
         rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
         row_work: multiply-adds of one row's product.
         row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
+        arrival, deadline: in seconds of the scheduler's clock.
         matrices: number of matrices that the rows need: of the experts with rows if `key.by_expert`, else 1.
+        weight: the tenant's share of the executor, relative to other tenants.
         ready: number of rows that can be multiplied now. An effect's rows become ready as their keystream is made.
         taken: number of rows that `Scheduler.take` has handed out.
     """

@@ -25,13 +25,13 @@ class Lockstep(Discipline[J]):
         self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
         self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
 
-    def came(self, job: J) -> None:
+    def arrived(self, job: J) -> None:
         self._awaited.pop(job.tenant, None)
 
-    def went(self, job: J, now: float) -> None:
+    def departed(self, job: J, now: float) -> None:
         self._awaited[job.tenant] = now + self._policy.lockstep_wait_s
 
-    def turn(self, now: float) -> tuple[J | None, float | None]:
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
         self._awaited = {tenant: until for tenant, until in self._awaited.items() if until > now}
         keys = sorted(self._waiting.keys(), key=lambda key: (_place(key) < self._at, _place(key)))
         if not keys:

@@ -43,11 +43,11 @@ class Opportunistic(Discipline[J]):
         self._absent = Absent(_HORIZON_WAITS * policy.max_wait_s)
         self._idle_since = 0.0  # end of the last product
 
-    def came(self, job: J) -> None:
-        self._absent.come(job.tenant, job.stage, job.key, job.arrival)
+    def arrived(self, job: J) -> None:
+        self._absent.arrived(job.tenant, job.stage, job.key, job.arrival)
 
-    def went(self, job: J, now: float) -> None:
-        self._absent.leave(job.tenant, job.stage, job.key, now)
+    def departed(self, job: J, now: float) -> None:
+        self._absent.departed(job.tenant, job.stage, job.key, now)
 
     def multiplied(self, now: float) -> None:
         self._idle_since = now
@@ -55,7 +55,7 @@ class Opportunistic(Discipline[J]):
     def is_alone(self, job: J) -> bool:
         return self._absent.is_only(job.tenant)
 
-    def turn(self, now: float) -> tuple[J | None, float | None]:
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
         waiting: list[float] = []
         if not self._waiting:
             return None, None
@@ -73,7 +73,7 @@ class Opportunistic(Discipline[J]):
     def _go_times(
         self, stage: Stage, firsts: Sequence[J], now: float, expected: Mapping[tuple[Stage, Key], Expected]
     ) -> list[float]:
-        """The time until which each job of a stage waits to be batched, or waits for inference."""
+        """For each job, the time until which it waits to be batched, or waits for inference."""
         held_back = now
         if stage == "fine_tuning" and self._waiting.inference_is_due():
             limit = self._idle_since + self._policy.max_wait_s
@@ -154,8 +154,8 @@ class Opportunistic(Discipline[J]):
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
 
     def _may_join(self, job: J, leader: J) -> bool:
-        """False if a row of the job takes longer than a row of the leader, which the room is for: the job's rows go to
-        more experts."""
+        """False if the job's rows go to more experts than the leader's rows: the room is counted in rows of the leader,
+        and such rows take longer."""
         return not leader.key.by_expert or self._pace.rows(job) >= self._pace.rows(leader)
 
     def _is_near_its_turn(self, job: J) -> bool:

@@ -12,6 +12,8 @@ class Policy:
 
     Args:
         name: `none`, `lockstep` or `opportunistic`.
+        max_batch_rows: largest number of rows of a product.
+        slice_s: the longest time that a product should take, in seconds.
         wait_share: a job waits to be batched for at most this share of the time of its own product.
         max_wait_s: longest time for which a job waits to be batched.
         lockstep_wait_s: longest time for which `lockstep` waits for a tenant.

@@ -40,7 +40,7 @@ class Scheduler(Generic[J]):
     def put(self, job: J) -> None:
         """Add a job."""
         if job.tenant not in self._jobs:
-            self._discipline.came(job)
+            self._discipline.arrived(job)
         self._jobs[job.tenant] += 1
         heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
         if job.runnable:
@@ -75,7 +75,7 @@ class Scheduler(Generic[J]):
     def take(self, now: float) -> list[Piece[J]]:
         """Return the rows to multiply now, all of one key. Empty if no job is runnable, or if jobs wait to be
         batched."""
-        leader, _ = self._discipline.turn(now)
+        leader, _ = self._discipline.next_leader(now)
         if leader is None:
             return []
         self._waiting.serve(leader)
@@ -95,7 +95,7 @@ class Scheduler(Generic[J]):
         """
         if self._jobs or job.rows > TELLING_ROWS or not self._discipline.is_alone(job):
             return []
-        self._discipline.came(job)
+        self._discipline.arrived(job)
         job.taken, job.left = job.rows, True
         return [Piece(job, 0, job.rows)]
 
@@ -103,7 +103,7 @@ class Scheduler(Generic[J]):
         """Time to call `expire` and `take` again if no job arrives before; None without such a time."""
         while self._deadlines and self._deadlines[0][2].left:
             heapq.heappop(self._deadlines)
-        leader, again = self._discipline.turn(now)
+        leader, again = self._discipline.next_leader(now)
         if leader is not None:
             return now
         times = [self._deadlines[0][0]] if self._deadlines else []
@@ -119,7 +119,7 @@ class Scheduler(Generic[J]):
         self._discipline.multiplied(now)
         for piece in pieces:
             if piece.job.tenant not in self._jobs:
-                self._discipline.went(piece.job, now)
+                self._discipline.departed(piece.job, now)
 
     def _hand_out(self, piece: Piece[J], seconds: float) -> None:
         """Take a piece off its job, and charge the tenant with its part of the product and with its other cost."""

@@ -45,7 +45,7 @@ def counters() -> Counters:
 
 
 class FileCounters:
-    """Counters with one file each. Only one process may add to one. A `FileStore` would grow with every addition."""
+    """One file per counter. Only one process may add to a counter. (A `FileStore` grows with every addition.)"""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -14,8 +14,8 @@ plans would otherwise gather different layer groups. There are two ways to multi
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
-single experts runs in a third way, `experts`: every rank has all rows and multiplies them with what its shard holds of
-their experts, and the sum of the ranks' results is the product.
+single experts is computed in a third way, `experts`: every rank has all rows and multiplies them with what its shard
+holds of their experts, and the sum of the ranks' results is the product.
 
 A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
 group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
@@ -117,7 +117,7 @@ class ShardedOperands(Operands):
         self._sequence = 0
         self._crossover: dict[tuple[int, int, Direction], int] = {}
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
-        self._doing = "the start"
+        self._step = "the start"
         self._heartbeats = Heartbeats(
             rank=self._rank, world=self._world, counters=rendezvous.counters(), lost=self._end
         )
@@ -175,7 +175,7 @@ class ShardedOperands(Operands):
         take part, or the plan of rank 0 is not the next plan."""
         while True:
             message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
-            with self._answering("the next plan"):
+            with self._ending_on_error("the next plan"):
                 dist.broadcast(message, _LEAD, group=self._plans)
             plan = _Plan.decode(message)
             self._sequence += 1
@@ -184,12 +184,12 @@ class ShardedOperands(Operands):
             if plan.mode is Mode.STOP:
                 self._heartbeats.close()
                 return
-            with self._answering(self._name_of(plan)):
+            with self._ending_on_error(self._name_of(plan)):
                 self._take_part(plan)
 
     def close(self) -> None:
         """End the other ranks; for rank 0."""
-        with self._answering("the last plan"):
+        with self._ending_on_error("the last plan"):
             self._announce(_Plan(self._sequence + 1, Mode.STOP))
         self._heartbeats.close()
 
@@ -205,7 +205,7 @@ class ShardedOperands(Operands):
         shares = [len(part) for part in rows.tensor_split(self._world)]
         each = shares if mode is Mode.GATHERED else [len(rows)] * self._world
         plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each))
-        with self._answering(self._name_of(plan)):
+        with self._ending_on_error(self._name_of(plan)):
             self._announce(plan)
             self._take_part(plan, rows.contiguous(), out, counts)
         return out
@@ -237,17 +237,17 @@ class ShardedOperands(Operands):
         inputs, outputs = unit.columns(plan.direction)
         if rows is not None and out is not None:
             parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
-            self._deal(parts)
+            self._scatter(parts)
             mine, product = parts[_LEAD], results[_LEAD]
         else:
-            mine, product = self._received(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
+            mine, product = self._receive(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
         mine, product = mine.to(self._device), product.to(self._device)
         unit(mine, plan.direction, product)
         if rows is not None and out is not None:
             results[_LEAD].copy_(product)  # the same memory, unless on another device
-            self._collect(results)
+            self._gather(results)
         else:
-            self._return(product)
+            self._send(product)
 
     def _columns_forward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, _ = unit.columns(FORWARD)
@@ -258,10 +258,10 @@ class ShardedOperands(Operands):
         product = self._matrix(len(shared), columns.stop - columns.start).to(self._device)
         unit.multiply_shard(columns, shared, FORWARD, product)
         if out is None:
-            self._return(product)
+            self._send(product)
             return
         parts = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
-        self._collect(parts)
+        self._gather(parts)
         torch.cat(parts, dim=1, out=out)
 
     def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
@@ -270,10 +270,10 @@ class ShardedOperands(Operands):
         columns, count = shards[self._rank], plan.rows[self._rank]
         if rows is not None:
             parts = [rows[:, shard].contiguous() for shard in shards]
-            self._deal(parts)
+            self._scatter(parts)
             mine = parts[_LEAD]
         else:
-            mine = self._received(count, columns.stop - columns.start)
+            mine = self._receive(count, columns.stop - columns.start)
         product = self._matrix(count, outputs).to(self._device)
         unit.multiply_shard(columns, mine.to(self._device), BACKWARD, product)
         dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
@@ -298,21 +298,21 @@ class ShardedOperands(Operands):
 
     # Matrices between rank 0 and the other ranks
 
-    def _deal(self, parts: Sequence[Tensor]) -> None:
+    def _scatter(self, parts: Sequence[Tensor]) -> None:
         sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(parts) if rank and part.numel()]
         _wait(sent)
 
-    def _received(self, count: int, width: int) -> Tensor:
+    def _receive(self, count: int, width: int) -> Tensor:
         rows = self._matrix(count, width).to(self._device)
         if rows.numel():
             dist.recv(rows, _LEAD)
         return rows
 
-    def _return(self, product: Tensor) -> None:
+    def _send(self, product: Tensor) -> None:
         if product.numel():
             dist.send(product, _LEAD)
 
-    def _collect(self, results: Sequence[Tensor]) -> None:
+    def _gather(self, results: Sequence[Tensor]) -> None:
         """Receive the other ranks' parts of a result."""
         arriving = [(part, part.to(self._device)) for part in results]
         _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
@@ -346,27 +346,27 @@ class ShardedOperands(Operands):
             raise CheckpointError(f"rank {self._rank} has {what}; rank 0 differs: give all ranks the same [model]")
 
     @contextmanager
-    def _answering(self, what: str) -> Iterator[None]:
+    def _ending_on_error(self, what: str) -> Iterator[None]:
         """End the group if a step fails, because the ranks may then disagree about the next plan."""
-        self._doing = what
+        self._step = what
         try:
             yield
         except Exception as error:
             absent = self._heartbeats.absent()
             lost = RankLostError(f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})")
-            self._end_here(absent, str(lost))
+            self._kill_machine(absent, str(lost))
             raise lost from error
 
     def _end(self, absent: list[int]) -> NoReturn:
         """End this process because a rank has no heartbeat: a collective may wait for that rank."""
         reason = f"not answering: {_names(absent)}" if absent else "the store of the group is gone"
-        reason = f"{self._doing} has stopped at rank {self._rank}; {reason}"
-        self._end_here(absent, reason)
+        reason = f"{self._step} has stopped at rank {self._rank}; {reason}"
+        self._kill_machine(absent, reason)
         log.warning("rank_lost", reason=reason)
         os._exit(1)
 
-    def _end_here(self, absent: Collection[int], reason: str) -> None:
-        """Kill all ranks of this machine if one of them does not answer: torchrun would wait for that rank."""
+    def _kill_machine(self, absent: Collection[int], reason: str) -> None:
+        """Kill all ranks of this machine if one of them is absent: torchrun would wait for that rank."""
         if any(map(torchrun.is_here, absent)):
             log.warning("rank_lost", reason=reason)
             torchrun.kill()

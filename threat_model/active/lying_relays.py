@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockStore, KeptBlock
 from provider.relay.links import _block_of
-from provider.relay.matrices import hidden, without_blocks
+from provider.relay.matrices import make_block, without_blocks
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import VerificationError
@@ -66,10 +66,10 @@ def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
     subtracts: dict[str, Callable[..., Any]] = {f"{_GATEWAY}.without_blocks": _subtracts_other_rows}
     fetch = "provider.relay.blocks.BlockStore.fetch"
     return {
-        "a helper signs a wrong block": ("helper", {f"{_GATEWAY}.hidden": _hides_something_else}),
+        "a helper signs a wrong block": ("helper", {f"{_GATEWAY}.make_block": _hides_something_else}),
         "a helper signs more rows than were ordered": (
             "helper",
-            {f"{_GATEWAY}.hidden": _hides_one_row_more, "provider.relay.links._block_of": _binds_one_row_more},
+            {f"{_GATEWAY}.make_block": _hides_one_row_more, "provider.relay.links._block_of": _binds_one_row_more},
         ),
         "an executor subtracts other rows": ("executor", subtracts),
         "an executor withholds the block": ("executor", {**subtracts, fetch: _withholds}),
@@ -80,7 +80,7 @@ def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
 
 
 def _hides_something_else(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-    block = bytearray(hidden(effect, request, entry))
+    block = bytearray(make_block(effect, request, entry))
     block[0] ^= 1
     return memoryview(block)
 

@@ -103,7 +103,7 @@ def test_a_provider_can_stop_while_a_file_system_does_not_answer() -> None:
 
     reloader = Reloader(list, reload)
     reloader.start()
-    reloader.now()
+    reloader.request()
     assert begun.wait(20)
     reloader.close(0.01)
     assert not over.is_set()

@@ -29,11 +29,11 @@ def test_tenants_take_turns_and_errors_are_reported() -> None:
     def failing() -> torch.Tensor:
         raise ValueError
 
-    maker.want("first", "alice", blocked)  # the other requests queue meanwhile
+    maker.order("first", "alice", blocked)  # the other requests queue meanwhile
     for number in range(3):
-        maker.want(f"alice {number}", "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
-    maker.want("gone", "carol", lambda: torch.zeros(1, 1, dtype=torch.int32))
-    maker.want("bob 0", "bob", failing)
+        maker.order(f"alice {number}", "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
+    maker.order("gone", "carol", lambda: torch.zeros(1, 1, dtype=torch.int32))
+    maker.order("bob 0", "bob", failing)
     maker.forget("gone", "carol")
     go_on.set()
     made = collect(maker, 5, woken)

@@ -548,7 +548,7 @@ def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate
     database = tmp_path / "usage.sqlite"
     usage = UsageCounters(database)
     usage.count(ALICE, "executor", UsageCounts(requests=1))
-    usage.keep()
+    usage.flush()
     whole = database.read_bytes()
     if fate == "damaged":  # another process damages it; the pages that this connection has read are unchanged
         with database.open("r+b") as file:
@@ -557,13 +557,13 @@ def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate
         database.rename(tmp_path / "rotated")
     if fate == "replaced":
         database.write_bytes(b"")
-    usage.keep()
+    usage.flush()
     usage.count(ALICE, "executor", UsageCounts(requests=2))
     usage.settle()
     assert (usage.unwritten_s > 0) == (fate != "moved")
     if fate == "damaged":  # the file is restored from a copy
         database.write_bytes(whole)
-        usage.keep()
+        usage.flush()
         assert usage.unwritten_s == 0
         assert [row["requests"] for row in read(database)] == [3]
     if fate == "moved":
@@ -583,7 +583,7 @@ def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, v
     said: list[str] = []
     assert {row["tenant"]: row["requests"] for row in read(database, damaged=said.append)} == {"alice": 1, "bob": 1}
     assert len(said) == 1 + (value != "9223372036854775807")
-    usage.keep()
+    usage.flush()
     usage.count(ALICE, "executor", UsageCounts(requests=1, rows=1))
     usage.count(BOB, "executor", UsageCounts(requests=1, rows=1))
     usage.settle()
@@ -611,7 +611,7 @@ def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
     usage = UsageCounters(tmp_path / "usage.sqlite")
     before = len(list(OPEN_FILES.iterdir()))
     for _ in range(3):
-        usage.keep()
+        usage.flush()
         assert len(list(OPEN_FILES.iterdir())) == before
     usage.close()
 

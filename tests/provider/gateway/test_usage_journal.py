@@ -67,7 +67,7 @@ def test_every_count_is_on_the_bill_once(steps: list[int | str]) -> None:
                 usage.settle()
                 usage._connection.execute("PRAGMA query_only = OFF")
             elif step == "flush":
-                usage.keep()
+                usage.flush()
             elif step == "start another":
                 running.append(UsageCounters(database))
             else:
@@ -118,7 +118,7 @@ def test_an_earlier_copy_of_the_file_gets_the_later_counts_again(tmp_path: Path)
     database = tmp_path / "usage.sqlite"
     usage = UsageCounters(database)
     count(usage, TENANTS[0])
-    usage.keep()
+    usage.flush()
     copy = database.read_bytes()
     count(usage, TENANTS[0])
     usage.settle()

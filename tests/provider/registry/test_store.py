@@ -27,9 +27,9 @@ def test_the_newest_of_every_key_is_listed(vouching: Vouching, announcements: li
         known = newest(taken).get(said.key)
         if known is not None and known.age > said.age:
             with pytest.raises(DescriptorError, match="newer"):
-                store.take(said, now=now)
+                store.put(said, now=now)
         else:
-            store.take(said, now=now)
+            store.put(said, now=now)
             taken.append(said)
         assert set(store.listed(DIGEST, now=now)) == {one.data for one in newest(taken).values()}
     store.close()
@@ -43,15 +43,15 @@ def test_an_older_descriptor_is_refused_after_the_newest_has_expired(vouching: V
     short = vouching.said("gamma", after_ms=1, lifetime_s=1.0, draining=True)
     store = Store(database)
     for said in (long, short):
-        store.take(said, now=began)
+        store.put(said, now=began)
     for hours in (1, 12, 23):
         store.close()
         store = Store(database)
         with pytest.raises(DescriptorError, match="newer"):
-            store.take(long, now=began + 3600 * hours)
+            store.put(long, now=began + 3600 * hours)
         assert store.listed(DIGEST, now=began + 3600 * hours) == []
     assert began + MEMORY_S > long.descriptor.expires / MS
-    store.take(vouching.said("delta"), now=began + MEMORY_S + 1)
+    store.put(vouching.said("delta"), now=began + MEMORY_S + 1)
     with contextlib.closing(sqlite3.connect(database)) as connection:
         assert connection.execute("SELECT count(*) FROM newest").fetchone() == (1,)
     store.close()
@@ -62,7 +62,7 @@ def test_only_live_executors_of_the_model_are_listed(vouching: Vouching) -> None
     gamma, epsilon = vouching.said("gamma"), vouching.said("epsilon", after_ms=2, lifetime_s=5.0)
     other = vouching.said("delta", after_ms=1, model_digest="sha256:" + "8" * 64)
     for said in (gamma, other, epsilon):
-        store.take(said, now=now)
+        store.put(said, now=now)
     assert store.listed(DIGEST, now=now) == [gamma.data, epsilon.data]
     assert store.listed(None, now=now) == [gamma.data, other.data, epsilon.data]
     assert store.listed(DIGEST, now=now + 10) == [gamma.data]
@@ -77,18 +77,18 @@ def test_operators_share_the_limit_of_executors(vouching: Vouching) -> None:
         vouching.identity(f"mass{number}", operator="Mass AG" if number % 2 else "MASS  ag")
         said = vouching.said(f"mass{number}", after_ms=number)
         with contextlib.suppress(DescriptorError):
-            store.take(said, now=now)
+            store.put(said, now=now)
     taken = {"Mass AG": 4}
     for name, expected in (("gamma", 3), ("delta", 2)):
-        store.take(vouching.said(name), now=now)
+        store.put(vouching.said(name), now=now)
         taken = Counter(_operators(store, vouching, now))
         assert taken["massag"] == expected
     with pytest.raises(DescriptorError, match="4 executors already"):
-        store.take(vouching.said("mass5", after_ms=9), now=now)
-    store.take(vouching.said("epsilon"), now=now)
+        store.put(vouching.said("mass5", after_ms=9), now=now)
+    store.put(vouching.said("epsilon"), now=now)
     with pytest.raises(DescriptorError, match="4 executors already"):
-        store.take(vouching.said("zeta"), now=now)  # as many operators as places: the present executors stay
-    store.take(vouching.said("gamma", after_ms=9), now=now)  # and they can continue to announce
+        store.put(vouching.said("zeta"), now=now)  # as many operators as places: the present executors stay
+    store.put(vouching.said("gamma", after_ms=9), now=now)  # and they can continue to announce
     store.close()
 
 
@@ -103,7 +103,7 @@ def test_descriptors_that_are_no_longer_valid_are_dropped(vouching: Vouching) ->
     store, now = Store(None), vouching.began / MS
     gamma, delta = vouching.said("gamma"), vouching.said("delta", after_ms=1)
     for said in (gamma, delta):
-        store.take(said, now=now)
+        store.put(said, now=now)
     issued = {gamma.data: now, delta.data: (vouching.began + 1) / MS}
     assert store.drop_unless(lambda data, at: issued[data] == at and data == delta.data) == 1
     assert store.listed(DIGEST, now=now) == [delta.data]
@@ -129,7 +129,7 @@ def test_failures_of_the_disk_are_errors_of_the_tree(vouching: Vouching) -> None
     with pytest.raises(StorageError, match="cannot read"):
         store.listed(DIGEST, now=0.0)
     with pytest.raises(StorageError, match="cannot write"):
-        store.take(vouching.said("gamma"), now=0.0)
+        store.put(vouching.said("gamma"), now=0.0)
 
 
 def test_a_refusal_leaves_the_store_as_it_was(vouching: Vouching) -> None:
@@ -139,7 +139,7 @@ def test_a_refusal_leaves_the_store_as_it_was(vouching: Vouching) -> None:
         raise StorageError("too often")
 
     with pytest.raises(StorageError, match="too often"):
-        store.take(vouching.said("gamma"), now=now, admit=refuse)
+        store.put(vouching.said("gamma"), now=now, admit=refuse)
     assert store.listed(None, now=now) == []
-    store.take(vouching.said("gamma"), now=now)
+    store.put(vouching.said("gamma"), now=now)
     store.close()

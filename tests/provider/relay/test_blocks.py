@@ -188,10 +188,10 @@ def test_permits_name_helpers_and_expire() -> None:
     with pytest.raises(Refusal) as refused:
         permits.issue(ALICE, ["sha256:other"])
     assert refused.value.code == ErrorCode.NOT_SERVED
-    assert permits.known(ALICE)
-    assert not permits.known(BOB)
+    assert permits.has_permit(ALICE)
+    assert not permits.has_permit(BOB)
     clock.now += PERMIT_S
-    assert not permits.known(ALICE)
+    assert not permits.has_permit(ALICE)
     with pytest.raises(Refusal):
         permits.tenant_of(token, helper=HELPER)
 

@@ -315,7 +315,10 @@ class Connection(FrameLoop[wire.Request]):
         kept = self._state.blocks.fetch(self._tenant, request.block)
         assert kept.payload is not None  # `fetch` returns blocks that have arrived
         size, header = len(kept.payload), kept.header
-        with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
+        with (
+            self._state.quotas.admitted(self._tenant, rows=header.rows, work=0),
+            self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
+        ):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
             self._bill(UsageCounts(bytes_sent=size))
             self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)

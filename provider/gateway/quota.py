@@ -11,7 +11,8 @@ tenant's next request when the rate allows it.
 
 A helper sends one row of a block for each row that the tenant multiplies. So the blocks of each helper have the
 tenant's quota to themselves. A block over the quota is refused at once: a block that waits would delay the blocks of
-other tenants on the helper's connections, and the tenant gets the effect from the helper.
+other tenants on the helper's connections, and the tenant gets the effect from the helper. A block that the tenant
+fetches counts as a request of its rows.
 """
 
 import functools

@@ -4,9 +4,12 @@ Theory of operation. The gateway's thread that has made a block sends it itself,
 waits for the executor's receipt. The number of connections to one executor is limited, and no tenant uses more
 connections than stay free; other threads wait. Every wait has a deadline, after which the tenant gets the effect
 directly. After a connection has failed, no request waits for that executor again: effects go directly to the tenants
-until a thread in the background has made a connection. Its attempts back off. If the executor refuses a tenant's block,
-the tenant's effects go directly for a second, so that a tenant without a permit or without memory there does not delay
-other tenants.
+until a thread in the background has made a connection. Its attempts back off.
+
+A block is sent before the executor says whether it takes it, so a tenant without a permit or without memory there could
+fill the line with blocks that are dropped. If the executor refuses a tenant's block, or hangs up on it, the effects of
+that tenant go directly for a while: a second at first, twice as long after every refusal in a row. A tenant whose last
+block was not accepted has one block on its way at a time. Other tenants notice nothing.
 
 Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
 of a connection show a certificate that the other side has pinned.
@@ -24,7 +27,7 @@ from provider import logs
 from provider.config.schema import MIB, ProviderConfig, RelayTarget
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
 from symbiosis_priv.certificates.signing import sign
-from symbiosis_priv.errors import ProtocolError, SymbiosisError, one_line
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError, SymbiosisError, one_line
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.block_statement import block_id, statement
@@ -47,7 +50,7 @@ class LinkCounts(msgspec.Struct, frozen=True, kw_only=True):
         address: the executor's address.
         up: False while connections fail.
         deposits: blocks that the executor has accepted.
-        refused: blocks that the executor has refused.
+        refused: blocks that the executor has refused, or on which it has hung up.
         failed: blocks that were not sent, because the link was down or a block of the tenant had just been refused.
     """
 
@@ -123,6 +126,27 @@ class Links:
             link.close()
 
 
+class Backoff:
+    """Pauses after failures in a row: each is twice as long as the one before, up to 30 s.
+
+    Attributes:
+        pause_s: length of the present pause; 0.0 if the last attempt has not failed.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self.pause_s = self._until = 0.0
+
+    def failed(self, now: float) -> None:
+        """Begin a pause. `now` is in seconds of a monotonic clock."""
+        self.pause_s = min(_LAST_PAUSE_S, max(self._first_s, 2 * self.pause_s))
+        self._until = now + self.pause_s
+
+    def is_over(self, now: float) -> bool:
+        """True if the next attempt may be made."""
+        return now >= self._until
+
+
 class _Link:
     """The connections to one executor.
 
@@ -141,26 +165,24 @@ class _Link:
         self._freed = threading.Condition(self._lock)
         self._in_use: Counter[TenantIdentity] = Counter()  # connections
         self._idle: list[ClientConnection] = []
-        self._refused_until: dict[TenantIdentity, float] = {}
-        self._pause = 0.0  # seconds between attempts to connect; 0.0 while the link is up
-        self._retry_at = 0.0
+        self._accepted: set[TenantIdentity] = set()  # the tenants whose last block was accepted
+        self._refused: dict[TenantIdentity, Backoff] = {}  # by tenant whose last block was refused
+        self._down = Backoff(_FIRST_PAUSE_S)  # attempts to connect
         self._reviving = self._closed = False
 
     def deposit(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, *, permit: bytes) -> bool:
         outcome = "failed"
-        if self._pause:
+        if self._down.pause_s:
             self._revive()
-        elif time.monotonic() >= self._refused_until.get(tenant, 0.0):
+        elif not self._is_paused(tenant):
             outcome = self._send_in_turn(tenant, block, payload, permit)
         with self._lock:
             self.tally[outcome] += 1
-        if outcome == "refused":
-            self._refused_until[tenant] = time.monotonic() + _REFUSED_S
         return outcome == "deposits"
 
     def counts(self) -> LinkCounts:
         with self._lock:
-            return LinkCounts(address=self._target.address, up=not self._pause, **self.tally)
+            return LinkCounts(address=self._target.address, up=not self._down.pause_s, **self.tally)
 
     def close(self) -> None:
         with self._lock:
@@ -173,21 +195,36 @@ class _Link:
         deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
         deadline = time.monotonic() + _DEPOSIT_S + len(payload) / self._rate
         with self._freed:
-            if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S):
+            if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S) or self._is_paused(tenant):
                 return "failed"
             self._in_use[tenant] += 1
+        outcome = "failed"
         try:
-            return self._send(deposit, payload, deadline)
+            outcome = self._send(deposit, payload, deadline)
         except SymbiosisError as error:
             self._mark_down(error)
-            return "failed"
         finally:
             with self._freed:
                 self._in_use[tenant] -= 1
+                self._note(tenant, outcome)
                 self._freed.notify_all()
+        return outcome
+
+    def _is_paused(self, tenant: TenantIdentity) -> bool:
+        refused = self._refused.get(tenant)
+        return refused is not None and not refused.is_over(time.monotonic())
 
     def _has_place(self, tenant: TenantIdentity) -> bool:
-        return self._in_use[tenant] < _CONNECTIONS - self._in_use.total()
+        free = _CONNECTIONS - self._in_use.total()
+        return self._in_use[tenant] < (free if tenant in self._accepted else min(free, 1))
+
+    def _note(self, tenant: TenantIdentity, outcome: str) -> None:
+        if outcome == "deposits":
+            self._accepted.add(tenant)
+            self._refused.pop(tenant, None)
+        elif outcome == "refused":
+            self._accepted.discard(tenant)
+            self._refused.setdefault(tenant, Backoff(_REFUSED_S)).failed(time.monotonic())
 
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
         connection = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
@@ -197,6 +234,10 @@ class _Link:
             reply = wire.decode_link_reply(header)
             if isinstance(reply, wire.Deposited) and reply.block != deposit.nonce:
                 raise ProtocolError("the executor has confirmed another block")
+        except ConnectionLostError as error:  # for example, the block is larger than the executor accepts
+            connection.close()
+            log.often("block_refused", address=self._target.address, code="lost", detail=one_line(str(error)))
+            return "refused"
         except BaseException:
             connection.close()
             raise
@@ -235,14 +276,13 @@ class _Link:
 
     def _mark_down(self, error: SymbiosisError) -> None:
         with self._lock:
-            self._pause = min(_LAST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause))
-            self._retry_at = time.monotonic() + self._pause
+            self._down.failed(time.monotonic())
         log.often("relay_failed", address=self._target.address, error=type(error).__name__, reason=one_line(str(error)))
 
     def _revive(self) -> None:
         """Try to connect in the background, unless another thread does, or it is too early."""
         with self._lock:
-            if self._reviving or self._closed or time.monotonic() < self._retry_at:
+            if self._reviving or self._closed or not self._down.is_over(time.monotonic()):
                 return
             self._reviving = True
         try:
@@ -253,7 +293,7 @@ class _Link:
     def _try_to_connect(self) -> None:
         try:
             self._put_idle(self._connect(time.monotonic() + _CONNECT_S))
-            self._pause = 0.0
+            self._down = Backoff(_FIRST_PAUSE_S)
             log.often("relay_restored", address=self._target.address)
         except SymbiosisError as error:
             self._mark_down(error)

@@ -40,13 +40,17 @@ class RelayInstruction:
 
     Args:
         executor: the executor.
+        welcome: the executor's limits.
         order: what each helper is told.
+        max_bytes: bytes of blocks that the executor keeps for the tenant.
         until: until when the blocks may be used, by `time.monotonic`.
         failed: called if a helper does not relay.
     """
 
     executor: Peer
+    welcome: wire.Welcome
     order: wire.RelayOrder
+    max_bytes: int
     until: float
     failed: Callable[[], None]
 
@@ -108,11 +112,15 @@ class HelperClient:
         self._choosing = threading.Lock()
 
     def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
-        """Return an order for `submit`. None if the helper does not relay, or cannot answer with one block."""
+        """Return an order for `submit`. None if the helper does not relay or cannot answer with one block, or if the
+        executor would refuse the block."""
         welcome = self.route.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
-        if wanted.rows > row_limit(wanted.facts.widest, welcome):
+        if wanted.rows > min(row_limit(wanted.facts.widest, limits) for limits in (welcome, target.welcome)):
+            return None
+        size = wire.encoding_of("ring", self._ring_bits).size(wanted.rows, wanted.facts.outputs(wanted.direction))
+        if size > target.max_bytes:
             return None
         return Relay(self._request(wanted, relay=target.order), target)
 

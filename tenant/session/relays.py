@@ -77,14 +77,16 @@ class Relays:
             RoleConflictError: the executor belongs to a helper's company (rule 8).
         """
         with self._lock:
-            permit = self._permit(route)
+            permit, welcome = self._permit(route), route.welcome
         permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
-        if permit is None or not set(holders) <= {found[0] for found in permitted if found is not None}:
+        if permit is None or welcome is None or not set(holders) <= {found[0] for found in permitted if found}:
             return None
         self._gate.check_relay(route.peer, holders)
         return RelayInstruction(
             executor=route.peer,
+            welcome=welcome,
             order=wire.RelayOrder(permit=permit.token, executor=fingerprint(route.peer.certificate)),
+            max_bytes=permit.max_bytes,
             until=time.monotonic() + _USED_PART * permit.block_seconds,
             failed=lambda: self.pause(route.peer),
         )

@@ -124,6 +124,7 @@ class ScriptedProvider:
         signs_as: the provider whose key signs its blocks.
         block_wait_s: how long it waits for a block as an executor.
         permit_wait_s: how long it takes to issue a permit.
+        max_bytes: bytes of a tenant's blocks, which it announces and does not enforce.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class ScriptedProvider:
         self.takes_blocks = True
         self.block_wait_s = 0.3
         self.permit_wait_s, self.permits_asked = 0.0, 0
+        self.max_bytes = 1 << 30
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
         self._authority, self._others = authority, others
         self.fingerprint = fingerprint(identity.certificate)
@@ -291,7 +293,7 @@ class ScriptedProvider:
                 helpers=request.helpers if self.takes_blocks else (),
                 seconds=600.0,
                 block_seconds=600.0,
-                max_bytes=1 << 30,
+                max_bytes=self.max_bytes,
             )
             connection.sendall(frame(permit))
             return True

@@ -302,6 +302,23 @@ def test_blocks_count_against_the_tenants_quota_and_not_against_its_requests(
         gate.renew(quotas)
 
 
+def test_blocks_that_a_tenant_fetches_count_against_its_quota(new_tenant: NewTenant, pair: Pair) -> None:
+    """A request for a block has 70 bytes, and the answer may have hundreds of megabytes."""
+    tenant = new_tenant("bob")
+    effect = tenant.relay(GROUP, 3)
+    assert pair.executor._gateway is not None
+    gate, quotas = pair.executor._gateway.state.quotas, pair.executor.config.quota_of
+    gate.renew(lambda _: QuotaConfig(rows_per_s=0.1))
+    try:
+        tenant.executor.send(wire.FetchBlock(block=block_id(effect)))
+        assert isinstance(tenant.executor.receive()[0], wire.Block)
+        refused = tenant.executor.ask(wire.FetchBlock(block=block_id(effect)))
+        assert isinstance(refused, wire.Failure)
+        assert (refused.code, str(refused.limit)) == (wire.ErrorCode.BUSY, "0.1 rows/s")
+    finally:
+        gate.renew(quotas)
+
+
 def test_a_helper_that_leaves_within_a_block_holds_no_memory(
     new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys
 ) -> None:
@@ -438,6 +455,19 @@ def test_a_refused_block_gives_the_effect_and_delays_no_other_tenant(new_tenant:
     bob.relay(GROUP, 2, first_row=778)
 
 
+def an_effect(order: wire.RelayOrder) -> wire.Effect:
+    return wire.Effect(
+        nonce=bytes(16),
+        group=0,
+        rows=1,
+        direction="forward",
+        arithmetic="ring",
+        seed=Seed(bytes(32)),
+        first_row=0,
+        relay=order,
+    )
+
+
 def test_a_tenant_does_not_take_all_connections_to_an_executor(
     keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,16 +482,7 @@ def test_a_tenant_does_not_take_all_connections_to_an_executor(
 
     monkeypatch.setattr(links._Link, "_send", send)
     order = wire.RelayOrder(permit=bytes(32), executor=pair.executor_certificate)
-    effect = wire.Effect(
-        nonce=bytes(16),
-        group=0,
-        rows=1,
-        direction="forward",
-        arithmetic="ring",
-        seed=Seed(bytes(32)),
-        first_row=0,
-        relay=order,
-    )
+    effect = an_effect(order)
     to = RelayTarget(address="127.0.0.1:1", certificate=keys.provider.certificate)
     config = msgspec.structs.replace(pair.helper.config, relay=RelayConfig(to=(to,)))
     own = links.Links(config)
@@ -469,6 +490,7 @@ def test_a_tenant_does_not_take_all_connections_to_an_executor(
     def deposit(name: str, payload: bytes) -> bool:
         return own.deposit(TenantIdentity(name, "authority"), effect, order, memoryview(payload))
 
+    assert deposit("greedy", b"small")
     greedy = [threading.Thread(target=deposit, args=("greedy", b"large")) for _ in range(links._CONNECTIONS)]
     for thread in greedy:
         thread.start()
@@ -477,6 +499,69 @@ def test_a_tenant_does_not_take_all_connections_to_an_executor(
     let_go.set()
     for thread in greedy:
         thread.join()
+
+
+def test_a_block_that_is_too_large_for_the_executor_costs_no_other_tenant_the_link(
+    new_tenant: NewTenant, pair: Pair, configure: Configure, keys: Keys
+) -> None:
+    """The executor closes the connection, because it reads no frame over its limit."""
+    to = RelayTarget(address=pair.executor.address, certificate=keys.provider.certificate)
+    relay, limits = RelayConfig(to=(to,)), {"max_payload_mib": 16}
+    with Provider(configured(configure, pair.helper_identity, role="helper", relay=relay, **limits)) as helper:
+        alice, bob = (new_tenant(name, helper=helper) for name in ("alice", "bob"))
+        large = alice.order(2, 9500)
+        assert wire.RING32.size(large.rows, alice.matrices(alice.order(2, 1))[0].shape[1]) > 8 << 20
+        for tenant in (alice, bob):  # each has a connection in use, and one is idle
+            tenant.relay(GROUP, 2)
+        alice.helper.product(large)
+        bob.relay(GROUP, 2, first_row=10)
+        counts = helper.status().relay_to[0]
+        assert (counts.up, counts.deposits, counts.refused, counts.failed) == (True, 3, 1, 0)
+
+
+def test_blocks_that_are_refused_do_not_fill_the_line(keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant without a permit asks for blocks over many connections. They are sent before the executor refuses them:
+    only one at a time, and no more during the pause that follows."""
+    sending, let_go = threading.Semaphore(0), threading.Event()
+
+    def send(*_: Any) -> str:
+        sending.release()
+        assert let_go.wait(60)
+        return "refused"
+
+    monkeypatch.setattr(links._Link, "_send", send)
+    monkeypatch.setattr(links, "_REFUSED_S", 3600.0)
+    monkeypatch.setattr(links, "_LAST_PAUSE_S", 3600.0)
+    config = msgspec.structs.replace(pair.helper.config, relay=RelayConfig(to=pair.helper.config.relay.to))
+    own, outcomes = links.Links(config), list[bool]()
+    order = wire.RelayOrder(permit=bytes(32), executor=pair.executor_certificate)
+    effect = an_effect(order)
+
+    def deposit() -> None:
+        outcomes.append(own.deposit(TenantIdentity("greedy", "authority"), effect, order, memoryview(b"block")))
+
+    threads = [threading.Thread(target=deposit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert sending.acquire(timeout=60)
+    let_go.set()
+    for thread in threads:
+        thread.join()
+    assert outcomes == 8 * [False]
+    assert not sending.acquire(blocking=False)
+    counts = own.counts()[0]
+    assert (counts.refused, counts.failed, counts.up) == (1, 7, True)
+
+
+def test_each_pause_after_a_failure_is_twice_as_long_as_the_one_before() -> None:
+    backoff, now, pauses = links.Backoff(1.0), 100.0, []
+    for _ in range(8):
+        assert backoff.is_over(now)
+        backoff.failed(now)
+        assert not backoff.is_over(now + 0.99 * backoff.pause_s)
+        pauses.append(backoff.pause_s)
+        now += backoff.pause_s
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
 @pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])

@@ -190,6 +190,22 @@ def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
     assert executor.permits_asked == 1
 
 
+@pytest.mark.parametrize("limit", ["rows", "bytes"])
+def test_no_block_is_ordered_that_the_executor_would_refuse(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Another executor takes larger requests, so pads have more rows than this one accepts."""
+    executors, helper = [new_provider(max_rows=4 if limit == "rows" else 4096), new_provider()], new_provider()
+    session = new_session("relay", executors, [helper], pool_memory=0)
+    if limit == "bytes":
+        executors[0].max_bytes = 4 * wire.RING32.size(1, session.preparation.facts[OUT].outputs(FORWARD))
+    monkeypatch.setattr(session.routes, "likely", lambda group: session.routes.executors[0])
+    for count in (6, 4):
+        assert is_right(session, store, OUT, FORWARD, count)
+    orders = [h.request for h in helper.effects if isinstance(h.request, wire.Effect) and h.request.relay]
+    assert [order.rows for order in orders] == [4]
+
+
 def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:

@@ -1,7 +1,7 @@
 """Connections to providers. Read in this order:
 
 channel          one TLS connection, for one request at a time; it sends rows as `MaskedRows` only
-lanes            several channels to one provider
+channel_pool     several channels to one provider
 relayed_effects  which blocks of effects a request names
 executor_client  sends masked rows to an executor
 helper_client    requests effects from a helper

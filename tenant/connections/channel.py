@@ -2,9 +2,9 @@
 
 The bytes of a request are fixed. `attempt` sends a request once. `request` retries: if the connection breaks or the
 provider is busy, it sends the *same bytes* again, on a new connection, until the deadline. This is safe because
-providers need no state between requests, and it draws no second mask for a row (rule 3). The request decides how much
-memory its answer takes, whatever the provider sends. The memory is allocated while the answer is awaited. An answer is
-checked against its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
+providers need no state between requests, and it draws no second mask for a row (rule 3). The request alone determines
+how much memory its answer takes, and the memory is allocated while the answer is awaited. An answer is checked against
+its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
 """
 
 import math
@@ -40,7 +40,7 @@ DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 P = ParamSpec("P")
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
-_BLOCK_BYTES = 64 << 20  # memory for a block of another size than was ordered
+_BLOCK_BYTES = 64 << 20  # largest payload that is read if a helper has sent a block of another size than was ordered
 
 
 def _always() -> bool:
@@ -64,10 +64,10 @@ class Reply(NamedTuple):
     """What `attempt` returns.
 
     Args:
-        words: CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified. Its
+        words: CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified. The
             values are undefined if the effect was relayed.
-        relayed: True if an executor has subtracted blocks from it, or if a helper has relayed the effect.
-        connection: the connection on which it arrived.
+        relayed: True if an executor has subtracted blocks from the answer, or if a helper has relayed the effect.
+        connection: the connection on which the reply arrived.
     """
 
     words: Tensor
@@ -87,9 +87,9 @@ class Channel:
         notices: logs what a request waits for, and names the option for `deadline_s`.
         wiretap: an observer of every frame, or None.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
-        relay: True if effects may be relayed. The channel then speaks a version that older providers refuse, and an
-            older version with those providers.
-        permit: called with the provider and the rows before a request is sent; raises if it must not be sent.
+        relay: True if effects may be relayed. The channel then speaks the newer version of the protocol, and an older
+            version with providers that refuse the newer one.
+        permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Channel:
             ProviderError: the provider refused.
             ProtocolError: the provider does not serve the pinned model.
         """
-        return self._used(self._persist, self._connect, wanted=wanted, refused_s=refused_s)
+        return self._used(self._retry, self._connect, wanted=wanted, refused_s=refused_s)
 
     def connect(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
@@ -188,7 +188,7 @@ class Channel:
             self._connect(deadline)
             return self._round_trip(message, payload, outputs, deadline).words
 
-        return self._used(self._persist, connect_and_ask)
+        return self._used(self._retry, connect_and_ask)
 
     def attempt(
         self,
@@ -225,7 +225,7 @@ class Channel:
 
         def ask(deadline: float) -> wire.Permit:
             self._connect(deadline)
-            reply, _ = self._told(wire.PermitRequest(helpers=tuple(helpers)), deadline, max_payload=0)
+            reply, _ = self._ask(wire.PermitRequest(helpers=tuple(helpers)), deadline, max_payload=0)
             if not isinstance(reply, wire.Permit):
                 raise ProtocolError(f"{self._name} sent no permit")
             return reply
@@ -235,12 +235,12 @@ class Channel:
     def fetch_block(
         self, request: wire.FetchBlock, size: int, *, connection: ClientConnection, deadline: float
     ) -> tuple[wire.Block, bytearray]:
-        """Fetch a block that an executor has subtracted from an answer, with its payload.
+        """Fetch a block that an executor has subtracted from an answer. Returns its header and its payload.
 
         Args:
-            size: bytes of the payload, as it was ordered. The helper may have sent another number of bytes.
-            connection: the one on which the answer arrived. Behind another connection may be another process, which
-                does not have the block.
+            size: bytes of the payload that was ordered. The helper may have sent another number of bytes.
+            connection: the connection on which the answer arrived. Another connection may lead to another process of
+                the executor, which does not have the block.
 
         Raises:
             TransportError: the connection is lost, or the block is late.
@@ -251,7 +251,7 @@ class Channel:
         def ask(deadline: float) -> tuple[wire.Block, bytearray]:
             if self._connection is not connection:
                 raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
-            reply, payload_size = self._told(request, deadline, max_payload=max(size, _BLOCK_BYTES))
+            reply, payload_size = self._ask(request, deadline, max_payload=max(size, _BLOCK_BYTES))
             if not isinstance(reply, wire.Block):
                 raise ProtocolError(f"{self._name} sent something else than a block")
             payload = bytearray(payload_size)
@@ -306,7 +306,7 @@ class Channel:
         self._notices.answered(self._name)
         return result
 
-    def _persist(
+    def _retry(
         self, attempt: Callable[[float], T], *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf
     ) -> T:
         began = time.monotonic()
@@ -330,7 +330,7 @@ class Channel:
                         f"{self._notices.option} waits longer."
                     ) from error
                 self.traffic.reconnects += 1
-                self._say(deadline, str(error))
+                self._notify(deadline, str(error))
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
 
@@ -372,7 +372,7 @@ class Channel:
             raise ProtocolError(f"{self._name} answered another request than the one that was sent")
         return Reply(answer, reply.relayed, connection)
 
-    def _told(
+    def _ask(
         self, message: wire.PermitRequest | wire.FetchBlock, deadline: float, *, max_payload: int
     ) -> tuple[wire.Reply, int]:
         """Send a message without rows or seeds. Returns the reply and the size of its payload, which follows."""
@@ -390,7 +390,7 @@ class Channel:
         self._drop()
         if self._closed.is_set():
             raise ConnectionLostError(f"the channel to {self._name} is closed")
-        connection = self._connection = self.peer.connection(self._context, traffic=self.traffic, waiting=self._say)
+        connection = self._connection = self.peer.connection(self._context, traffic=self.traffic, waiting=self._notify)
         if self._closed.is_set():  # `close` ran before this connection existed
             connection.shut()
         connection.open(deadline)
@@ -431,7 +431,7 @@ class Channel:
         """Returns True if an older provider may accept another hello."""
         return refusal.code is wire.ErrorCode.BAD_REQUEST and self._hello.version != self._older_version
 
-    def _say(self, deadline: float, why: str) -> None:
+    def _notify(self, deadline: float, why: str) -> None:
         if self._wanted():
             self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
 

@@ -12,32 +12,32 @@ from torch import Tensor
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
-from tenant.connections.lanes import Lanes
+from tenant.connections.channel_pool import ChannelPool
 from tenant.connections.relayed_effects import blocks_at, fetch_effects
 from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.worker import Worker
 
-LANES: Final = 2
+PARALLEL_CHANNELS: Final = 2
 """Connections for one product: one connection transfers data while the rows of the other are multiplied."""
-MOST_LANES: Final = 8
+MOST_CHANNELS: Final = 8
 """Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
 _REMEMBERED: Final = 1024  # cached row limits, one per width and provider
 
 
 class Answer:
-    """An executor's answer to a part. A relayed answer keeps its connection until `close`, because the executor hands
-    out the blocks that it has subtracted on that connection only.
+    """An executor's answer to a part. A relayed answer keeps its connection until `close`, because the executor returns
+    the subtracted blocks on that connection only.
 
     Attributes:
         words: int32 `[r, o]`, unverified.
-        seconds: time that it took once there was a connection.
+        seconds: duration of the request, once there was a connection.
         relayed: True if the executor has subtracted the blocks of all rows.
         missed: True if the request named blocks, and the executor has not subtracted them.
     """
 
-    def __init__(self, words: Tensor, seconds: float, *, kept: "Kept | None", named: bool) -> None:
+    def __init__(self, words: Tensor, seconds: float, *, kept: "RelayedAnswer | None", named: bool) -> None:
         self.words, self.seconds, self.relayed = words, seconds, kept is not None
         self.missed = named and kept is None
         self._kept = kept
@@ -49,17 +49,17 @@ class Answer:
         return self._kept.channel.fetch_block(request, size, connection=self._kept.reply.connection, deadline=deadline)
 
     def confirm(self) -> None:
-        """Let the executor forget the blocks, because the answer was right."""
+        """Allow the executor to delete the blocks, because the answer was right."""
         if self._kept is not None:
             self._kept.executor.confirms.append(self._kept.nonce)
 
     def close(self) -> None:
-        """Give the connection of a relayed answer back."""
+        """Release the connection of a relayed answer."""
         if self._kept is not None:
-            self._kept.executor.lanes.release(self._kept.channel)
+            self._kept.executor.pool.release(self._kept.channel)
 
 
-class Kept(NamedTuple):
+class RelayedAnswer(NamedTuple):
     """A relayed answer, its connection, and the nonce of its request."""
 
     executor: "ExecutorClient"
@@ -80,21 +80,21 @@ class ExecutorClient:
     def __init__(self, route: Route, new_channel: Callable[[], Channel], *, relay: bool) -> None:
         self.route = route
         self._relay = relay
-        self.lanes = Lanes(new_channel, most=MOST_LANES)
-        self.workers = [Worker(f"lane-{route.peer.name}") for _ in range(LANES)]
+        self.pool = ChannelPool(new_channel, most=MOST_CHANNELS)
+        self.workers = [Worker(f"channel-{route.peer.name}") for _ in range(PARALLEL_CHANNELS)]
         self.uses_blocks = relay
-        self.confirms: deque[bytes] = deque()  # nonces of answers that were right, and not confirmed yet
+        self.confirms: deque[bytes] = deque()  # nonces of answers that were right and are not confirmed yet
 
     @property
     def channels(self) -> tuple[Channel, ...]:
         """The connections made so far."""
-        return self.lanes.channels
+        return self.pool.channels
 
     def close(self) -> None:
         """Close all connections and stop the threads, for good and without waiting."""
         for worker in self.workers:
             worker.stop()
-        self.lanes.close()
+        self.pool.close()
 
     def welcome(self, *, until: float, wanted: Callable[[], bool], refused_s: float) -> wire.Welcome:
         """Connect unless there is a connection. Returns the layers and limits of the executor.
@@ -103,12 +103,12 @@ class ExecutorClient:
             until: latest time on the clock of `time.monotonic` to wait for a free connection.
             wanted, refused_s: as for `Channel.welcome`.
         """
-        with self.lanes.take(until=until) as channel:
+        with self.pool.take(until=until) as channel:
             return channel.welcome(wanted=wanted, refused_s=refused_s)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
         """Ask for a permit; see `Channel.permit`."""
-        with self.lanes.take(until=deadline) as channel:
+        with self.pool.take(until=deadline) as channel:
             return channel.permit(helpers, deadline=deadline)
 
     def ask(
@@ -130,13 +130,13 @@ class ExecutorClient:
             meanwhile: called while an answer is awaited.
 
         Raises:
-            LanesInUseError: no connection was free until the deadline. No request was sent.
+            NoFreeChannelError: no connection was free until the deadline. No request was sent.
             TransportError: the executor is away, busy, too slow, or no longer serves the layer group.
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
         answers, kept, before = [], None, self.route.health.state
-        channel = self.lanes.acquire(until=deadline)
+        channel = self.pool.acquire(until=deadline)
         try:
             if self.route.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
@@ -154,12 +154,12 @@ class ExecutorClient:
                 )
                 answers.append(reply.words)
                 if reply.relayed:
-                    kept = Kept(self, channel, reply, request.nonce)
+                    kept = RelayedAnswer(self, channel, reply, request.nonce)
             named = bool(requests[0].blocks)
             return Answer(joined(answers), time.monotonic() - started, kept=kept, named=named)
         finally:
             if kept is None:
-                self.lanes.release(channel)
+                self.pool.release(channel)
 
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
@@ -187,7 +187,7 @@ class ExecutorClient:
         for _ in range(wire.MAX_BLOCKS):
             try:
                 yield self.confirms.popleft()
-            except IndexError:  # also if other threads have taken them
+            except IndexError:  # other threads may have taken them
                 return
 
 
@@ -198,5 +198,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(_REMEMBERED)  # called for each executor and product
 def row_limit(widest: int, welcome: wire.Welcome) -> int:
-    """Return the number of rows that fit a provider's limits, for request and answer, at most `widest` columns wide."""
+    """Return the number of rows whose request and answer fit a provider's limits. Neither has more than `widest`
+    columns."""
     return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))

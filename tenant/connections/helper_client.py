@@ -1,6 +1,6 @@
 """The client of one helper, which expands a seed to masks and computes the effects of the masks.
 
-While there are spare helpers, a request is tried once and for a limited time, and a helper that has just failed gets no
+While there are spare helpers, a request is sent once with a short time limit, and a helper that has just failed gets no
 request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.
 """
 
@@ -28,10 +28,9 @@ from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
 
-_LANES: Final = 2
-"""Connections for pads needed now, and for pads made ahead: as many requests are under way at once as a tenant's two
-threads send products."""
-_RELAY_S: Final = 30.0  # an order that takes longer is given up; the link between providers has a shorter deadline
+_CHANNELS: Final = 2
+"""Number of connections for pads needed now, and again for pads drawn ahead: one for each thread that sends parts."""
+_RELAY_S: Final = 30.0  # time limit of an order; the link between providers has a shorter one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +40,9 @@ class RelayInstruction:
     Args:
         executor: the executor.
         welcome: the executor's limits.
-        order: what each helper is told.
+        order: the order that each helper receives.
         max_bytes: bytes of blocks that the executor keeps for the tenant.
-        until: until when the blocks may be used, by `time.monotonic`.
+        until: the blocks are not used after this time, by `time.monotonic`.
         failed: called if a helper does not relay.
     """
 
@@ -71,7 +70,7 @@ class MaskRows(NamedTuple):
     counts: Counts | None
 
     def part(self, first_row: int, rows: int) -> Self:
-        """Some of these rows."""
+        """Return some of these rows."""
         counts = None if self.counts is None else clip(self.counts, first_row - self.first_row, rows)
         return self._replace(first_row=first_row, rows=rows, counts=counts)
 
@@ -84,14 +83,15 @@ class Relay(NamedTuple):
 
 
 class HelperClient:
-    """The client of one helper. It has its own seed, and connections for pads needed now and for pads made ahead.
+    """The client of one helper, with the seed of that helper, and connections for pads needed now and for pads drawn
+    ahead.
 
     Args:
         route: the session's knowledge of the helper.
         routes: tells whether other helpers can replace this one.
         new_channel: makes a channel to the helper.
         secret: the session secret from which the helper's seed is derived.
-        ring_bits: bits of the effects' integers.
+        ring_bits: bits of the integers that travel.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class HelperClient:
         self.route = route
         self.peer = route.peer
         self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
-        self.channels = tuple(new_channel() for _ in range(2 * _LANES))
+        self.channels = tuple(new_channel() for _ in range(2 * _CHANNELS))
         self._routes = routes
         self._choosing = threading.Lock()
 
     def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
-        """Return an order for `submit`. None if the helper does not relay or cannot answer with one block, or if the
-        executor would refuse the block."""
+        """Return an order for `submit`. None if the helper does not relay, if the effect needs more than one block, or if
+        the executor would refuse the block."""
         welcome = self.route.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
@@ -128,11 +128,11 @@ class HelperClient:
         """Request the effect of mask rows. The result is unverified; None if it was relayed.
 
         Args:
-            ahead: True for a pad that is made ahead, False if a product waits for the pad.
+            ahead: True for a pad that is drawn ahead, False if a product waits for the pad.
             relay: the order to send first, for the same rows. If it fails, the effect is requested without relay.
         """
         with self._choosing:
-            channel = min(self.channels[ahead * _LANES :][:_LANES], key=lambda channel: channel.worker.unfinished)
+            channel = min(self.channels[ahead * _CHANNELS :][:_CHANNELS], key=lambda channel: channel.worker.unfinished)
             return channel.worker.submit(self._effect, channel, wanted, relay)
 
     def _effect(self, channel: Channel, wanted: MaskRows, relay: Relay | None) -> Tensor | None:
@@ -168,7 +168,7 @@ class HelperClient:
         return effect
 
     def _relayed(self, channel: Channel, relay: Relay, outputs: int, until: float) -> Reply | None:
-        """Order a relay. Returns None if the order failed, and no answer came instead of it."""
+        """Send an order. Returns the reply, which may have the effect instead; None if the request failed."""
         reply = None
         with suppress(TransportError, ProviderError):
             deadline = min(until, time.monotonic() + _RELAY_S)

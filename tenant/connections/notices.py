@@ -1,7 +1,7 @@
-"""Logs which provider a request waits for, since when, and until when at most.
+"""Logs warnings about requests that wait: for which provider, since when, and until when at most.
 
-The module logs a warning after two seconds without an answer, repeats it during the wait, and logs another one when the
-answer arrives. Python shows warnings on a terminal unless the program configures logging.
+A warning is logged after two seconds without an answer and repeated during the wait, and another one when the answer
+arrives. Python shows warnings on a terminal unless the program configures logging.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Notices:
     """Logs warnings about waiting, each at most once per interval. The connections of a session share one instance.
 
     Args:
-        option: text with which the user sets the deadline.
+        option: the option that sets the deadline, as the user writes it.
     """
 
     def __init__(self, *, option: str) -> None:
@@ -41,11 +41,11 @@ class Notices:
         self._limited: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def waiting(self, whom: str, *, since: float, until: float, why: str) -> None:
+    def waiting(self, provider: str, *, since: float, until: float, why: str) -> None:
         """Log that a request waits, if a warning is due.
 
         Args:
-            whom: the provider.
+            provider: the provider's name.
             since: start of the request, on the clock of `time.monotonic`.
             until: deadline of the request, on the same clock.
             why: the reason for the wait.
@@ -54,15 +54,15 @@ class Notices:
         if now - since < FIRST_S:
             return
         with self._lock:
-            said = self._said.get(whom)
+            said = self._said.get(provider)
             if said is not None and now - said.at < (_SLOW_S if said.answered else _AGAIN_S):
                 return
-            self._said[whom] = _Said(now, since if said is None or said.answered else min(since, said.since))
+            self._said[provider] = _Said(now, since if said is None or said.answered else min(since, said.since))
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
-            whom,
+            provider,
             _clock(since - now),
             now - since,
             _clock(until - now),
@@ -70,32 +70,32 @@ class Notices:
             self.option,
         )
 
-    def limited(self, whom: str, limit: QuotaLimit) -> None:
+    def limited(self, provider: str, limit: QuotaLimit) -> None:
         """Log that a provider's quota delays requests: at once, and then at most once a minute.
 
         Args:
-            whom: the provider's name.
+            provider: the provider's name.
             limit: the limit that the provider reported.
         """
         now = time.monotonic()
         with self._lock:
-            if now - self._limited.get(whom, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:
+            if now - self._limited.get(provider, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:
                 return
-            self._limited[whom] = now
+            self._limited[provider] = now
             if len(self._limited) > _REMEMBERED:
                 del self._limited[next(iter(self._limited))]
         log.warning(
             "%s limits you to %s, so requests wait: ask the operator for a larger quota, or accept the lower speed",
-            whom,
+            provider,
             limit,
         )
 
-    def answered(self, whom: str) -> None:
+    def answered(self, provider: str) -> None:
         """Log that the wait is over, if a warning was logged about it."""
-        said = self._said.get(whom)  # without the lock, because this runs for every answer
+        said = self._said.get(provider)  # without the lock, because this runs for every answer
         if said is not None and not said.answered:
             said.answered = True
-            log.warning("%s has answered after %.0f s", whom, time.monotonic() - said.since)
+            log.warning("%s has answered after %.0f s", provider, time.monotonic() - said.since)
 
 
 def _clock(offset: float) -> str:

@@ -12,8 +12,9 @@ promise. Read it in this order:
     parts       one request: mask, open, check
     blame       finds whose result was wrong, after a refused product
 
-Public facts of a layer group (widths, scales, bounds) are in `symbiosis_priv.checkpoints.facts`, keystreams and modular
-arithmetic in `symbiosis_priv.arithmetic`. `tenant.preparation` makes the keys and stores them.
+Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group (widths, scales, bounds) are in
+`symbiosis_priv.checkpoints.facts`, keystreams and modular arithmetic in `symbiosis_priv.arithmetic`.
+`tenant.preparation` makes the keys and stores them.
 
 The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):
 

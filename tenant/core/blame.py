@@ -3,17 +3,17 @@
 A refused product y = y' - sum e_j means that the answer y' or an effect e_j is wrong modulo 2^32, but not which one.
 `attribute` checks each of them separately with the blame keys: m secret columns over Z_2^32. An error of 2-adic
 valuation v passes m uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen
-that no provider is convicted. Then all providers that took part are suspects. No wrong result is used in that case
-either. All of R is secret and uniform: small or sparse columns could be learned by probing. An effect that the tenant
-computed itself is checked as well: damage to the tenant's own packed weights must not convict a provider.
+that no provider is convicted. Then all providers that took part are suspects, and the wrong result is not used. All of
+R is secret and uniform: small or sparse columns could be learned by probing. An effect that the tenant computed itself
+is checked as well: damage to the tenant's own packed weights must not convict a provider.
 
-Narrow rings. Of answers and effects only residues modulo 2^w travel. An honest party's residues satisfy the equation of
-the blame keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
+Narrow rings. Answers and effects travel as residues modulo 2^w. An honest party's residues satisfy the equation of the
+blame keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
 convicted. An error of valuation v < w passes m columns with probability 2^-(w-v)m, as above with w in place of 32.
 Products may leave a narrow ring, so a row that fails the check does not prove a lie: its wraps are corrected
-(`symbiosis_priv.arithmetic.wraps`). If they cannot be, and the blame keys find no error, nobody is suspected. The row
-is multiplied again at half its scale. A liar whose error has v = w - 1 causes that too, with probability 2^-m, and has
-gained nothing: its answer is not used. At the smallest scale no product leaves the ring, and the rules above hold.
+(`symbiosis_priv.arithmetic.wraps`). If they cannot be corrected, and the blame keys find no error, no provider is
+suspected, and the row is multiplied again at half its scale. A wrong answer with v = w - 1 has the same result with
+probability 2^-m, but is not used. At the smallest scale no product leaves the ring, and the rules above hold.
 """
 
 import logging
@@ -32,7 +32,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
-from tenant.core.pads import in_place
+from tenant.core.pads import with_first_rows
 from tenant.core.parts import Part
 from tenant.core.verifier import Place
 
@@ -47,7 +47,7 @@ NO_STACKS: Final[Stacks] = {}
 
 
 class BlameKeys:
-    """R and V modulo 2^32 for every (layer group, direction), with m columns; as secret as `VerificationKeys`.
+    """R and V modulo 2^32 for every (layer group, direction), with m columns. Secret, like `VerificationKeys`.
 
     The V of a stack of experts are not stored, because m columns for each of thousands of experts would be half of the
     preparation. They are computed from the checkpoint when a row was refused.
@@ -55,7 +55,7 @@ class BlameKeys:
     Args:
         secret: 32 bytes, from which R is expanded.
         columns: m.
-        read: reads V, int32 `[w, m]`, where rows have width w, when it is needed; by default from `products`.
+        read: reads V, int32 `[w, m]` for rows of width w, when it is needed; by default from `products`.
         stacks: the model's stacks of experts.
 
     Attributes:
@@ -144,8 +144,7 @@ class BlameKeys:
 def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> tuple[list[Peer], bool]:
     """Check the answer and every effect of a refused product.
 
-    A relayed answer was first replaced by the executor's product and the effects that the helpers have signed
-    (`tenant.session.evidence`).
+    For a relayed answer, pass the product that `tenant.session.evidence` restores.
 
     Args:
         executor: the provider of the answer.
@@ -165,7 +164,7 @@ def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> t
     try:
         if not is_product(0, part.sent.masked_words, answer):
             found.append(executor)
-        for first, pad in in_place(part.pads):
+        for first, pad in with_first_rows(part.pads):
             for share, effect in zip(pad.shares, pad.effects(), strict=True):
                 if is_product(first, share.keystream.expand(share.first_row, pad.rows), effect):
                     continue

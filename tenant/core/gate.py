@@ -4,10 +4,10 @@ Rule 8: a company that knows a seed of a pad never sees a row masked with that p
 pad together know everything about the row, so the privacy of `pad` depends on this rule. The gate checks every request
 after routing has chosen its provider: routing cannot override the gate.
 
-Quarantine: nothing more is sent to a provider whose answer or effect was not the product of the pinned weights. A
-provider stays quarantined under another name or with another key, because a party that shares a name, a certificate, a
-key or an address with it is the same party (rule 11). So an executor from a registry does not come back by announcing
-another key or other layers. Another executor of the same operator is another party, and is judged by its own answers.
+Quarantine: nothing more is sent to a provider whose answer or effect was not the product of the pinned weights. Another
+name or key does not end the quarantine, because a party that shares a name, a certificate, a key or an address with the
+provider is the same party (rule 11). Another executor of the same operator is another party, and is judged by its own
+answers.
 """
 
 import functools

@@ -4,8 +4,8 @@ The promise is a type. A connection accepts rows only as `MaskedRows`, and only 
 one-time pads that cover every row, and `remask` replaces pads. A raw tensor cannot be sent by mistake: mypy reports it,
 and the connection raises `TypeError`.
 
-There is one exception, and it has a name. `UNMASKED_BY_CHOICE` in place of pads sends rows unchanged. It is for schemes
-without one-time pads that the tenant has chosen (`masking = "none"`, `"paper-pool"`), and for rows that hold no data.
+There is one exception: `UNMASKED_BY_CHOICE` in place of pads sends rows unchanged. It is for schemes without one-time
+pads that the tenant has chosen (`masking = "none"`, `"paper-pool"`), and for rows that hold no data.
 `tests/tenant/core/test_masked.py` lists the modules that may use it.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
-from tenant.core.pads import Pad, in_place, some_rows
+from tenant.core.pads import Pad, row_range, with_first_rows
 
 
 class UnmaskedByChoice(tuple[Pad, ...]):
@@ -54,7 +54,7 @@ class MaskedRows:
         assign(self, "holders", tuple(dict.fromkeys(holders)))
 
     def split(self, rows: int) -> list[MaskedRows]:
-        """Split into pieces of at most `rows` rows. Each piece names all pads and all holders."""
+        """Split into matrices of at most `rows` rows. Each names all pads and all holders."""
         return [MaskedRows(_MAKER, masked_words, self.pads) for masked_words in self.masked_words.split(rows)]
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
     if pads is not UNMASKED_BY_CHOICE:
         first = 0
         for pad in pads:
-            pad.add_mask(some_rows(rows, first, pad.rows))
+            pad.add_mask(row_range(rows, first, pad.rows))
             first += pad.rows
         if first != rows.shape[0]:
             raise BurntRowError(f"{first} rows of pads were drawn for {rows.shape[0]} rows; nothing was sent")
@@ -118,12 +118,12 @@ def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
         BurntRowError: a pad was used before, or has another number of rows.
     """
     masked_words, pads = masked.masked_words.clone(), list(masked.pads)
-    for number, (first, old) in enumerate(in_place(masked.pads)):
+    for number, (first, old) in enumerate(with_first_rows(masked.pads)):
         if (new := fresh.get(number)) is None:
             continue
         if new.rows != old.rows:
             raise BurntRowError(f"a pad of {new.rows} rows cannot replace one of {old.rows}")
-        rows = some_rows(masked_words, first, old.rows)
+        rows = row_range(masked_words, first, old.rows)
         old.subtract_mask(rows)
         new.add_mask(rows)
         pads[number] = new

@@ -61,7 +61,7 @@ class Share(NamedTuple):
     Args:
         holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
         first_row: the pad's first row in the keystream.
-        effect: int32 `[r, o]`, unverified; None if it lies at an executor, as a block.
+        effect: int32 `[r, o]`, unverified; None if it was sent to an executor as a block.
         offset: the pad's first row in the effect.
         block: the effect as a block; None if it was not relayed.
         fetch: requests the effect of some rows, given the first row and their number, without relay.
@@ -75,7 +75,7 @@ class Share(NamedTuple):
     block: RelayedBlock | None = None
     fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
 
-    def later(self, rows: int) -> Self:
+    def without_first(self, rows: int) -> Self:
         """The share without its first `rows` rows."""
         block = self.block and self.block._replace(start=self.block.start + rows)
         first, offset = self.first_row + rows, self.offset + rows
@@ -149,7 +149,8 @@ class Pad:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
         self._use()
         kind = type(self)
-        return kind(rows, self.shares), kind(self.rows - rows, tuple([share.later(rows) for share in self.shares]))
+        others = tuple([share.without_first(rows) for share in self.shares])
+        return kind(rows, self.shares), kind(self.rows - rows, others)
 
     def _use(self) -> None:
         try:
@@ -209,11 +210,11 @@ class EffectSource(ABC):
         return keystream
 
 
-def in_place(pads: Sequence[Pad]) -> Iterable[tuple[int, Pad]]:
+def with_first_rows(pads: Sequence[Pad]) -> Iterable[tuple[int, Pad]]:
     """The pads of consecutive rows, each with the first row that it covers."""
     return zip(accumulate([pad.rows for pad in pads], initial=0), pads, strict=False)
 
 
-def some_rows(matrix: Tensor, first: int, count: int) -> Tensor:
+def row_range(matrix: Tensor, first: int, count: int) -> Tensor:
     """Return `count` rows from `first` on. Returns the matrix itself if these are all of its rows."""
     return matrix if count == matrix.shape[0] else matrix[first : first + count]

@@ -19,7 +19,7 @@ from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
-from tenant.core.pads import Pad, in_place, some_rows
+from tenant.core.pads import Pad, row_range, with_first_rows
 from tenant.core.rows import Rows, UncheckedProduct
 from tenant.core.verifier import V
 
@@ -42,8 +42,8 @@ class Part:
         counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
 
     Attributes:
-        count, width, widest: number of rows r, of columns d, and of columns of rows or answer.
-        size: bytes of rows and answer.
+        count, width: r and d. widest: the larger of d and `outputs`.
+        size: bytes of rows and answer, 4 bytes per integer.
         sent: the masked rows, after `mask`.
         relayed: True if the executor has subtracted blocks from the latest answer.
         requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, including
@@ -97,8 +97,8 @@ class Part:
         """
         self.relayed = relayed
         if relayed:
-            for first, pad in in_place(self.pads):
-                pad.open_relayed(some_rows(answer, first, pad.rows))
+            for first, pad in with_first_rows(self.pads):
+                pad.open_relayed(row_range(answer, first, pad.rows))
         refused = list[int]()
         for product in self.opened(answer):
             first = product.start - self.start
@@ -106,14 +106,14 @@ class Part:
         return refused
 
     def opened(self, answer: Tensor) -> list[UncheckedProduct]:
-        """The product of each pad's rows."""
+        """Return the unchecked product of each pad's rows."""
         if self.relayed or not self.pads:
             return [self._unchecked(0, answer, ())]
-        blocks = in_place(self.pads)
-        return [self._unchecked(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in blocks]
+        placed = with_first_rows(self.pads)
+        return [self._unchecked(first, *pad.open(row_range(answer, first, pad.rows))) for first, pad in placed]
 
     def put(self, row: int, one: Rows, product: Tensor) -> bool:
-        """Check the product of one row, int32 `[o]`, and write its results if it is right. Returns True if it is."""
+        """Check the corrected product of one row, int32 `[o]`. Writes its results and returns True if it is right."""
         expected = self.expected[row : row + 1]
         if one.decode(UncheckedProduct(0, product[None], column=self.column, expected=expected)):
             return False
@@ -121,7 +121,7 @@ class Part:
         return True
 
     def _unchecked(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> UncheckedProduct:
-        expected = some_rows(self.expected, first, answer.shape[0])
+        expected = row_range(self.expected, first, answer.shape[0])
         return UncheckedProduct(self.start + first, answer, effects, self.column, expected, self.rows.ring_bits)
 
     def _check(self, product: UncheckedProduct) -> list[int]:

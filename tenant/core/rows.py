@@ -3,8 +3,8 @@
 `decode` writes floats and the verdict in one pass (`arithmetic.passes`). The quantisation scale stays in these objects
 and never leaves the tenant (rule 5).
 
-Rows may each belong to one expert of a stack. They are then sorted by expert, `counts` says how many each expert has,
-and every expert has its own V and its own channel scales.
+Rows for the experts of a stack are sorted by expert, `counts` has the number of rows of each expert, and every expert
+has its own V and channel scales.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from tenant.core.verifier import V
 
 
 class UncheckedProduct(NamedTuple):
-    """The product of some rows as it arrives: masked, and not checked.
+    """The product of some rows before unmasking and checking.
 
     Args:
         start: index of the first of these rows.
@@ -34,7 +34,7 @@ class UncheckedProduct(NamedTuple):
         effects: int32 `[r, o]` each, to be subtracted from the answer.
         column: R, or None for no check.
         expected: int64 `[r]`, R applied to the true product, as `Rows.encode` computes it.
-        ring_bits: bits of the answer and the effects that count.
+        ring_bits: w, if answer and effects are residues modulo 2^w.
     """
 
     start: int
@@ -94,8 +94,8 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
-        """Copy rows, with results of their own.
+    def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        """Return a copy of some rows, with its own memory for results.
 
         Args:
             numbers: the rows, ascending.
@@ -106,8 +106,8 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
-        """Write results: those of the rows `places` of `some` are the results of the rows `numbers`."""
+    def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
+        """Write the results of the rows `places` of `source` as the results of the rows `numbers`."""
 
 
 class FloatRows(Rows):
@@ -181,17 +181,17 @@ class FloatRows(Rows):
             wrong += [part.start - start + row for row in failed]
         return wrong
 
-    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
-        some = copy(self)
-        some.count, some.counts = len(numbers), self.counts and pick(self.counts, numbers)
-        some._inputs = [part.detach()[numbers] for part in self._inputs]
-        some._outputs = [out.new_empty((some.count, out.shape[1])) for out in self._outputs]
+    def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+        copied = copy(self)
+        copied.count, copied.counts = len(numbers), self.counts and pick(self.counts, numbers)
+        copied._inputs = [part.detach()[numbers] for part in self._inputs]
+        copied._outputs = [out.new_empty((copied.count, out.shape[1])) for out in self._outputs]
         if halved:
-            some._set_bound(self._bound.halved())
-        return some
+            copied._set_bound(self._bound.halved())
+        return copied
 
-    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
-        for out, part in zip(self._outputs, some._outputs, strict=True):
+    def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
+        for out, part in zip(self._outputs, source._outputs, strict=True):
             out[numbers] = part[places]
 
     def _set_bound(self, bound: Bound) -> None:

@@ -11,10 +11,10 @@ from symbiosis_priv.errors import BurntRowError
 
 
 class SessionSecret:
-    """A fresh 256-bit secret and its row counters. They are never stored, copied or used after a fork.
+    """A fresh 256-bit secret and its row counters. They are never stored or copied.
 
-    Otherwise parent and child would use the same rows (rule 2). In a forked child every method raises `BurntRowError`,
-    and the child opens its own session.
+    In a forked child every method raises `BurntRowError`, because parent and child would use the same rows (rule 2).
+    The child opens its own session.
     """
 
     def __init__(self) -> None:

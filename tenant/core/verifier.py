@@ -5,12 +5,11 @@ subtracted, a row y is read as signed integers and accepted if and only if `y @ 
 products with R: of y, and of the true product t, whose entries are in the range of int32 (`ring`). If y is not t, then
 y - t is a non-zero vector with entries of at most 2^32 < p, and R maps it to 0 with probability at most 2^-60
 (`modular.uniform`). This holds for every error, for every 2-adic valuation, and also for errors that wrap around,
-because 2^32 is not a multiple of p. The check needs no bit of the range, one column is enough, and answers and effects
-are checked together.
+because 2^32 is not a multiple of p. The check takes no bits of the range, one column is enough, and one check covers
+the answer and all effects.
 
-The verdict is "y is t", up to that probability. It depends on errors alone, never on the rows. One of q wrong answers
-of a provider passes with probability at most q * 2^-60, because a refusal reveals nothing about R except that this
-error was detected.
+The verdict depends on the error y - t alone, never on the rows. One of q wrong answers of a provider passes with
+probability at most q * 2^-60, because a refusal reveals nothing about R except that this error was detected.
 
 In a narrow ring, a second, independent set of keys (`Preparation.second`) confirms corrections (`arithmetic.wraps`).
 """
@@ -98,12 +97,12 @@ class VerificationKeys:
     def expert_columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Sequence[Column]]:
         """Return R, and V of every expert of a stack, for rows that each belong to one expert.
 
-        A row for expert k is checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one
-        per width and direction), and only V differs. That is as sound as an R for each expert: what a check refuses is
-        the error y - t, and for every non-zero error a uniform R passes it with probability at most 2^-60, whichever
-        matrix t came from. The verdicts of q lies, in whatever order, at whatever experts and however they were
-        chosen, are all "refused" except with probability q * 2^-60 by the union bound: as long as every lie was
-        refused, the provider has learned nothing that depends on R, so its next error is independent of R.
+        A row for expert k is checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one per
+        width and direction), and only V differs. That is as sound as an R for each expert: a uniform R passes a
+        non-zero error y - t with probability at most 2^-60, whichever matrix t came from. By the union bound, at least
+        one of q wrong answers passes with probability at most q * 2^-60, even if each is chosen after the others were
+        refused: a provider whose answers were all refused has learned nothing that depends on R, so its next error is
+        independent of R.
         """
         v = self.products[index, direction]
         if v.dim() == 1:

@@ -2,6 +2,6 @@
 the schemes. The others are `none`, `local`, `simulate` and `paper_pool`.
 
 A scheme for the ring derives from `SessionScheme` and answers one question: where does the effect `e = n @ W.T` of a
-mask n come from? The session around it (pools of pads, verification, retries, quarantine) is the same for all schemes.
-A scheme that works in another way derives from `BackendScheme` and opens its own backend (`backend`).
+mask n come from? The session (pools of pads, verification, retries, quarantine) is the same for all schemes. A scheme
+without a session derives from `BackendScheme` and opens its own backend (`backend`).
 """

@@ -92,7 +92,7 @@ class RingProduct(Protocol):
 class RingRows(Rows):
     """Integer rows, for tests and attacks: int32 `[r, d]`, whose true products fit int32.
 
-    In a narrow ring, two entries of a product may leave the ring once.
+    In a narrow ring, at most two entries of a product may leave the ring, and each may wrap around once.
 
     Attributes:
         product: int32 `[r, o]`, the checked products.
@@ -127,20 +127,21 @@ class RingRows(Rows):
         self.product[product.start : product.start + unmasked.shape[0]] = unmasked
         return wrong
 
-    def some(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
+    def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         if halved:
             raise RangeError(f"integer rows of which more than two products leave a ring of {self.ring_bits} bits")
-        some = copy(self)
-        some.count, some.counts = len(numbers), self.counts and pick(self.counts, numbers)
-        some._rows, some.product = self._rows[numbers], self.product[numbers]
-        return some
+        copied = copy(self)
+        copied.count, copied.counts = len(numbers), self.counts and pick(self.counts, numbers)
+        copied._rows, copied.product = self._rows[numbers], self.product[numbers]
+        return copied
 
-    def put(self, numbers: Sequence[int], some: Self, places: Sequence[int]) -> None:
-        self.product[numbers] = some.product[places]
+    def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
+        self.product[numbers] = source.product[places]
 
 
 class RingBackend(Backend):
-    """The ring path: quantises, calls a `RingProduct`, dequantises. Its results are the same bits for every scheme."""
+    """Quantises rows, calls a `RingProduct`, and dequantises its product. The results have the same bits for every
+    scheme."""
 
     def __init__(self, facts: Sequence[GroupFacts], products: RingProduct) -> None:
         self.facts = facts
@@ -184,17 +185,17 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 
 def multiply_again(rows: Rows, numbers: Sequence[int], multiply: Callable[[Rows], None]) -> None:
-    """Multiply rows whose products wrapped around too often once more, at half their scale."""
+    """Multiply rows again at half their scale, because their products wrapped around too often."""
     sent = numbers if rows.counts is None else _like_every_expert(numbers, rows.counts)
-    again = rows.some(sent, halved=True)
+    again = rows.selected(sent, halved=True)
     multiply(again)
     rows.put(numbers, again, [sent.index(number) for number in numbers])
 
 
 def _like_every_expert(numbers: Sequence[int], counts: Counts) -> Sequence[int]:
-    """Add rows of the other experts of a request until each has as many, or all of its rows.
+    """Add rows of the other experts until each expert has the same number of rows, or all of its rows.
 
-    Providers see counts. Without these rows, they would see the expert of a row of which mode "flat" hides it.
+    Providers see the counts. Without the added rows, the counts would show the experts that mode "flat" hides.
     """
     chosen = set(numbers)
     spans = [range(rows.start, rows.stop) for _, rows in segments(counts)]
@@ -206,7 +207,7 @@ def _like_every_expert(numbers: Sequence[int], counts: Counts) -> Sequence[int]:
 
 
 class Simulation:
-    """A `RingProduct` that uses the tenant's own copy of the weights: no network, no masks. The reference for all
+    """A `RingProduct` that uses the tenant's own copy of the weights, without network and masks. The reference for all
     schemes."""
 
     def __init__(self, store: WeightStore) -> None:

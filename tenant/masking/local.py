@@ -19,8 +19,8 @@ from tenant.worker import Worker
 
 
 class Local(SessionScheme):
-    """Hides rows from every provider without an assumption. Bit-exact, verified. It computes effects earlier, but saves
-    no work."""
+    """Hides rows from every provider without an assumption. Bit-exact, verified. The tenant multiplies as many rows as
+    without providers, but ahead of time."""
 
     name = "local"
     summary = "no party, but the tenant needs the full checkpoint and does the providers' work ahead of time"

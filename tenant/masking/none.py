@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMasking(SessionScheme):
-    """Shows rows to every executor. Use it only with providers that you trust. Bit-exact, verified."""
+    """Hides nothing: every executor sees the rows. Only for providers that you trust. Bit-exact, verified."""
 
     name = "none"
     summary = "every executor; for providers you trust"

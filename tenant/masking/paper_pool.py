@@ -1,9 +1,10 @@
 """The paper's own masking (Symbiosis §3.8), kept so that it can be measured and attacked. Do not rely on it.
 
-Each (layer group, direction) has a few float Gaussian noise rows. The executor computes their effect without the bias
-once, so it knows them all. Each row is sent as `x + n` for one noise row n, and the tenant subtracts `n @ W.T` from the
-answer. Four attacks recover the rows: subtraction of candidates, differencing, projection, and the rounding of float32
-(docs/threat-model.md). Float answers cannot be verified exactly. `masking = "pad"` has none of these problems.
+Each (layer group, direction) has a few float Gaussian noise rows. The executor computes their effects once, without the
+bias, so it knows all noise rows. Each row is sent as `x + n` for one noise row n, and the tenant subtracts `n @ W.T`
+from the answer. Four attacks recover the rows: subtraction of candidates, differencing, projection, and the rounding of
+float32 (docs/threat-model.md). Float answers cannot be verified exactly. `masking = "pad"` resists all four attacks and
+verifies answers.
 """
 
 import math
@@ -52,7 +53,7 @@ class PaperPoolOptions:
 
 
 class PaperPool(BackendScheme):
-    """Hides rows from no executor that attacks (broken). Results are within a floating-point bound of the reference,
+    """Broken: an executor that attacks recovers the rows. Results are within a floating-point bound of the reference,
     and are not verified."""
 
     name = "paper-pool"
@@ -85,9 +86,9 @@ class PaperPool(BackendScheme):
 
 
 class PaperPoolBackend(Backend):
-    """A float path that reuses a pool of noise, at one executor: the first in the federation file that has all layers.
-    No other executor can take over, because the executor that is asked knows the noise. Raises `ConfigError` if every
-    executor is listed with a part of the layers."""
+    """A float path with a reused pool of noise. It uses one executor, the first in the federation file that has all
+    layers, because each executor that is asked learns the noise. Raises `ConfigError` if no executor in the file has
+    all layers."""
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ _schemes: dict[str, AnyScheme] = {}
 
 
 def register(scheme: AnyScheme) -> None:
-    """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table. Raises `ConfigError`:
-    another scheme has this name."""
+    """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table. Raises `ConfigError` if
+    another scheme has its name."""
     if scheme.name in _schemes:
         raise ConfigError(f"masking = {scheme.name!r} is registered already; give the new scheme a name of its own")
     _schemes[scheme.name] = scheme
@@ -31,15 +31,14 @@ def registered() -> tuple[AnyScheme, ...]:
 
 
 def scheme_named(name: str) -> AnyScheme:
-    """Look up a scheme. Raises `ConfigError`: no scheme has this name; the message lists the schemes."""
+    """Look up a scheme. Raises `ConfigError`, with a list of the schemes, if no scheme has this name."""
     if name not in _schemes:
         raise ConfigError(f"masking = {name!r} is unknown; choose one of {', '.join(_schemes)}")
     return _schemes[name]
 
 
 def session_scheme(name: str) -> SessionScheme:
-    """Look up a scheme that masks a session with executors. Raises `ConfigError`: no scheme has this name, or the
-    scheme does not use a session."""
+    """Look up a scheme that uses a session. Raises `ConfigError` if no such scheme has this name."""
     scheme = scheme_named(name)
     if not isinstance(scheme, SessionScheme):
         raise ConfigError(f"masking = {name!r} does not run over a session; open it with `RemoteConfig(masking=...)`")

@@ -28,7 +28,7 @@ from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
-"""One party that could read rows, or several parties that combine what they have seen. TLS excludes everybody else."""
+"""One party that could read rows, or several parties that combine what they have seen. TLS excludes all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,18 @@ class NoOptions:
 
 
 class Scheme(ABC):
-    """One way to mask rows. A subclass's docstring says whom it hides rows from, and under which assumption.
+    """One way to mask rows. The docstring of a subclass says from which parties it hides rows, and under which
+    assumption.
 
     Attributes:
         name: the value of `RemoteConfig(masking=...)`.
         summary: the parties that can read rows, in a few words.
         roles: the roles of the providers that it uses; none if it runs on the tenant alone, without a federation.
-        own_weights: whether the tenant needs the full checkpoint all the time, not only to make verification keys.
+        own_weights: True if the tenant needs the full checkpoint in every session, not only to make verification keys.
         hides_from: the parties that learn nothing about rows.
         assumption: what `hides_from` rests on.
-        error: the difference of the results from the reference ("simulate"); None if they are the same bits.
-        verified: whether a wrong answer raises an error instead of being used.
+        error: describes how results differ from the reference ("simulate"); None if they have the same bits.
+        verified: True if a wrong answer is detected and not used.
         headroom_bits: bits of the range ±2^31 that the scheme uses itself; rows are scaled to the other bits.
         options_type: a frozen dataclass of its own options, `RemoteConfig(masking_options={...})`.
     """
@@ -69,8 +70,8 @@ class Scheme(ABC):
         return self.error is None
 
     def read_options(self, values: Mapping[str, object]) -> Any:
-        """Check the options of the scheme by name, and return them as an `options_type`. Raises `ConfigError` if the
-        scheme has no option of a name, or a value is out of range."""
+        """Check options, by name, and return them as an `options_type`. Raises `ConfigError` if the scheme does not
+        have an option, or if a value is out of range."""
         known = [field.name for field in fields(self.options_type)]
         if unknown := sorted(values.keys() - set(known)):
             raise ConfigError(
@@ -80,9 +81,13 @@ class Scheme(ABC):
         return self.options_type(**values)
 
     def check(self, federation: Federation) -> None:
-        """Check that the scheme keeps its promises with these providers. Raises `RoleConflictError`: the scheme needs a
-        helper, and there is none; `ConfigError`: the file has a registry, and the scheme would show rows to its
-        executors or use their answers unverified."""
+        """Check that the scheme keeps its promises with these providers.
+
+        Raises:
+            RoleConflictError: the scheme needs a helper, and the file has none.
+            ConfigError: the file has a registry, and the scheme would show rows to executors from the registry, or use
+                their answers unverified.
+        """
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
                 f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "
@@ -96,7 +101,7 @@ class Scheme(ABC):
 
 
 class BackendScheme(Scheme):
-    """A scheme that does not use a session, and opens a backend of its own."""
+    """A scheme without a session. It opens its own backend."""
 
     @abstractmethod
     def open(self, opening: Opening) -> Backend:
@@ -112,9 +117,9 @@ class Materials:
 
     Args:
         secret: the source of seeds and row numbers.
-        holders: returns the helpers of the next pad of a layer group, for a given executor, or for any executor if it
-            is None, and the executor to which they relay effects, if they do. Raises if there are fewer helpers than a
-            pad needs. Returns none if the scheme's `roles` name no helpers.
+        holders: returns the helpers of the next pad of a layer group, and the instruction to relay effects, or None.
+            Its arguments are the group, and the executor that will see the rows or None for any executor. Raises if
+            there are fewer helpers than a pad needs. Returns no helpers if the scheme's `roles` name none.
         store: the tenant's own copy of the weights, if it has one.
     """
 

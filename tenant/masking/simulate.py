@@ -7,7 +7,7 @@ from tenant.preparation.opening import Opening
 
 
 class Simulate(BackendScheme):
-    """Sends nothing. No provider could read rows, and there is no answer to verify."""
+    """Sends nothing, so no provider could read rows, and there is no answer to verify."""
 
     name = "simulate"
     summary = "no party: the same arithmetic on this machine, no providers"

@@ -5,14 +5,15 @@ descriptor counts if the federation's authority has signed for the executor and 
 descriptor adds one executor and changes nothing else: masking, helpers, and the pins, addresses and roles of the
 providers in the file belong to the tenant (rules 10 and 11). A discovered executor is verified like any other executor,
 and is asked only under a masking scheme that hides rows from it (`Scheme.check`). So a registry that lies, withholds or
-repeats can deny service, and nothing else.
+repeats descriptors can deny service, and nothing else.
 
-An executor is refused if it has something in common with a provider of the file (rule 11: the file's entry stands), if
-it is one company with any helper (rule 8), or if its address is on this machine or its link. An executor of one company
-with a *spare* helper is refused too. Otherwise a registry could influence which helpers hold the seeds.
+An executor is refused if it shares a name, a key, a certificate or an address with a provider of the file (rule 11: the
+file's entry is used), if its company has a helper (rule 8), or if its address is loopback or link-local. A *spare*
+helper of its company is enough, because a registry could otherwise influence which helpers hold the seeds.
 
-The newest descriptor of a key counts. The tenant remembers it for as long as an older one could be valid, so that an
-older one never replaces it. An executor stays until its last descriptor expires, also while no registry answers.
+The newest descriptor of a key counts. The tenant remembers it as long as an older one could be valid, so an older
+descriptor never replaces a newer one. An executor stays until its last descriptor expires, also while no registry
+answers.
 """
 
 import logging
@@ -41,7 +42,7 @@ MAX_FOUND: Final = 64
 INTERVAL_S: Final = 30.0
 DEADLINE_S: Final = 10.0
 
-_JITTER: Final = 0.2  # share of a pause, so that tenants that started together do not ask at the same times
+_JITTER: Final = 0.2  # random share of a pause, so that tenants that started together do not ask at the same times
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
 
 
 def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
-    """The first executor of every operator, then the second of every operator, and so on; by name, so that the result
-    changes only when an executor comes or goes."""
+    """Order executors: the first of every operator, then the second of every operator, and so on. Sorted by name, so
+    the order changes only if an executor comes or goes."""
     places: Counter[str] = Counter()
     order = []
     for peer in sorted(peers, key=lambda peer: peer.name):
@@ -119,8 +120,8 @@ def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
 
 class Discovery:
     """Asks the registries of a federation: first in `refresh`, later in a background thread, which calls `changed` with
-    the executors after they have changed. A `Discovery` belongs to one process: a forked child makes another one, and
-    calls `abandon` on its parent's. Raises `CertificateError` if the authority's certificate cannot be read."""
+    the new list when executors have come or gone. A `Discovery` belongs to one process: a forked child calls `abandon`
+    and makes its own. Raises `CertificateError` if the authority's certificate cannot be read."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Discovery:
         self._newest: dict[str, VerifiedDescriptor] = {}
         self._found = Found()
         self._silent: set[str] = set()  # registries whose failure has been logged
-        self._useless: dict[str, Counter[str]] = {}  # per registry, the refusals that were logged
+        self._rejected: dict[str, Counter[str]] = {}  # per registry, the refusals that were logged
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()  # guards the descriptors and the open connections
         self._asking: dict[str, RegistryClient] = {}
@@ -178,15 +179,15 @@ class Discovery:
                 thread.join(max(0.0, until - time.monotonic()))
             return self.update()
 
-    def hear(self, listed: Iterable[bytes]) -> Counter[str]:
+    def add(self, listed: Iterable[bytes]) -> Counter[str]:
         """Store the descriptors that a registry lists. Returns the number of refused descriptors by reason."""
-        useless: Counter[str] = Counter()
+        rejected: Counter[str] = Counter()
         for data in listed:
             try:
-                self._learn(data)
+                self._store(data)
             except DescriptorError as error:
-                useless[str(error)] += 1
-        return useless
+                rejected[str(error)] += 1
+        return rejected
 
     def update(self) -> tuple[Peer, ...]:
         """Read the revocation list again. Returns the known executors that are not revoked."""
@@ -219,7 +220,7 @@ class Discovery:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Drop the parent's connections in a forked child, without sending a byte. Its threads do not run there."""
+        """Drop the parent's connections in a forked child, without sending a byte."""
         self._closed.set()
         for registry in self._asking.values():
             registry.close()
@@ -238,7 +239,7 @@ class Discovery:
         while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
             try:
                 self.refresh()
-            except Exception as error:  # for instance no thread can be started: the known executors stay
+            except Exception as error:  # for instance if no thread can be started; the known executors stay
                 log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:
@@ -261,15 +262,16 @@ class Discovery:
         if address in self._silent:
             self._silent.discard(address)
             log.warning("registry %s answers again", address)
-        useless = self.hear(listed)
+        rejected = self.add(listed)
         # logged once, because the registry is asked again and again
-        if useless != self._useless.get(address, Counter()):
-            self._useless[address] = useless
-            for why, count in useless.items():
+        if rejected != self._rejected.get(address, Counter()):
+            self._rejected[address] = rejected
+            for why, count in rejected.items():
                 log.info("registry %s lists %d invalid descriptors of %d: %s", address, count, len(listed), why)
 
-    def _learn(self, data: bytes) -> None:
-        """Store a descriptor. Raises `DescriptorError` if it is not valid, or older than a known one of its key."""
+    def _store(self, data: bytes) -> None:
+        """Store a descriptor. Raises `DescriptorError` if the descriptor is invalid, or older than a known one of its
+        key."""
         one = verify(data, self._trust, now=self._clock())
         with self._lock:
             known = self._newest.get(one.key)

@@ -1,17 +1,17 @@
 """The health of a provider: a circuit breaker, and the cost of its answers. Callers pass the time; the module uses no
 socket and no clock.
 
-A failure opens the breaker. The provider then has a pause that doubles with every failure in a row, plus or minus half
-of it, so that tenants that lost the provider together do not return together. After the pause the caller connects
-again. If the provider answers, it gets one request as a trial, and after an answer to the trial the breaker is closed.
+A failure opens the breaker. The provider is then not asked for a pause, which doubles with every failure in a row and
+is varied at random by up to a half, so that tenants that lost the provider together do not return together. After the
+pause the caller connects again. If that succeeds, the provider gets one request as a trial, and the answer to the trial
+closes the breaker.
 
 Cost is measured by real requests: seconds per exchange for small exchanges, seconds per byte for large ones.
 
-A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. While other
-providers are up, the session waits for a provider no longer than the other providers' cost suggests. After a wait
+A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. After a wait
 without an answer, the provider gets a penalty: a pause of many times the wasted time, even if it answers probes
-meanwhile. A provider that is slower than others is measured again when the time since its most expensive recent answer
-is a hundred times the time of that answer.
+meanwhile. A provider that is slower than others is measured again after a hundred times the duration of its slowest
+recent answer.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Final
 
 FEW_BYTES: Final = 1 << 16
-"""An exchange of at most this size costs one round trip; the number of bytes hardly matters."""
+"""Bytes of a small exchange, whose duration is that of a round trip."""
 _WEIGHT = 0.2  # weight of a new measurement in the average
 _ENOUGH = 3  # number of measurements after which the cost counts as known
 _PATIENCE = 8.0  # the session waits this many times the expected time
@@ -38,10 +38,10 @@ class Tolerance:
         first_pause_s: pause after the first failure of a provider.
         least_patience_s: shortest time to wait for an answer while another provider is available.
         unknown_s: assumed cost of an exchange if none was measured.
-        stale_s: a measurement is used for this time, so measuring again costs at most one request per `stale_s`.
-        stale_times: a measurement is also used for this many times the time that it took.
-        penalty_times: a provider that wasted the tenant's time while others were up is paused for this many
-            times the wasted time, at most ten minutes.
+        stale_s: seconds for which a measurement is used at least, so measuring costs at most one request per `stale_s`.
+        stale_times: a measurement is used for at least this many times its own duration.
+        penalty_times: pause of a provider that did not answer while others were up, as a multiple of the wasted time;
+            at most ten minutes.
     """
 
     first_pause_s: float = 0.25
@@ -63,8 +63,8 @@ class State(StrEnum):
 
 
 class ProviderHealth:
-    """The health of one provider; see the module's docstring. Not thread-safe. `jitter` returns another number in [0,
-    1) each time."""
+    """The health of one provider; see the module's docstring. Not thread-safe. `jitter` returns random numbers in [0,
+    1)."""
 
     def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
         self.state = State.UP
@@ -78,13 +78,16 @@ class ProviderHealth:
         self._dearest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
-        """Record that a request was lost, late or refused, and how long the session waited for it while others could
-        have been asked. Returns True if that opened the breaker."""
+        """Record that a request was lost, late or refused. Returns True if that opened the breaker.
+
+        Args:
+            wasted_s: seconds of waiting during which other providers could have been asked.
+        """
         self.failures += 1
         penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:
             self.retry_at = max(self.retry_at, penalty_until)
-            return False  # the request was sent before, or together with, the one that opened the breaker
+            return False  # the request was sent before the breaker opened
         opened = self.state is State.UP
         if opened:
             self.down_since = now
@@ -99,8 +102,8 @@ class ProviderHealth:
             self.state = State.TRIAL
 
     def answered(self, now: float, *, seconds: float, size: int) -> bool:
-        """Record the duration of an exchange of `size` bytes, both ways together. Returns True if that closed the
-        breaker."""
+        """Record the duration of an exchange of `size` bytes, request and answer together. Returns True if that closed
+        the breaker."""
         if self._measured_at is not None and self._is_long_ago(now):
             self._latency.count = self._per_byte.count = 0  # the connection's properties may have changed completely
         self._dearest_s = max(seconds, (1 - _WEIGHT) * self._dearest_s)
@@ -114,12 +117,12 @@ class ProviderHealth:
 
     @property
     def latency_s(self) -> float | None:
-        """Seconds of a small exchange; None if there was none."""
+        """Average seconds of small exchanges; None without a measurement."""
         return self._latency.value
 
     @property
     def s_per_byte(self) -> float | None:
-        """Additional seconds per byte of a large exchange; None if there was none."""
+        """Average additional seconds per byte of large exchanges; None without a measurement."""
         return self._per_byte.value
 
     @property
@@ -144,8 +147,8 @@ class ProviderHealth:
 
         Args:
             size: bytes of the exchange.
-            others_s: expected seconds of other providers that are up; the limit follows from them. None if no other
-                provider is up; then the limit grows with every failure in a row, so that a slow provider can finish.
+            others_s: expected seconds of other providers that are up, which limit the wait. None if no other provider
+                is up; the limit then grows with every failure in a row, so that a slow provider can finish.
         """
         expected, times = self.expected_s(size), 2**self._failures_in_a_row
         if others_s is not None:
@@ -164,7 +167,7 @@ class ProviderHealth:
 
 
 class _Average:
-    """A moving average. The second value replaces the first one, which may include a cold start."""
+    """A moving average. The second value replaces the first, which may include a cold start."""
 
     def __init__(self) -> None:
         self.value: float | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from symbiosis_priv.federation import Federation, Peer
 from tenant.routing.route import Route
 
-_USUAL_BYTES = 1 << 20  # bytes of an effect, for comparing costs
+_USUAL_BYTES = 1 << 20  # bytes of an effect, to compare costs
 
 Admits = Callable[[Peer, tuple[Peer, ...]], bool]
 """`Federation.admissible`, cached."""
@@ -29,8 +29,8 @@ def choose_holders(
     """Choose holders for the first target that has enough healthy helpers, else for the first that has enough.
 
     Args:
-        targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; a later
-            executor is then compared with the holders.
+        targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; whether
+            an executor may see the rows is then decided later.
         executors: executors that could take over the rows.
         federation: decides which parties are one company.
         admits: returns True if an executor may see rows under pads of these holders.

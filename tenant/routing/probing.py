@@ -1,4 +1,4 @@
-"""Connects to providers and records what they serve: to all when a session opens, later again to those that were away.
+"""Connects to all providers when a session opens, and later to those that were away. Records what they serve.
 
 A session opens when executors that have answered cover every layer group, and enough helpers for a pad have answered.
 Other providers may be away: attempts to connect to them continue in the background and never delay a product. If a
@@ -29,8 +29,9 @@ class Prober:
 
     Args:
         manifest: the layer groups that must be covered.
-        persist: connects to a provider until the session's deadline, or until its argument returns False because the
-            provider is no longer needed.
+        retry: connects to a provider, with retries until the session's deadline, or until its second argument returns
+            False because the provider is no longer needed.
+        try_once: connects to a provider without retries.
         closing: set when the session closes; then a failed connection is not counted as a failure of the provider.
     """
 
@@ -39,13 +40,13 @@ class Prober:
         routes: Routes,
         manifest: Manifest,
         *,
-        persist: Callable[[Route, Callable[[], bool]], wire.Welcome],
+        retry: Callable[[Route, Callable[[], bool]], wire.Welcome],
         try_once: Probe,
         closing: threading.Event,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._routes, self._manifest, self._closing = routes, manifest, closing
-        self._persist, self._try_once, self._before = persist, try_once, before
+        self._retry, self._try_once, self._before = retry, try_once, before
         self._lock = threading.Lock()
         self._connecting: Future[None] | None = None
         self._connected = False
@@ -60,9 +61,12 @@ class Prober:
             return tuple(self._workers.values())
 
     def connect(self) -> None:
-        """Connect to the needed providers, once per session. Several threads may wait in this method. Raises
-        `UncoveredError`: no executor serves some layers; `SymbiosisError`: a needed provider is away, or is not the
-        expected one."""
+        """Connect to the needed providers, once per session. Several threads may wait in this method.
+
+        Raises:
+            UncoveredError: no executor serves some layers.
+            SymbiosisError: a needed provider is away, or is not the expected one.
+        """
         if self._connected:  # every product calls this
             return None
         with self._lock:
@@ -99,13 +103,13 @@ class Prober:
             left = None if grace_over is None else grace_over - time.monotonic()
             if left is not None and left <= 0:
                 return
-            # no extra time, because each of them has its own deadline
+            # without a timeout, because each attempt has its own deadline
             _, waiting = wait(waiting, left, FIRST_COMPLETED)
         if not self._enough():
             raise self._missing()
 
     def _until_enough(self, route: Route) -> wire.Welcome:
-        return self._persist(route, lambda: not self._enough())
+        return self._retry(route, lambda: not self._enough())
 
     def _enough(self) -> bool:
         heard = sum(route.welcome is not None for route in self._routes.helpers)
@@ -160,7 +164,7 @@ class Prober:
 def check_expected(federation: Federation, manifest: Manifest) -> None:
     """Raise `UncoveredError` if the executors of the federation file leave layers out.
 
-    That is known only if every executor in the file has `layers`, and no registry may add another executor.
+    Checked only if every executor in the file has `layers` and no registry may add executors.
     """
     ranges = [peer.layers for peer in federation.executors if peer.layers is not None]
     if federation.registries is not None or len(ranges) < len(federation.executors):
@@ -174,5 +178,5 @@ def check_expected(federation: Federation, manifest: Manifest) -> None:
 
 
 def _text(layers: Sequence[int]) -> str:
-    """Layers as text, such as `0-3, 7`."""
+    """Format layers, such as `0-3, 7`."""
     return ", ".join(map(str, spans(layers))) or "none"

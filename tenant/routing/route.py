@@ -16,7 +16,7 @@ class ProviderFigures:
         state: the provider's state, in a word or two.
         latency_s: smoothed latency of a small request; None before the first answer.
         verified, rejected: number of its answers that passed the check, and that failed it.
-        bytes_sent, bytes_received: bytes of frames to and from it.
+        bytes_sent, bytes_received: bytes of frames to and from the provider.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Route:
     Attributes:
         peer: the provider as the tenant pinned it.
         health: circuit breaker and cost.
-        welcome: the layers and limits that it last stated; None if it has not answered yet.
-        in_flight: number of requests that are waiting for its answer.
+        welcome: the layers and limits that the provider last stated; None if it has not answered yet.
+        in_flight: number of requests that wait for an answer.
         requests, verified, rejected: as in `ProviderFigures`.
     """
 

@@ -2,13 +2,13 @@
 health of every provider, and the quarantine.
 
 `Routes` opens no socket and starts no thread, and its clock is an argument, so every decision can be tested on its own.
-It survives forks: a provider that lied to the parent receives no request from the child.
+It survives forks: a forked child sends nothing to providers that its parent has quarantined.
 
 An executor is *able* to take rows if it serves the layer group, is not quarantined, and is admissible: no helper of its
 own company knows a seed of the rows' pads (`Federation.admissible` alone decides that). An able executor is *open* if
 its breaker is closed or its trial is due (`health`). Rows go to the open executor with the lowest measured cost. They
-move away from the present executor only if another one is clearly better. An executor without a recent measurement
-gets a request to measure it. If only one executor is able, it is asked whatever the state of its breaker.
+move away from the present executor only if another one costs clearly less. An executor without a recent measurement
+gets one request as a measurement. If only one executor is able, it is asked even if its breaker is open.
 """
 
 import functools
@@ -31,7 +31,7 @@ from tenant.routing.route import ProviderFigures, Route
 log = logging.getLogger(__name__)
 
 _CLEARLY = 0.75  # share of the present executor's cost
-_REMEMBERED = 4096  # cached answers about rule 8, and parties that registries have added
+_REMEMBERED = 4096  # limit of cached decisions on rule 8, and of remembered parties from registries
 
 
 class Routes:
@@ -42,9 +42,9 @@ class Routes:
 
     Attributes:
         executors: the executors of the federation in its order, then discovered ones.
-        version: changes whenever executors join or leave.
+        version: a number that changes whenever executors join or leave.
         quarantined: the providers that receive no more requests.
-        calm: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
+        all_up: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
             `check` have nothing to do.
     """
 
@@ -61,7 +61,7 @@ class Routes:
         self.helpers = tuple(map(self._route, federation.helpers if with_helpers else ()))
         self.quarantined = Quarantine()
         self.version = 0
-        self.calm = False
+        self.all_up = False
         self._federation, self._clock = federation, clock
         self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
         self._present: dict[tuple[GroupIndex, bool], Route] = {}
@@ -101,10 +101,11 @@ class Routes:
             self.executors = tuple(known.get(peer) or self._joining(peer) for peer in taken)
             self._present = {place: route for place, route in self._present.items() if route in self.executors}
             self.version += 1
-            self.calm = False
+            self.all_up = False
 
     def _joining(self, peer: Peer) -> Route:
-        """Return a route to an executor that has joined. Announcing other layers does not reset its health."""
+        """Return a route to an executor that has joined. A known executor that announces other layers keeps its
+        health."""
         own, route = traits(peer), self._route(peer)
         for party, health in self._reputations:
             if in_common(own, party):
@@ -114,9 +115,9 @@ class Routes:
         return route
 
     def able(self, group: GroupIndex, holders: Collection[Peer] = ()) -> list[Route]:
-        """The executors that may see a group's rows under pads of these holders."""
+        """Return the executors that may see a group's rows under pads of these holders."""
         serving = [route for route in self.executors if route.serves(group)]
-        if not self.calm and self.quarantined:
+        if not self.all_up and self.quarantined:
             serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
@@ -133,13 +134,14 @@ class Routes:
         prefer: Route | None = None,
         relayed_to: Peer | None = None,
     ) -> Route | None:
-        """Choose the executor of a request. Report the outcome to `answered`, `failed` or `given_up`.
+        """Choose the executor of a request. Report the outcome with `answered`, `failed` or `cancelled`.
 
         Args:
-            size: bytes both ways.
+            size: bytes of request and answer together.
             holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
             prefer: chosen if it is open.
-            relayed_to: the executor at which the effects of the rows' pads lie. It counts as the present executor.
+            relayed_to: the executor to which the effects of the rows' pads were relayed. It counts as the present
+                executor.
 
         Returns:
             The executor; None if no able executor is open.
@@ -159,9 +161,8 @@ class Routes:
             return route
 
     def likely(self, group: GroupIndex) -> Route | None:
-        """The executor that will probably get the next rows of a group; None if none is open.
-
-        It is an executor that may see rows under a pad of the helpers that `holders` returns for it.
+        """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
+        under pads of the helpers that `holders` returns for it.
         """
         with self._lock:
             able = [route for route in self.able(group) if self._has_holders(group, route)]
@@ -172,7 +173,7 @@ class Routes:
             return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
     def open_for(self, group: GroupIndex, size: int) -> list[Route]:
-        """The executors that may share a large product, the cheapest first."""
+        """Return the executors that may share a large product, the one with the lowest cost first."""
         with self._lock:
             able = self.able(group)
             if len(able) == 1:
@@ -181,7 +182,7 @@ class Routes:
             return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
     def patience_s(self, route: Route, group: GroupIndex, size: int, *, left_s: float) -> float:
-        """Seconds to wait for an executor's answer. All the time left if no other executor may serve the group."""
+        """Seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
         others = [
@@ -194,7 +195,7 @@ class Routes:
         if not others:
             return left_s
         up = [other.health.expected_s(size) for other in others if other.serves(group) and other.is_up]
-        others_s = min(up) * max(1, route.in_flight) if up else None  # the provider's other requests count, too
+        others_s = min(up) * max(1, route.in_flight) if up else None  # requests in flight delay this one
         return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
@@ -230,8 +231,8 @@ class Routes:
     def holders(
         self, group: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
     ) -> list[Route]:
-        """Choose the helpers that share the next pad of a group, each of another company, for rows that `executor`, or
-        any that serves the group, will see. Healthy and quick helpers come first; there may be fewer than a pad needs.
+        """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
+        there are not enough. `executor` will see the rows; None for any executor that serves the group.
         """
         with self._lock:
             return self._holders(group, executor, without)
@@ -264,9 +265,9 @@ class Routes:
         others = self.holders(group, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
-    def wanted(self, group: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
-        """Return helpers that should replace `holders`, if those are away or late after `waited_s`; else none. If
-        helpers were replaced sooner, a helper that is slow on purpose would be chosen again for every product."""
+    def replacements(self, group: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
+        """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none. A
+        helper that is replaced before it counts as late would be chosen again for the next product."""
         if self._federation.pad_helpers is None:
             return []
         away = any(not route.is_up for route in self.helpers if route.peer in holders)
@@ -292,17 +293,17 @@ class Routes:
     def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
         """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
-            self.calm = False
+            self.all_up = False
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
             opened = route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
-            if opened and self._others(route):  # without other providers, `notices` logs it in time
+            if opened and self._others(route):  # without other providers, the request waits, and `notices` logs that
                 log.warning("%s has failed, others are asked meanwhile: %s", route, why)
 
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
         """Record that effects of these helpers are late."""
         with self._lock:
-            self.calm = False
+            self.all_up = False
             for route in self.helpers:
                 if route.peer in holders and route.health.state is not State.DOWN:
                     route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
@@ -319,7 +320,7 @@ class Routes:
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
     def _wasted(self, route: Route, waited_s: float) -> float:
-        """The share of a wait for one provider during which another provider could have answered."""
+        """Seconds of a wait for one provider during which another provider could have answered."""
         same_role = self.helpers if route.peer.role == "helper" else self.executors
         return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 
@@ -327,14 +328,14 @@ class Routes:
         """Returns True if another provider could replace this one."""
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
-    def credit(self, executor: Route, holders: Collection[Peer]) -> None:
+    def record_verified(self, executor: Route, holders: Collection[Peer]) -> None:
         with self._lock:
             executor.verified += 1
             for route in self.helpers if holders else ():
                 route.verified += route.peer in holders
 
-    def given_up(self, route: Route) -> None:
-        """Record that the executor was not asked after all, or that its answer is not used."""
+    def cancelled(self, route: Route) -> None:
+        """Record that the chosen executor was not asked, or that its answer is not used."""
         with self._lock:
             route.in_flight = max(0, route.in_flight - 1)
 
@@ -345,11 +346,11 @@ class Routes:
             route.health.connected()
 
     def to_probe(self, urgent: Collection[Route] = ()) -> list[Route]:
-        """Providers to connect to: those whose pause is over, or that have never answered, and `urgent` ones before
-        their pause is over, because no other one can be asked."""
+        """Return the providers to connect to: those whose pause is over, those that have never answered, and `urgent`
+        ones even during their pause, because no other provider can be asked."""
         now, routes = self._clock(), (*self.executors, *self.helpers)
         with self._lock:
-            self.calm = not self.quarantined and all(route.is_up for route in routes)
+            self.all_up = not self.quarantined and all(route.is_up for route in routes)
         return [
             route
             for route in routes
@@ -367,7 +368,7 @@ class Routes:
             )
 
     def check(self, group: GroupIndex) -> None:
-        """Raises `QuarantinedError` if the providers that are not quarantined cannot make a product of this group."""
+        """Raise `QuarantinedError` if the providers that are not quarantined cannot compute a product of this group."""
         if not self.quarantined:
             return
         liar = next((route.peer for route in self.helpers if route.peer in self.quarantined), None)
@@ -396,10 +397,11 @@ class Routes:
         for peer in suspects:
             self.quarantined.add(peer)
         with self._lock:
-            self.calm = False
+            self.all_up = False
 
-    def begin_again(self) -> None:
-        """Reset locks and requests in flight in a forked child: a thread of the parent may have held the lock."""
+    def reset_after_fork(self) -> None:
+        """In a forked child, replace the lock, which a thread of the parent may have held, and reset requests in
+        flight."""
         self._lock = threading.Lock()
         for route in (*self.executors, *self.helpers):
             route.in_flight = 0

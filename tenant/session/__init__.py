@@ -12,6 +12,6 @@
     relays      decides to which executor the effects of a pad are relayed
     runtime     what belongs to one process: secret, pads, threads, connections
 
-`tally` and `spans` count and measure; `traffic` predicts. The code that guarantees privacy and integrity is in
-`tenant.core`.
+`tally` counts, `spans` measures durations, and `traffic` predicts bytes. The code that guarantees privacy and integrity
+is in `tenant.core`.
 """

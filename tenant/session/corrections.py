@@ -21,7 +21,7 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
 
     Args:
         answer: int32 `[r, o]`, the answer that was opened.
-        entries: the largest number of wrapped entries to look for in a row.
+        entries: the maximum number of wrapped entries to look for in a row.
 
     Returns:
         The numbers of the rows that cannot be corrected.
@@ -34,7 +34,7 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
         first = product.start - part.start
         for number in [row for row in rows if first <= row < first + product.answer.shape[0]]:
             y = product.rows(slice(number - first, number - first + 1)).unmasked()[0][0]
-            one = part.rows.some([part.start + number])
+            one = part.rows.selected([part.start + number])
             t = corrector.corrected(y, int(part.expected[number]), partial(_second, part, one), entries=entries)
             if t is None or not part.put(number, one, t):
                 left.append(number)
@@ -42,7 +42,7 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
 
 
 def _second(part: Part, one: Rows) -> wraps.Check:
-    """The second check of the product of one row. Encodes the row, so that its product can be put."""
+    """Encode one row, and return the second check of its product."""
     r, v = part.second()
     residue = torch.empty(1, dtype=torch.int64, device="cpu")
     one.encode(torch.empty((1, part.width), dtype=torch.int32, device="cpu"), v=v, expected=residue)

@@ -3,15 +3,15 @@
 The executor has subtracted blocks `b_j = e_j + m_j` that the tenant has not seen. The tenant fetches them, and checks
 that each is signed by its helper for this executor. An executor accepts only blocks that a permitted helper has signed,
 and keeps the blocks of an answer, so a block that it does not have, or that is not signed, convicts the executor.
-Signed blocks give the effects that the helpers have vouched for, `e_j = b_j - m_j`, and the executor's product
-`y' = y + sum e_j`. Then `tenant.core.blame` checks both, as without relay. The id of a block commits its helper
-to one seed, rows and executor (`symbiosis_priv.network.block_statement`), so nobody can have an honest helper sign
-another matrix, or another number of rows, under that id.
+Signed blocks yield the effects that the helpers have signed, `e_j = b_j - m_j`, and the executor's product `y' = y +
+sum e_j`. Then `tenant.core.blame` checks both, as without relay. The id of a block commits its helper to one seed, rows
+and executor (`symbiosis_priv.network.block_statement`), so an honest helper never signs another matrix, or another
+number of rows, under that id.
 
-An executor knows neither the seeds nor how many rows were ordered. So it also accepts what its tenant does not expect:
-a block of more rows, which convicts the helper that has signed it, and a block that another helper of the tenant has
-signed, which convicts nobody. Nobody is convicted either if the executor is lost, or refuses for another reason than
-a missing block, or if the block is too large to be fetched. Refuted by
+An executor knows neither the seeds nor how many rows were ordered. So it also accepts unexpected blocks: a block of
+more rows, which convicts the helper that has signed it, and a block that another helper of the tenant has signed, which
+convicts no provider. No provider is convicted either if the executor is lost, or refuses for another reason than a
+missing block, or if the block is too large to be fetched. Refuted by
 `tests/tenant/session/test_relay.py::test_only_liars_are_named`.
 """
 
@@ -29,43 +29,44 @@ from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, Proto
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
-from tenant.core.pads import RelayedBlock, Share, in_place, some_rows
+from tenant.core.pads import RelayedBlock, Share, row_range, with_first_rows
 from tenant.core.parts import Part
 from tenant.worker import Promise
 
 log = logging.getLogger(__name__)
 
-_EVIDENCE_S: Final = 10.0  # for all blocks: meanwhile, nothing else is sent
+_EVIDENCE_S: Final = 10.0  # time limit for all blocks; nothing else is sent meanwhile
 
 
 class Fetch(Protocol):
     """Fetches a block from the executor."""
 
     def __call__(self, block_id: bytes, size: int, *, deadline: float) -> tuple[wire.Block, bytearray]:
-        """Returns the block with its payload, which has `size` bytes if the helper has sent what it was told."""
+        """Return the block and its payload, which has `size` bytes unless the helper has sent another number of
+        bytes."""
 
 
 Signer = Callable[[str], tuple[Peer, PublicKeyTypes] | None]
-"""Returns the helper with a certificate, by `fingerprint`, and the certificate's key; None if no helper has it."""
+"""Returns the helper whose certificate has this `fingerprint`, and the certificate's key; None if there is none."""
 
 
 def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer | None:
     """Replace a relayed answer by the executor's product and the effects that the helpers have signed.
 
     Args:
-        part: a part whose relayed answer was opened and refused. Afterwards it is a part with effects.
-        answer: int32 `[r, o]`, as opened; changed to the executor's product.
+        part: a part whose relayed answer was opened and refused. Afterwards its effects are there, and none is relayed.
+        answer: int32 `[r, o]`, as opened; overwritten with the executor's product.
 
     Returns:
-        The provider at fault, if a block shows it: the executor does not have a block that a helper has signed, or a
-        helper has signed another number of rows. Otherwise None.
+        The provider at fault if a block shows a fault: the executor, if it lacks a signed block, or a helper that has
+            signed another number of rows. Otherwise None.
 
     Raises:
-        TransportError: there is no evidence.
+        TransportError: a block could not be fetched.
     """
     effects: dict[bytes, Promise[Tensor | None]] = {}
     until = time.monotonic() + _EVIDENCE_S
-    for first, pad in in_place(part.pads):
+    for first, pad in with_first_rows(part.pads):
         for share in pad.shares:
             block = share.block
             assert block is not None
@@ -76,7 +77,7 @@ def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer |
                 effects[block.id] = Promise()
                 effects[block.id].set_result(signed - block.second.expand(share.first_row - block.start, block.rows))
         pad.shares = tuple(s._replace(effect=effects[s.block.id], offset=s.block.start) for s in pad.shares if s.block)
-        rows = some_rows(answer, first, pad.rows)
+        rows = row_range(answer, first, pad.rows)
         for effect in pad.effects():
             rows += effect
     part.relayed = False
@@ -90,7 +91,7 @@ def _signed(
     fetch: Callable[[bytes, int], tuple[wire.Block, bytearray]],
     signer: Signer,
 ) -> Tensor | Peer:
-    """A block, int32 `[rows, o]`, or the provider that is at fault. Raises `TransportError` without evidence."""
+    """Return a block, int32 `[rows, o]`, or the provider at fault. Raises `TransportError` as `disclose` does."""
     encoding = wire.encoding_of("ring", part.rows.ring_bits)
     size = encoding.size(block.rows, part.outputs)
     try:
@@ -105,7 +106,8 @@ def _signed(
     helper, key = signer(signed.helper) or (None, None)
     if signed.nonce != block.id or key is None or not is_signed(key, message, signed.signature):
         return block.executor
-    if helper != share.holder:  # it may have signed the right block: a helper can order blocks as a tenant, too
+    # not proof of a fault: a helper that is also a tenant can order a block from another helper
+    if helper != share.holder:
         raise ConnectionLostError(f"a block for {block.executor.name} is signed by another helper than was told to")
     expected = (part.index, part.direction, "ring", block.rows, part.rows.ring_bits)
     if (signed.group, signed.direction, signed.arithmetic, signed.rows, signed.ring_bits) != expected:

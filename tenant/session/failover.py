@@ -4,7 +4,7 @@ If an executor is lost, late, busy or refuses, another executor that may see row
 bytes. If there is no such executor, or if an effect is lost or late and another helper could compute one, the rows get
 fresh pads and are sent again. `retry.RetryState` records the failures and the deadline.
 
-Nothing here can weaken a promise: rows leave only as `MaskedRows`, past the gate, and results pass the check.
+This module cannot weaken a promise: rows leave only as `MaskedRows` and through the gate, and results are checked.
 """
 
 import time
@@ -21,9 +21,9 @@ from symbiosis_priv.errors import (
     QuarantinedError,
     TransportError,
 )
-from tenant.connections.lanes import LanesInUseError
+from tenant.connections.channel_pool import NoFreeChannelError
 from tenant.connections.relayed_effects import blocks_of, fetch_effects
-from tenant.core.pads import Pad, Share, in_place
+from tenant.core.pads import Pad, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -57,8 +57,8 @@ class Failover:
     faults: Faults
 
     def choose(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
-        """Choose the executor to ask now. Waits until there is one. Replaces pads if no executor may see rows under
-        them.
+        """Choose the executor to ask. Waits until an executor is available. Replaces pads if no executor may see rows
+        under the present ones.
 
         Args:
             preferred: the executor to ask if it is open.
@@ -67,7 +67,7 @@ class Failover:
             DeadlineExceededError: no executor came back in time.
             SymbiosisError: the error of the last executor that was asked.
         """
-        if self.routes.calm and retry.asked_at == retry.began:  # the common case: nothing has failed
+        if self.routes.all_up and retry.asked_at == retry.began:  # the common case: nothing has failed
             retry.asked_at = time.monotonic()
             if (usual := self._open_for(part, preferred)) is not None:
                 return usual
@@ -77,10 +77,10 @@ class Failover:
             if self.routes.may_be_asked(route, part.index):
                 retry.asked_at = time.monotonic()
                 return route
-            self.routes.given_up(route)
+            self.routes.cancelled(route)
 
     def after(self, error: BaseException, route: Route, part: Part, retry: RetryState) -> None:
-        """Handle a request that was not answered. Returns if the part may be sent again.
+        """Handle a request that failed. Returns normally if the part may be sent again.
 
         Raises:
             BaseException: `error`, or an error that explains it, if no other provider can be asked.
@@ -88,30 +88,30 @@ class Failover:
         # the rest of the time was spent waiting for a connection
         waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)
         if isinstance(error, QuarantinedError):
-            self.routes.given_up(route)
-        elif isinstance(error, LanesInUseError):
-            self.routes.given_up(route)
+            self.routes.cancelled(route)
+        elif isinstance(error, NoFreeChannelError):
+            self.routes.cancelled(route)
             raise DeadlineExceededError(
                 f"{route} was not asked within {self.options.deadline_s:g} s: {error} by other threads of this "
                 f"program. Use fewer threads at once; {self.options.deadline_option} waits longer."
             ) from error
         elif isinstance(error, TransportError):
             self._failed(route, error, retry, waited_s=waited_s)
-            self.runtime.executor(route).lanes.drop_idle()
+            self.runtime.executor(route).pool.drop_idle()
         elif isinstance(error, ProviderError | CertificateError):
             self._failed(route, error, retry, waited_s=waited_s)
             retry.refused.add(route)
             if retry.refused.issuperset(self.routes.able(part.index)):
                 raise error
         elif isinstance(error, ProtocolError):
-            self.routes.given_up(route)
+            self.routes.cancelled(route)
             self.faults.malformed_answer(route, part, error, retry)
         else:
-            self.routes.given_up(route)
+            self.routes.cancelled(route)
             raise error
 
     def effects_are_there(self, part: Part, retry: RetryState) -> bool:
-        """Wait for the effects of the part's pads. Returns False if pads have to be replaced.
+        """Wait for the effects of the part's pads. Returns False if pads must be replaced.
 
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
@@ -151,10 +151,10 @@ class Failover:
             try:
                 if other is not None:
                     self._replace_pads(part, retry, other, spoilt=lambda pad: True)
-                retry.go_on(pause=route is retry.last if route else other is None)
+                retry.before_request(pause=route is retry.last if route else other is None)
             except BaseException:
                 if taken := route or other:
-                    self.routes.given_up(taken)
+                    self.routes.cancelled(taken)
                 raise
             if taken := route or other:
                 return taken
@@ -180,7 +180,8 @@ class Failover:
     def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
         """Wait until all effects have arrived, or until the missing effects are late and their pads can be replaced."""
         missing = self._missing(part)
-        longest = self.options.deadline_s  # this pad was ordered ahead, so an absent helper may owe many before it
+        # not the part's deadline: a pad drawn ahead waits behind earlier requests to its helper
+        longest = self.options.deadline_s
         began = time.monotonic()
         until = began + longest
         while missing:
@@ -198,8 +199,8 @@ class Failover:
             else:
                 patience = min(left, _LOOK_AGAIN_S)
                 waited = time.monotonic() - began
-                wanted = self.routes.wanted(part.index, holders, part.size, waited_s=waited)
-                self.runtime.prober.revive(urgent=wanted)
+                others = self.routes.replacements(part.index, holders, part.size, waited_s=waited)
+                self.runtime.prober.revive(urgent=others)
             effects: list[Promise[Any]] = [share.effect for share in missing]
             wait(effects, max(0.0, patience))
             late = [share for share in missing if not share.effect.done()]
@@ -210,13 +211,13 @@ class Failover:
                 return
 
     def _missing(self, part: Part) -> list[Share]:
-        """The shares whose effects are not here. Requests those that lie at an executor."""
+        """Return the shares whose effects have not arrived. Requests the effects that were relayed."""
         for pad in part.pads:
             fetch_effects(pad)
         return [share for share in _shares(part) if not share.effect.done()]
 
     def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
-        """Replace pads whose helper was lost or late, or is quarantined."""
+        """Replace pads of helpers that were lost or late, or are quarantined."""
         suspects = [peer for peer in part.sent.holders if peer in retry.late or peer in self.routes.quarantined]
 
         def spoilt(pad: Pad) -> bool:
@@ -235,17 +236,17 @@ class Failover:
             return self.runtime.draw(part.index, part.direction, rows, counts=counts, executor=executor)
 
         retry.redraws += 1
-        numbered = enumerate(in_place(part.pads))
+        numbered = enumerate(with_first_rows(part.pads))
         fresh = {number: draw(first, pad.rows) for number, (first, pad) in numbered if spoilt(pad)}
         part.remask(fresh)
         self.tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
 
 
 def _shares(part: Part) -> list[Share]:
-    """All shares of the part's pads."""
+    """Return all shares of a part's pads."""
     return [share for pad in part.pads for share in pad.shares]
 
 
 def _has_effects(part: Part) -> bool:
-    """Returns True if every effect has arrived here; False also if that is not known without a lock."""
+    """Returns True if every effect has arrived. Takes no lock, so it may return False just after the last arrival."""
     return all(share.effect.kept is not None for pad in part.pads for share in pad.shares)

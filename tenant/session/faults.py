@@ -1,4 +1,4 @@
-"""What follows a wrong result: its source is quarantined before the next request leaves.
+"""Handles a wrong result: quarantines its provider before the next request leaves.
 
 `tenant.core.blame` finds whose result was wrong.
 """
@@ -23,7 +23,7 @@ from tenant.session.tally import Tally
 
 @dataclass(frozen=True)
 class Faults:
-    """Quarantines providers at fault, and raises an error when no provider is left.
+    """Quarantines providers at fault. Raises an error if the remaining providers cannot compute the product.
 
     Args:
         preparation: has the keys that attribute faults.
@@ -50,7 +50,7 @@ class Faults:
         `may_wrap` is True, the product has left a narrow ring.
 
         Returns:
-            False if the keys find no error, and the product may have left the ring: nobody is suspected then.
+            False if the keys find no error, and the product may have left the ring. No provider is suspected then.
 
         Raises:
             VerificationError: the remaining providers cannot compute the product.
@@ -58,15 +58,15 @@ class Faults:
         """
         with self.gate.settling:
             involved = [executor := route.peer, *part.sent.holders]
-            # another part may have found the same fault already; then the keys that attribute faults are deleted
+            # another part may have found the same fault already, and the keys that attribute faults may be deleted
             found = [peer for peer in involved if peer in self.routes.quarantined]
             try:
                 if not found and part.relayed:
                     at_fault = disclose(part, answer.words, answer.fetch_block, self.signer)
                     found = [] if at_fault is None else [at_fault]
-            except TransportError as lost:  # no evidence, so nobody is suspected
+            except TransportError as lost:  # no evidence, so no provider is suspected
                 self.end_relays(executor)
-                part.requests.clear()  # they name blocks
+                part.requests.clear()  # the stored requests name blocks
                 retry.failed(route, lost)
                 return True
             if not found:
@@ -88,7 +88,7 @@ class Faults:
         return True
 
     def malformed_answer(self, route: Route, part: Part, error: Exception, retry: RetryState) -> None:
-        """Handle a broken protocol of an executor. Raises its error if the remaining providers cannot compute the
+        """Handle an executor that broke the protocol. Raises `error` if the remaining providers cannot compute the
         product."""
         self.tally.add(answers_rejected=1)
         self._quarantine(route.peer)
@@ -97,7 +97,7 @@ class Faults:
         self.check(part, retry)
 
     def malformed_effect(self, holder: Peer, part: Part, error: Exception, retry: RetryState) -> None:
-        """Handle a broken protocol of a helper.
+        """Handle a helper that broke the protocol.
 
         Raises:
             VerificationError: the remaining providers cannot compute the product.

@@ -18,7 +18,7 @@ class SessionOptions:
         ring_bits: bits of the integers on the wire (`tenant.options`).
         part_bytes: products of more than twice this size, rows and answers together, are sent in parts of about this
             size, over several connections.
-        tolerance: when a provider counts as late, and for how long a failed one is not asked.
+        tolerance: when a provider counts as late, and how long a failed provider is not asked.
         wiretap: an observer of every frame (tests, reviewers), or None.
     """
 

@@ -1,8 +1,8 @@
 """The parts of a large product, sent at the same time over several connections to several executors.
 
-Each slot is one connection and one thread; the first slot uses the caller's thread. A slot takes the next part when
-its previous part is done, so a faster executor gets more parts. Towards the end, a slow executor takes no part that
-the other slots would finish earlier. The caller's slot uses the cheapest executor, and takes every part that is left.
+Each slot is one connection and one thread; the first slot uses the caller's thread. A slot takes the next part when its
+previous part is done, so a faster executor gets more parts. A slot ends early if the other slots would finish all parts
+sooner without it. The caller's slot uses the executor with the lowest cost, and takes every part that is left.
 """
 
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from symbiosis_priv.errors import QuarantinedError
-from tenant.connections.executor_client import LANES, ExecutorClient
+from tenant.connections.executor_client import PARALLEL_CHANNELS, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 
@@ -26,16 +26,17 @@ class PartQueue:
         self._waiting, self._slots = deque(parts), list(slots)
         self._lock = threading.Lock()
 
-    def take(self, route: Route, *, picky: bool) -> Part | None:
+    def take(self, route: Route, *, only_if_faster: bool) -> Part | None:
         """Return the next part for a slot at an executor; None if no part is left.
 
         Args:
-            picky: also return None if the other slots would finish all parts earlier; the slot then ends.
+            only_if_faster: also return None if the other slots would finish all remaining parts before this slot
+                finishes one. The slot then ends.
         """
         with self._lock:
             if not self._waiting:
                 return None
-            if picky and self._others_are_faster(route):
+            if only_if_faster and self._others_are_faster(route):
                 self._slots.remove(route)
                 return None
             return self._waiting.popleft()
@@ -46,8 +47,7 @@ class PartQueue:
             self._waiting.clear()
 
     def _others_are_faster(self, route: Route) -> bool:
-        """Returns True if the other slots would finish their parts and all that are left before this slot finishes
-        one."""
+        """Returns True if the other slots would finish all remaining parts before this slot finishes one."""
         size = self._waiting[0].size
         mine = route.health.seconds_for(size)
         costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not route]
@@ -63,40 +63,40 @@ def multiply_parts(
     """Run `work` for every part, several at a time.
 
     Args:
-        work: gets a part and the executor to ask first; None if any may be asked.
+        work: computes a part. Its arguments are the part and the executor to ask first; None for any executor.
 
     Raises:
-        Exception: the error of a part that fails: of the part that found a fault, if there is one. By then, no part is
-            being sent, and no other part will begin.
+        Exception: the error of a part that failed; if a part found a fault, the error of that part. It is raised when
+            no part is being sent any more, and no other part will begin.
     """
     if len(parts) == 1 or not executors:
         for part in parts:
             work(part, None)
         return
     # one slot at every executor before any executor has a second one
-    slots = [(executor, lane) for lane in range(LANES) for executor in executors][: len(parts)]
+    slots = [(executor, number) for number in range(PARALLEL_CHANNELS) for executor in executors][: len(parts)]
     own, *others = slots
     queue = PartQueue(parts, [executor.route for executor, _ in slots])
 
-    def work_off(route: Route, *, picky: bool) -> None:
+    def run_parts(route: Route, *, only_if_faster: bool) -> None:
         try:
-            while (part := queue.take(route, picky=picky)) is not None:
+            while (part := queue.take(route, only_if_faster=only_if_faster)) is not None:
                 work(part, route)
         except BaseException:
             queue.clear()
             raise
 
-    # context variables of the thread, and of the results that parts write
+    # threads inherit neither context variables nor torch's inference mode, and parts write to the caller's tensors
     inference = torch.is_inference_mode_enabled()
 
-    def work_beside(route: Route) -> None:
+    def run_in_thread(route: Route) -> None:
         with torch.inference_mode(inference):
-            work_off(route, picky=True)
+            run_parts(route, only_if_faster=True)
 
-    jobs = [executor.workers[lane].submit(work_beside, executor.route) for executor, lane in others]
+    jobs = [executor.workers[number].submit(run_in_thread, executor.route) for executor, number in others]
     failures: list[BaseException] = []
     try:
-        work_off(own[0].route, picky=False)  # so that no part is left for the slots that have not begun
+        run_parts(own[0].route, only_if_faster=False)  # takes every part, so none is left for slots that have not begun
     except Exception as error:  # an interrupt ends the wait at once
         failures.append(error)
     # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
@@ -107,6 +107,6 @@ def multiply_parts(
 
 
 def part_rows(count: int, size: int, *, part_bytes: int, executors: int = 1) -> int:
-    """Return the rows of each part of a product of `count` rows and `size` bytes, request and answer together. It
-    depends only on sizes and on the number of executors (rule 5)."""
+    """Return the rows of each part of a product of `count` rows and `size` bytes, request and answer together. The
+    result depends only on sizes and on the number of executors (rule 5)."""
     return -(-count // max(1, min(_MOST_PARTS * max(1, executors), size // part_bytes)))

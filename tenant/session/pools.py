@@ -1,8 +1,9 @@
 """Pads drawn ahead, in the background and within a memory budget.
 
 A `PadPool` per (layer group, direction) draws pads for the next product while the current product waits for its answer.
-If the pool is empty, it draws a pad immediately: the mask is ready at once, and the effect is fetched while the
-executor computes. If a pool handed out a pad twice by mistake, `tenant.core.pads` would raise `BurntRowError`.
+If the pool is empty, it draws a pad immediately: the mask needs no request, and the effect is fetched while the
+executor computes. Privacy does not depend on this module: a pad that was returned twice would raise `BurntRowError`
+(`tenant.core.pads`).
 """
 
 import logging
@@ -33,14 +34,14 @@ class PoolMemory:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, size: int) -> bool:
-        """Reserve memory; False if it does not fit."""
+        """Reserve memory. Returns False if less than `size` bytes are free."""
         with self.lock:
             if self.used + size > self.limit:
                 return False
             self.used += size
             return True
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Release reserved memory."""
         with self.lock:
             self.used -= size
@@ -53,7 +54,7 @@ class PadPool:
         source: draws the pads.
         refill: runs a refill in the background.
         memory: the shared budget.
-        row_bytes: memory of one pad row: its effects.
+        row_bytes: bytes of one pad row, which are those of its effects.
         max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
     """
 
@@ -101,7 +102,7 @@ class PadPool:
 
     def order(self, rows: int) -> None:
         """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
-        up. Products of few rows get the next block when half of a block is left, so that they do not wait for it."""
+        up. For products of few rows, the pool draws many rows at a time, and draws again when half of them are left."""
         rows = max(rows, self._min_block // 2)
         if self._ahead >= rows:
             return
@@ -115,7 +116,7 @@ class PadPool:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 
     def _is_short_of(self, rows: int, block: int) -> bool:
-        """Returns True if the pool needs another block, and counts that block as being drawn."""
+        """Returns True if the pool needs another pad, and counts its rows as being drawn."""
         with self._lock:
             wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
             self._ahead += block if wanted else 0
@@ -134,11 +135,11 @@ class PadPool:
 
     def _release(self, rows: int) -> None:
         self._ahead -= rows
-        self._memory.give_back(rows * self._row_bytes)
+        self._memory.release(rows * self._row_bytes)
 
 
 def is_lost(pad: Pad) -> bool:
-    """Returns True if an effect of the pad will never arrive: its helper was away, refused, or is quarantined.
+    """Returns True if an effect of the pad will never arrive, because its helper was lost, refused, or is quarantined.
 
     A malformed effect does not count as lost, so that the fault is found when the pad is used.
     """

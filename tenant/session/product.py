@@ -1,10 +1,10 @@
 """One masked, verified product: the normal path, from top to bottom.
 
-    quantise            inf or nan is refused                  core.rows
-    take pads           burnt before anything leaves             pools, core.pads
+    quantise            inf and nan are refused                  core.rows
+    take pads           burnt before any row leaves             pools, core.pads
     mask                the rows are `MaskedRows` from here on   core.masked
     send                one round trip, with a deadline          connections.executor_client, past core.gate
-    open and check      before anything is used                  core.parts, core.verifier
+    open and check before any result is used                  core.parts, core.verifier
 
 `failover` handles executors and effects that are lost, late or refused, and `faults` handles wrong results. The part is
 then sent again. The result is the same bits in every case.
@@ -24,7 +24,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import Answer
 from tenant.core.masked import cut
-from tenant.core.pads import Pad, some_rows
+from tenant.core.pads import Pad, row_range
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
 from tenant.core.verifier import V
@@ -41,7 +41,7 @@ from tenant.session.runtime import Runtime
 from tenant.session.spans import clock, record
 from tenant.session.tally import Tally
 
-_FEW_ROWS, _FEW_PARTS = 8, 8  # more rows than this, and more than this part of all rows, do not leave a ring by chance
+_FEW_ROWS, _FEW_PARTS = 8, 8  # more than max(8 rows, 1 / 8 of the rows) do not leave a ring by chance
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Products:
     failover: Failover
 
     def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
-        """Compute one exact product; see `backend.RingProduct`."""
-        if not self.routes.calm:
+        """Compute one exact product; see `RingProduct.multiply` (`masking.backend`)."""
+        if not self.routes.all_up:
             self.routes.check(index)
         whole = self._encode(index, direction, rows)
         self.runtime.prober.connect()
@@ -116,7 +116,7 @@ class Products:
                 effects_verified=part.count if part.sent.holders else 0,
                 rows_relayed=part.count if answer.relayed else 0,
             )
-            self.routes.credit(route, part.sent.holders)
+            self.routes.record_verified(route, part.sent.holders)
             retry.succeeded(route, self.tally)
             break
         if left:
@@ -131,7 +131,7 @@ class Products:
         None if a provider was at fault and the part has to be sent again."""
         may_wrap = corrections.may_wrap(part, refused)
         is_fault = partial(self.failover.faults.product_refused, route, part, answer, retry, may_wrap=may_wrap)
-        # few rows leave the ring, and very few at two entries: many are a lie, and to look for their wraps takes long
+        # few right products leave the ring, very few in two entries; correcting many rows takes long: attribute first
         suspicious = not may_wrap or len(refused) > max(_FEW_ROWS, part.count // _FEW_PARTS)
         left = refused if suspicious else corrections.correct(part, refused, answer.words, entries=1)
         suspicious = suspicious or len(left) > _FEW_ROWS
@@ -165,18 +165,18 @@ class Products:
         return Part(index, direction, rows, 0, encoded, r, expected, second, (), outputs, counts)
 
     def _bucketed(self, rows: Rows) -> int:
-        """Return the number of rows that are sent for `rows`: rounded up to a multiple of `row_bucket`."""
+        """Return the number of rows that are sent: that of `rows`, rounded up to a multiple of `row_bucket`."""
         return rows.count + -rows.count % self.options.row_bucket
 
     def _take(self, part: Part, first: int, rows: int) -> Sequence[Pad]:
-        """Take pads for rows of a part. They are burnt."""
+        """Take pads for some rows of a part, and burn them."""
         began = clock()
         pads = self.runtime.take(part.index, part.direction, rows, counts=part.counts_of(first, rows))
         record("take pads", since=began)
         return pads
 
     def _cut(self, whole: Part, *, limit: int, executors: int) -> list[Part]:
-        """Cut a product into requests. Every executor accepts their size; their pads are burnt."""
+        """Cut a product into parts that every executor accepts as one request. Burns pads for the rows."""
         most = part_rows(whole.count, whole.size, part_bytes=self.options.part_bytes, executors=executors)
         parts = []
         for first in range(0, whole.count, limit):
@@ -185,7 +185,7 @@ class Products:
             for start in range(first, end, most):
                 size = min(most, end - start)
                 mine, pads = cut(pads, size)
-                parts.append(_some(whole, start, size, mine))
+                parts.append(_rows_of(whole, start, size, mine))
         return parts
 
     def _second(self, index: GroupIndex, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
@@ -199,32 +199,31 @@ class Products:
             patience_s=retry.patience_s,
             deadline=retry.deadline,
             since=retry.began,
-            meanwhile=partial(self._get_ready, part),
+            meanwhile=partial(self._prepare_next, part),
         )
         self.routes.answered(route, seconds=answer.seconds, size=part.size)
         if answer.missed and self.runtime.relays is not None:
             self.runtime.relays.pause(route.peer)
         return answer
 
-    def _get_ready(self, part: Part) -> None:
-        """Prepare the next product while the answer is awaited: order as many pads as this product took, and expand
-        masks."""
+    def _prepare_next(self, part: Part) -> None:
+        """Work while the answer is awaited: order as many pads as this product took, and expand their keystreams."""
         if part.counts is None:  # the effects of rows for experts depend on counts that are not known yet
             self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
         for pad in part.pads:
-            for mask in pad.shares:
-                mask.keystream.make_ahead(mask.first_row + pad.rows, pad.rows)
-                if mask.block is not None:  # its rows open the answer
-                    mask.block.second.make_ahead(mask.first_row, pad.rows)
+            for share in pad.shares:
+                share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)
+                if share.block is not None:  # the rows of the second keystream open the answer
+                    share.block.second.make_ahead(share.first_row, pad.rows)
 
 
-def _some(part: Part, first: int, rows: int, pads: Sequence[Pad]) -> Part:
-    """A part of some rows of a part that is not masked yet."""
+def _rows_of(part: Part, first: int, rows: int, pads: Sequence[Pad]) -> Part:
+    """Return a part with some rows of a part that is not masked yet."""
     return replace(
         part,
         start=part.start + first,
-        encoded=some_rows(part.encoded, first, rows),
-        expected=some_rows(part.expected, first, rows),
+        encoded=row_range(part.encoded, first, rows),
+        expected=row_range(part.expected, first, rows),
         pads=pads,
         counts=part.counts_of(first, rows),
     )

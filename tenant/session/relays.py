@@ -1,7 +1,8 @@
 """Decides to which executor the effects of the next pad are relayed, and holds the executors' permits.
 
 An executor takes blocks only with a permit, which names the helpers. The tenant asks for it on its own connection. A
-pad is relayed if all of its helpers have the permit; otherwise, and after a failure, effects come directly for a while.
+pad is relayed if all of its helpers have the permit; otherwise, and for a while after a failure, helpers send effects
+to the tenant.
 """
 
 import logging
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 _PERMIT_S: Final = 5.0  # longest wait for a permit
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 300.0
-_USED_PART: Final = 0.5  # of the times that an executor states: clocks differ, and messages take time
+_USED_PART: Final = 0.5  # share of an executor's stated times that is used: clocks differ, and messages take time
 
 
 class Granted(NamedTuple):
-    """A permit, and when it has to be renewed, by `time.monotonic`."""
+    """A permit, and the time of its renewal, by `time.monotonic`."""
 
     permit: wire.Permit
     renew_at: float
@@ -55,11 +56,11 @@ class Relays:
             for pin in route.peer.pins
         }
         self._granted: dict[Peer, Granted] = {}
-        self._paused: dict[Peer, tuple[float, float]] = {}  # until when, and the length of the pause
+        self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
         self._lock = threading.Lock()
 
     def target(self, group: GroupIndex, executor: Route | None) -> Route | None:
-        """The executor for the effects of a group's next pad; None if they are not relayed.
+        """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
 
         Args:
             executor: the executor that will see rows under the pad, if that is known.
@@ -71,7 +72,7 @@ class Relays:
         return route if until <= time.monotonic() else None
 
     def order(self, route: Route, holders: Sequence[Peer]) -> RelayInstruction | None:
-        """Permission to relay effects of these helpers to an executor; None if they are not relayed.
+        """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed.
 
         Raises:
             RoleConflictError: the executor belongs to a helper's company (rule 8).
@@ -92,7 +93,8 @@ class Relays:
         )
 
     def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
-        """The helper with a certificate, by `fingerprint`, and the certificate's key; None if no helper has it."""
+        """Return the helper whose certificate has this `fingerprint`, and the certificate's key; None if there is
+        none."""
         return self._signers.get(helper)
 
     def pause(self, executor: Peer, *, for_good: bool = False, first_s: float = _FIRST_PAUSE_S) -> None:
@@ -102,7 +104,7 @@ class Relays:
             first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s.
         """
         now = time.monotonic()
-        self._granted.pop(executor, None)  # an executor that was restarted does not know its permits
+        self._granted.pop(executor, None)  # a restarted executor has forgotten its permits
         until, length = self._paused.get(executor, (0.0, 0.0))
         if for_good:
             self._paused[executor] = (float("inf"), length)
@@ -120,7 +122,7 @@ class Relays:
             permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
         except (TransportError, ProviderError, ProtocolError) as error:
             log.info("effects are not relayed to %s: %s", route, error)
-            late = time.monotonic() >= now + _PERMIT_S  # all pads have waited for it
+            late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
             self.pause(route.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
             return None
         self._granted[route.peer] = Granted(permit, now + _USED_PART * permit.seconds)

@@ -1,4 +1,4 @@
-"""The failures so far of one request, and the decision how long to retry."""
+"""Records the failures of one request, and decides how long to retry."""
 
 import logging
 import secrets
@@ -14,7 +14,7 @@ from tenant.session.tally import Tally
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
-_MANY_REDRAWS = 4  # all helpers fail then, and retrying at once does not help
+_MANY_REDRAWS = 4  # after more redraws, all helpers fail, and retrying without a pause does not help
 _jitter = secrets.SystemRandom().random
 
 
@@ -22,8 +22,8 @@ class RetryState:
     """The state of retries for one part of a product.
 
     Attributes:
-        began, deadline: by `time.monotonic`.
-        asked_at: when the present executor was asked.
+        began, deadline: start of the first attempt and end of the last, by `time.monotonic`.
+        asked_at: time at which the present executor was asked, by `time.monotonic`.
         patience_s: seconds that the present executor may take.
         last: the executor that failed last.
         fault: the error to raise if no provider is left.
@@ -62,7 +62,7 @@ class RetryState:
         self.fault = fault
         self.faults += 1
 
-    def go_on(self, *, pause: bool) -> None:
+    def before_request(self, *, pause: bool) -> None:
         """Check the deadline before each request; wait first if `pause` is True.
 
         Raises:

@@ -1,8 +1,8 @@
 """What belongs to one process of a session: the secret and its counters, pads, threads, connections (rules 2 and 12).
 
-A forked child uses none of it. All of it ends when the session is closed or garbage collected, or when the program
-ends: threads are told to stop, connections are shut down, which wakes the threads that read from them, and the threads
-are joined while the interpreter still works (`tenant.worker`).
+A forked child does not use its parent's `Runtime`. A `Runtime` is closed with its session, when the session is garbage
+collected, or when the program ends: it tells its threads to stop, shuts connections down, which wakes the threads that
+read from them, and joins the threads while the interpreter still works (`tenant.worker`).
 """
 
 import atexit
@@ -48,8 +48,8 @@ from tenant.worker import Worker
 log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and their effects
-_PROBE_S = 10.0  # limit of one attempt in the background
-_REFUSED_S = 5.0  # limit of the first attempt, if the connection is refused: wrong port, or provider not started
+_PROBE_S = 10.0  # time limit of one attempt in the background
+_REFUSED_S = 5.0  # how long a refused first connection is retried: wrong port, or provider not started
 _JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 
 
@@ -57,11 +57,11 @@ class Runtime:
     """Secret, pads, threads and connections of one process; see the module's docstring. Thread-safe.
 
     Attributes:
-        gate: every request passes it on its way out.
+        gate: checks every request before it is sent.
         closing: set when the runtime is being closed.
         prober: asks providers what they serve.
         source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
-        relays: decides which effects are relayed; None if the federation file does not say `relay = true`.
+        relays: decides which effects are relayed; None unless the federation file has `relay = true`.
         buffers: memory for rows and answers.
         notices: tells the user what is being waited for.
     """
@@ -102,7 +102,7 @@ class Runtime:
         self.prober = Prober(
             routes,
             preparation.manifest,
-            persist=self._persist,
+            retry=self._connect_with_retries,
             try_once=self._try_once,
             closing=self.closing,
             before=self._discover,
@@ -183,7 +183,7 @@ class Runtime:
         return None if self.relays is None else self.relays.signer(helper)
 
     def end_relays(self, executor: Peer) -> None:
-        """Relay no more effects to an executor in this session."""
+        """End relaying to an executor for this session."""
         if self.relays is not None:
             self.relays.pause(executor, for_good=True)
         for client in self.executors:
@@ -192,7 +192,7 @@ class Runtime:
     def row_limit(self, widest: int) -> int:
         """Return the row limit of one request: the largest limit among the executors, for request and answer.
 
-        A provider with lower limits gets several requests, so its limits do not change what other providers receive.
+        A provider with lower limits gets several requests, so its limits do not affect requests to other providers.
         """
         limits = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
         return max(limits, default=1)
@@ -231,7 +231,7 @@ class Runtime:
         if self._discovery is not None:
             self._discovery.abandon()
         for executor in self._executors.values():
-            executor.lanes.abandon()
+            executor.pool.abandon()
         for helper in self.helpers:
             for channel in helper.channels:
                 channel.abandon()
@@ -255,7 +255,7 @@ class Runtime:
             )
 
     def _discover(self) -> None:
-        """Ask the registries now, and again whenever an executor is missing."""
+        """Ask the registries now, and again when an executor is missing."""
         if self._discovery is not None:
             self._discovery.refresh()
             if not self._discovering:
@@ -263,7 +263,7 @@ class Runtime:
                 self._discovery.start()
 
     def _holders(self, index: GroupIndex, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
-        """Return the helpers of the next pad, and the executor to which they relay; see `scheme.Materials`."""
+        """Return the helpers of the next pad and the instruction to relay; see `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
         target = None if self.relays is None else self.relays.target(index, route)
         routes = self._routes.holders(index, target or route)
@@ -277,7 +277,7 @@ class Runtime:
             order = self.relays.order(target, [route.peer for route in routes])
         return [self._helpers[route] for route in routes], order
 
-    def _persist(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
+    def _connect_with_retries(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
         # a provider that answered before may be restarting
         refused_s = _REFUSED_S if route.welcome is None else math.inf
         if (helper := self._helpers.get(route)) is not None:

@@ -5,9 +5,9 @@
     routes.Routes        the providers that may be asked
     runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
 
-Several threads may multiply at once, also by the same layer group. No thread holds a lock while it waits for the
-network. The secret, the counters, the pools and the connections belong to one process: after a fork the child starts
-with fresh ones (rules 2 and 12).
+Several threads may multiply at the same time, also by the same layer group. No thread holds a lock while it waits for
+the network. The secret, the counters, the pools and the connections belong to one process: after a fork the child
+starts with fresh ones (rules 2 and 12).
 """
 
 import threading
@@ -45,7 +45,7 @@ class Session:
 
     Args:
         federation: the providers.
-        preparation: facts and verification keys of the pinned model; also an attribute.
+        preparation: facts and verification keys of the pinned model.
         options: masking, deadline, memory.
         store: the tenant's own copy of the weights, for schemes that need it.
 
@@ -83,7 +83,7 @@ class Session:
         self._open().multiply(index, direction, rows)
 
     def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
-        """Multiply integer rows, int32 `[r, d]`, whose true product is in the range. Returns int32 `[r, o]`.
+        """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`.
 
         Args:
             counts: rows of every expert of a stack, by which they are sorted; None to multiply by the whole matrix.
@@ -166,11 +166,11 @@ class Session:
                 self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, failover)
             return self._products
 
-    def _begin_again(self) -> None:
+    def _reset_after_fork(self) -> None:
         """In a forked child, drop all state of the parent, and replace locks that its threads may have held."""
         self._lock = threading.RLock()
-        self._tally.begin_again()
-        self.routes.begin_again()
+        self._tally.reset_after_fork()
+        self.routes.reset_after_fork()
         if self._products is not None:
             self._products.runtime.abandon()
         if self._finalizer is not None:
@@ -186,10 +186,10 @@ def _with_bytes(figures: ProviderFigures, channels: Sequence[Channel]) -> Provid
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def _begin_all_again() -> None:
+def _reset_all_after_fork() -> None:
     forget_all()
     for session in _sessions:
-        session._begin_again()
+        session._reset_after_fork()
 
 
-call_in_child(_begin_all_again)
+call_in_child(_reset_all_after_fork)

@@ -1,11 +1,11 @@
-"""Measures how long the steps of a product take. The cost is negligible unless `recorded` is in use.
+"""Measures how long the steps of a product take. Outside a `recorded` block the cost is negligible.
 
     with recorded() as seconds:
         session.multiply(...)
     seconds["network + product"]
 
-For benchmarks. Durations reveal nothing that the network does not show; they are kept out of logs nevertheless. A step
-is recorded with two calls instead of a context manager, because a context manager takes longer than many steps.
+For benchmarks. Durations reveal nothing that the network does not show, but are not logged. A step is recorded with two
+calls instead of a context manager, because a context manager takes longer than many steps.
 """
 
 import threading

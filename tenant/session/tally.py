@@ -13,8 +13,9 @@ class Ledger:
         providers: the figures of each provider.
         rows_relayed: rows whose effects the executor has subtracted.
         rows_corrected: rows whose products left a narrow ring and were corrected.
-        rows_repeated: rows whose products left it too often, and were multiplied again at half their scale.
-        takeovers: requests that one executor failed and another one answered, with a delay of `takeover_s` in total.
+        rows_repeated: rows whose products left a narrow ring too often, and were multiplied again at half their scale.
+        takeovers: requests that one executor failed to answer and another answered. takeover_s: their total delay in
+            seconds.
     """
 
     rows: int = 0
@@ -59,6 +60,6 @@ class Tally:
         with self._lock:
             return replace(self._counts)
 
-    def begin_again(self) -> None:
-        """In a forked child: replace the lock, which a thread of the parent may have held."""
+    def reset_after_fork(self) -> None:
+        """In a forked child, replace the lock, which a thread of the parent may have held."""
         self._lock = threading.Lock()

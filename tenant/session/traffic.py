@@ -1,4 +1,4 @@
-"""Computes the traffic of a pass through a model from its manifest and the design alone.
+"""Predicts the traffic of a pass through a model from the manifest.
 
 A product of a layer group is one request and one answer, regardless of the number of linears in the group. A large
 product is cut into parts that are sent over several connections at the same time. The headers of frames are counted as
@@ -13,7 +13,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
-from tenant.connections.executor_client import LANES
+from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.session.options import SessionOptions
 from tenant.session.part_queue import part_rows
 
@@ -50,7 +50,7 @@ class Transport:
     """How matrices travel.
 
     Args:
-        relay: helpers send effects to the executor. A request then names one block, and confirms one answer.
+        relay: helpers send effects to the executor. A request then names one block and confirms one answer.
     """
 
     ring_bits: RingBits = DEFAULT_RING_BITS
@@ -62,19 +62,19 @@ DIRECT = Transport()
 
 
 def of_token(groups: Sequence[GroupEntry], transport: Transport = DIRECT) -> PredictedTraffic:
-    """The traffic of a token: one row through all groups, forward."""
+    """Predict the traffic of a token: one row through all groups, forward."""
     return of_pass(groups, FORWARD, 1, transport)
 
 
 def of_step(groups: Sequence[GroupEntry], rows: int, transport: Transport = DIRECT) -> PredictedTraffic:
-    """The traffic of a training step: rows through all groups and back."""
+    """Predict the traffic of a training step: rows through all groups, forward and backward."""
     return of_pass(groups, FORWARD, rows, transport) + of_pass(groups, BACKWARD, rows, transport)
 
 
 def of_pass(
     groups: Sequence[GroupEntry], direction: Direction, rows: int, transport: Transport = DIRECT
 ) -> PredictedTraffic:
-    """The traffic of rows through all groups.
+    """Predict the traffic of rows through all groups in one direction.
 
     The first group has no backward product, because the embeddings below it are frozen.
     """
@@ -106,7 +106,7 @@ def _of_product(
         down += len(wire.encode(result)) + request.encoding.size(count, outputs)
     return PredictedTraffic(
         round_trips=len(sizes),
-        turns=-(-len(sizes) // LANES),
+        turns=-(-len(sizes) // PARALLEL_CHANNELS),
         up=up,
         down=down,
         effects=0 if transport.relay else wire.encoding_of("ring", transport.ring_bits).size(rows, outputs),

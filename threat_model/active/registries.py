@@ -104,7 +104,7 @@ def _takes(federation: Federation, listed: list[bytes]) -> set[str]:
     """The names of the executors that a tenant accepts from these descriptors, received one after the other."""
     discovery = Discovery(federation, clock=lambda: _NOW)
     for data in listed:
-        discovery.hear([data])
+        discovery.add([data])
     return {peer.name for peer in discovery.update()}
 
 

@@ -102,7 +102,7 @@ def test_a_registry_can_deny_service_and_nothing_else(
         heard: list[bytes] = []
         last: dict[str, int] = {}
         for listed in rounds:
-            found.hear(listed)
+            found.add(listed)
             heard += [data for data in listed if data in genuine + leaving + useless[:1]]
             truth = newest(verify(data, vouching.trust, now=now) for data in heard)
             expected = {
@@ -141,23 +141,23 @@ def test_an_older_descriptor_is_refused_after_the_newest_has_expired(
     clock = [vouching.began / MS]
     found = Discovery(federation, clock=lambda: clock[0])
     long = says(vouching, "gamma", lifetime_s=float(MAX_LIFETIME_S))
-    assert not found.hear([long])
-    assert not found.hear([says(vouching, "gamma", after_ms=1, lifetime_s=1.0, draining=True)])
+    assert not found.add([long])
+    assert not found.add([says(vouching, "gamma", after_ms=1, lifetime_s=1.0, draining=True)])
     for hours in (0, 1, 12, 23):
         clock[0] = vouching.began / MS + 3600 * hours
         assert found.update() == ()
-        assert found.hear([long]).total() == 1
+        assert found.add([long]).total() == 1
     clock[0] += 3 * 3600
     assert found.update() == ()
     assert not found._newest  # forgotten, because no older descriptor can be valid now
-    assert found.hear([long]).total() == 1
+    assert found.add([long]).total() == 1
 
 
 def test_an_executor_stays_until_its_last_descriptor_expires(federation: Federation, vouching: Vouching) -> None:
     clock = [vouching.began / MS]
     changes: list[tuple[Peer, ...]] = []
     found = Discovery(federation, clock=lambda: clock[0], changed=changes.append)
-    found.hear([says(vouching, "gamma", lifetime_s=600.0)])
+    found.add([says(vouching, "gamma", lifetime_s=600.0)])
     assert [peer.name for peer in found.update()] == ["gamma"]
     clock[0] += 600 + CLOCK_TOLERANCE_S - 1
     assert len(found.update()) == 1
@@ -367,12 +367,12 @@ def test_a_revoked_executor_is_refused(federation: Federation, vouching: Vouchin
     revoke(revoked, [vouching.identity("gamma").certificate])
     file = replace(federation, registries=Registries(("127.0.0.1:1",), vouching.authority.certificate, revoked))
     found = discovery(file, now=vouching.began / MS)
-    assert found.hear([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
+    assert found.add([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
     assert [peer.name for peer in found.update()] == ["delta"]
     (peer,) = found.executors
     revoke(revoked, [vouching.identity("delta").certificate])  # while it is in use
     assert found.update() == ()
-    assert found.hear([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}
+    assert found.add([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}
     revoked.unlink()  # revoked executors stay revoked
     assert found.update() == ()
     assert peer.pins == tuple(load_certificates(vouching.identity("delta").certificate))

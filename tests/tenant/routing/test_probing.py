@@ -36,7 +36,7 @@ def test_nothing_is_kept_of_executors_that_have_left(
     prober = Prober(
         routes,
         Manifest(version=1, weight_bits=10, groups=()),
-        persist=lambda route, wanted: away(route),
+        retry=lambda route, wanted: away(route),
         try_once=away,
         closing=threading.Event(),
     )

@@ -17,7 +17,7 @@ from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.connections.executor_client import LANES
+from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
@@ -247,7 +247,7 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
             else:
                 routes.late([route.peer], waited_s=seconds)
             # one honest helper is enough
-            assert routes.wanted(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
+            assert routes.replacements(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
@@ -364,14 +364,14 @@ def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
     for route, cost in zip(routes, costs, strict=True):
         for now in range(4):
             route.health.answered(float(now), seconds=cost, size=LARGE)
-    seats = [n for n in range(len(costs)) for _ in range(LANES)]
+    seats = [n for n in range(len(costs)) for _ in range(PARALLEL_CHANNELS)]
     queue = PartQueue([LargePart()] * parts, [routes[n] for n in seats])  # type: ignore[list-item]
     free_at = dict.fromkeys(range(len(seats)), 0.0)
     done, end = [0] * len(costs), 0.0
     while free_at:
         seat = min(free_at, key=lambda seat: (free_at[seat], seat))
         route = routes[seats[seat]]
-        if queue.take(route, picky=seat > 0) is None:
+        if queue.take(route, only_if_faster=seat > 0) is None:
             del free_at[seat]
             continue
         done[seats[seat]] += 1
@@ -392,7 +392,7 @@ def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[f
     costs = sorted(costs)
     done, end = split(costs, parts)
     assert sum(done) == parts
-    alone = -(-parts // LANES) * costs[0]
+    alone = -(-parts // PARALLEL_CHANNELS) * costs[0]
     assert end <= alone + 2 * costs[0] + 1e-9
 
 
@@ -403,7 +403,7 @@ def test_each_part_is_taken_once_by_many_threads() -> None:
     taken: list[object] = []
 
     def work() -> None:
-        while (part := queue.take(route, picky=True)) is not None:
+        while (part := queue.take(route, only_if_faster=True)) is not None:
             taken.append(part)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -426,13 +426,13 @@ EVENTS: dict[str, Callable[[Routes], None]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_calm_ends_with_every_event_that_needs_attention(new_routes: NewRoutes, event: str) -> None:
-    """While `calm`, a product skips `to_probe` and `check`."""
+    """While `all_up`, a product skips `to_probe` and `check`."""
     routes = new_routes("AB", "C")
-    assert not routes.calm
+    assert not routes.all_up
     assert routes.to_probe() == []
-    assert routes.calm
+    assert routes.all_up
     EVENTS[event](routes)
-    assert not routes.calm
+    assert not routes.all_up
 
 
 def test_calm_returns_when_a_provider_that_failed_answers(new_routes: NewRoutes, clock: Clock) -> None:
@@ -441,14 +441,14 @@ def test_calm_returns_when_a_provider_that_failed_answers(new_routes: NewRoutes,
     routes.failed(executor, "lost")
     clock.now += 100
     assert routes.to_probe() == [executor]
-    assert not routes.calm
+    assert not routes.all_up
     routes.answered(executor, seconds=0.01, size=SMALL)
     assert routes.to_probe() == []
-    assert routes.calm
+    assert routes.all_up
 
 
 def test_a_quarantine_is_for_good(new_routes: NewRoutes) -> None:
     routes = new_routes("AB")
     routes.quarantine(routes.executors[0].peer)
     routes.to_probe()
-    assert not routes.calm
+    assert not routes.all_up

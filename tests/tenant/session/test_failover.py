@@ -30,7 +30,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Company
 from symbiosis_priv.network import wire
-from tenant.connections.executor_client import MOST_LANES
+from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.preparation.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
@@ -149,9 +149,9 @@ def every_lane_taken(session: Session) -> Iterator[None]:
     """Take every connection, as other threads of the program could."""
     with contextlib.ExitStack() as stack:
         for route in session.routes.executors:
-            lanes = session.runtime.executor(route).lanes
-            for _ in range(MOST_LANES):
-                stack.enter_context(lanes.take(until=time.monotonic() + 20))
+            pool = session.runtime.executor(route).pool
+            for _ in range(MOST_CHANNELS):
+                stack.enter_context(pool.take(until=time.monotonic() + 20))
         yield
 
 
@@ -369,7 +369,7 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
     assert is_right(session, store, QKV, FORWARD, 1, seed=1)
     there.close()
     with pytest.raises(DeadlineExceededError):
-        session.runtime._persist(session.routes.executors[0], lambda: True)
+        session.runtime._connect_with_retries(session.routes.executors[0], lambda: True)
 
 
 # Layers

@@ -612,7 +612,7 @@ def test_a_quarantine_survives_a_fork(
     session = new_session("local", [first, second])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     session.product(OUT, FORWARD, rows)
-    session._begin_again()  # as a forked child does
+    session._reset_after_fork()  # as a forked child does
     assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
     assert (len(first.hellos), len(second.hellos)) == (1, 2)
 

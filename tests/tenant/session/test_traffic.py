@@ -4,7 +4,7 @@ import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from tenant.bench.network.slow_network import explain
-from tenant.connections.executor_client import LANES
+from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 
@@ -33,7 +33,7 @@ def test_a_step_goes_forward_and_back_in_parts() -> None:
     columns = [4 * rows * (group.inputs + group.stacked_outputs) for group in groups]
     assert step.up + step.down - sum(2 * columns) + columns[0] < 300 * step.round_trips  # headers
     assert step.round_trips == 7 * 4
-    assert step.turns == 7 * 4 // LANES
+    assert step.turns == 7 * 4 // PARALLEL_CHANNELS
     assert of_step(groups, 1).round_trips == of_step(groups, 1).turns == 7
     assert sum([step, step], PredictedTraffic()).up == 2 * step.up
 

@@ -1,8 +1,8 @@
 """A pool of connections to one provider. Each connection serves one request at a time.
 
-A request takes a free lane, the one that was used last. If no lane is free, another one is opened, up to a limit; then
-the request waits for a lane. So several threads of a tenant reach a provider at once, and one thread opens no more
-connections than it uses.
+A request takes the free channel that was used last. If no channel is free, the pool opens another one, up to a limit;
+then the request waits for a channel. So several threads of a tenant use a provider at the same time, and the pool opens
+no connection before it is needed.
 """
 
 import threading
@@ -14,15 +14,15 @@ from symbiosis_priv.errors import DeadlineExceededError
 from tenant.connections.channel import Channel
 
 
-class LanesInUseError(DeadlineExceededError):
+class NoFreeChannelError(DeadlineExceededError):
     """All connections to a provider were in use until the deadline. The provider is not at fault."""
 
 
-class Lanes:
+class ChannelPool:
     """A pool of channels to one provider. Thread-safe.
 
     Args:
-        new: makes a channel, which connects on its first request.
+        new: makes a channel. The channel connects on its first request.
         most: maximum number of channels.
     """
 
@@ -48,7 +48,7 @@ class Lanes:
             until: latest time to wait for a free channel, on the clock of `time.monotonic`.
 
         Raises:
-            LanesInUseError: no channel was free until then.
+            NoFreeChannelError: no channel was free until then.
         """
         channel = self.acquire(until=until)
         try:
@@ -63,7 +63,7 @@ class Lanes:
                 self._waiting += 1
                 try:
                     if not self._returned.wait(until - time.monotonic()):
-                        raise LanesInUseError(f"all {self._most} connections to the provider were in use")
+                        raise NoFreeChannelError(f"all {self._most} connections to the provider were in use")
                 finally:
                     self._waiting -= 1
             if self._free:
@@ -82,12 +82,12 @@ class Lanes:
                 self._returned.notify()
 
     def drop_idle(self) -> None:
-        """Close the connections that are not in use, after their provider was lost."""
+        """Close the connections that are not in use, because their provider was lost."""
         for channel in self._channels:
             channel.drop_if_idle()
 
     def close(self) -> None:
-        """Close all, for good and without waiting; a request in flight fails."""
+        """Close all channels, for good and without waiting. Requests in flight fail."""
         with self._lock:
             self._closed = True
         for channel in self._channels:

@@ -1,4 +1,4 @@
-"""`symbiosis-priv tenant`: finetune, generate, chat, serve, prepare, check."""
+"""`symbiosis-priv tenant` with its commands finetune, generate, chat, serve, prepare and check."""
 
 import typer
 

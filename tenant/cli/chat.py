@@ -24,7 +24,7 @@ def chat(*, model: Model, remote: Remote, adapter: Adapter = None, decoding: Dec
     if sys.stdin is None:  # the shell's <&- closes it
         raise ConfigError("stdin is closed; run this command in a terminal, or pipe messages into it")
     terminal = sys.stdin.isatty()
-    with contextlib.suppress(ImportError):  # not on every system; with it, input() edits lines and has a history
+    with contextlib.suppress(ImportError):  # not on every system; gives input() editing and a history
         import readline  # noqa: F401
     with Interrupts() as interrupts, opened(model, remote, adapter) as (loaded, tokenizer):
         from tenant.training.generate import Conversation

@@ -69,7 +69,8 @@ def finetune(
 
 @contextmanager
 def _notes_shown() -> Iterator[None]:
-    """Print the notes of an exception, which say what is saved, before the exception itself is printed."""
+    """Context manager: print the notes of an exception, which say what is saved, before the exception itself is
+    printed."""
     try:
         yield
     except BaseException as error:
@@ -80,7 +81,7 @@ def _notes_shown() -> Iterator[None]:
 
 @contextmanager
 def _training_progress() -> Iterator[OnProgress]:
-    """Show steps and loss on stderr: as a bar on a terminal, else as lines."""
+    """Context manager: show steps and loss on stderr, as a bar on a terminal, else as lines."""
     console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield _Lines()

@@ -56,7 +56,8 @@ def generate(
 
 @contextmanager
 def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
-    """Context manager: a split model and its tokenizer. At the end, it shows what the session has sent and verified."""
+    """Context manager: yields a split model and its tokenizer, and at the end prints what the session has sent and
+    verified."""
     resolve(model)
     if adapter is not None:
         vet_adapter(adapter)

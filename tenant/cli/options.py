@@ -37,7 +37,7 @@ Text = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """Options that say where the base model runs and how rows are masked."""
+    """The options that choose providers and masking."""
 
     federation: Annotated[
         Path | None,
@@ -58,8 +58,8 @@ class Remote:
     ] = False
 
     def check(self) -> None:
-        """Check the files before torch is imported. Raises `SymbiosisError`: the federation file or the full checkpoint
-        is missing or invalid."""
+        """Check the files before torch is imported. Raises `SymbiosisError` if the federation file or the full
+        checkpoint is missing or invalid."""
         if self.federation is None:
             self.config()  # refuses masking that needs a federation
         else:
@@ -76,8 +76,8 @@ class Remote:
 def takes(command: Callable[..., None]) -> Callable[..., None]:
     """Turn the parameters of a command that are dataclasses into options.
 
-    Every field that is annotated with a `typer.Option` becomes an option. The fields of a parameter's default are the
-    defaults of its options.
+    Every field that is annotated with a `typer.Option` becomes an option. The fields of the parameter's default value
+    are the options' defaults.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     options = {name: _options(one) for name, one in parameters.items() if is_dataclass(one.annotation)}
@@ -113,8 +113,7 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 @contextmanager
 def loading() -> Iterator[None]:
     """Context manager for imports of torch and transformers, which take seconds: shows that the command is loading.
-
-    On exit, it calls `quiet`.
+    Calls `quiet` at the end.
     """
     with terminal.working("loading torch and transformers"):
         yield

@@ -39,7 +39,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
         server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options, jobs=jobs)
         address = bound_address(listener)
         terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
-        if options.api_key_file is None:  # shown here and nowhere else
+        if options.api_key_file is None:  # the key is shown only here
             terminal.say(f"page: http://{address}/#key={keys[0]}")
             terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")
         server.run()

@@ -1,4 +1,5 @@
 """`symbiosis-priv demo`: fine-tunes and generates on untrusted providers on this machine, and checks its own claims.
+Read in this order:
 
 cli      the command
 run      the stages of the demo
@@ -8,5 +9,5 @@ screen   the summary at the end
 
 Nothing is downloaded: `symbiosis_priv.harness` generates the texts and pretrains the base model.
 
-`symbiosis-priv serve-demo` is in `serve`; it fetches a real model once (`smollm2`).
+`serve` has `symbiosis-priv serve-demo`, which downloads a real model once (`smollm2`).
 """

@@ -18,17 +18,18 @@ class Measurements:
         losses: loss of every step of the masked run, in nats per token.
         simulated_losses: loss of every step of the reference run.
         perplexity_before, perplexity_after: perplexity of the masked model on private text, before and after training.
-        held_out: True if that text was not trained on; a text of a few lines is too short to hold out a part.
+        held_out: True if the text for perplexity was not trained on. Texts of a few lines are too short to hold out a
+            part.
         adapter_tensors, adapter_tensors_equal: number of adapter tensors, and how many are equal in both runs.
         tokens_before, tokens_after: greedy continuation by the masked model, without and with the adapter.
         tokens_simulated: greedy continuation by the reference with its adapter.
         text_before, text_after: `tokens_before` and `tokens_after`, decoded.
-        quality: the masked model with adapter compared with the unquantised fp32 model with the same adapter.
+        quality: comparison of the masked model and the unquantised fp32 model, both with the adapter.
         trained_tokens: number of tokens in masked training.
         killed: the executor that was killed in the middle of training.
         successor: the executor that answered in its place.
         recovery_s: seconds from the kill to the first answer of the successor.
-        tampered, tampered_rejected: number of altered answers, and how many of them were refused.
+        tampered, tampered_rejected: number of altered answers, and number of those that were refused.
         tenant_bytes: bytes of base model tensors on the tenant.
         offloaded_bytes: bytes of offloaded layers among `tenant_bytes`.
         full_bytes: bytes of the whole base model in the same precision.
@@ -65,7 +66,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim: a sentence, a figure, and True if it holds."""
+    """A claim: a sentence, a figure, and True if the claim holds."""
 
     sentence: str
     figure: str
@@ -73,7 +74,7 @@ class Claim:
 
 
 def claims(f: Measurements) -> list[Claim]:
-    """The claims about these measurements."""
+    """Return the claims about these measurements."""
     steps = len(f.losses)
     return [
         Claim(
@@ -132,7 +133,7 @@ def claims(f: Measurements) -> list[Claim]:
 
 
 def to_json(figures: Measurements) -> dict[str, Any]:
-    """All measurements and claims as JSON values."""
+    """Return all measurements and claims as JSON values."""
     judged = claims(figures)
     return {
         "passed": all(claim.holds for claim in judged),
@@ -143,7 +144,7 @@ def to_json(figures: Measurements) -> dict[str, Any]:
 
 
 def per_token(f: Measurements) -> dict[str, float]:
-    """Network traffic per trained token, forward and backward, and per generated token."""
+    """Return round trips and bytes per trained token (forward and backward) and per generated token."""
     trained, generated = max(f.trained_tokens, 1), max(len(f.tokens_after), 1)
     return {
         "training_round_trips": f.ledger.executor_round_trips / trained,

@@ -44,7 +44,7 @@ def demo(
         from tenant.demo.run import run
         from tenant.demo.screen import show
 
-    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it for Conv1D itself
     console = terminal.console()
     with (
         Interrupts(),

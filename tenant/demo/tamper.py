@@ -51,7 +51,7 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)
     alterations = list(ALTERATIONS.values())
-    # the demo alters the answers itself, so the keys stay secret and can be kept
+    # keep the keys: this process altered the answers, so no provider has learned from refusals
     preparation = replace(preparation, forget_keys=lambda: None)
     refused = 0
     for trial in range(trials):
@@ -73,5 +73,5 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
 
 
 def _entry(answer: Tensor, rng: random.Random) -> Tensor:
-    """A view of one entry, chosen at random."""
+    """Return a view of one entry, chosen at random."""
     return answer[rng.randrange(answer.shape[0]), rng.randrange(answer.shape[1])]

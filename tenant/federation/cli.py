@@ -133,7 +133,7 @@ def check(
 
 
 def _found(federation: Federation, timeout: float) -> Found:
-    """Ask the registries of a federation for executors. Returns an empty result without registries."""
+    """Ask the registries of a federation for executors. The result is empty without registries."""
     from tenant.routing.discovery import DEADLINE_S, Discovery, Found
 
     if federation.registries is None:
@@ -146,7 +146,7 @@ def _found(federation: Federation, timeout: float) -> Found:
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
     """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible. Raises
-    `CheckpointError`: `model` is not the pinned model."""
+    `CheckpointError` if `model` is not the pinned model."""
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
     from tenant.core.blame import DEFAULT_COLUMNS

@@ -17,7 +17,7 @@ class ServedGroups:
 
 
 def lacking(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
-    """Return a message with a fix for each gap; empty if providers can compute every layer under every pad it needs.
+    """Return a message with a fix for each gap. The list is empty if providers can compute every product and every pad.
 
     Args:
         serving: the working providers of both roles.
@@ -35,7 +35,7 @@ def lacking(federation: Federation, serving: Sequence[ServedGroups], layers: Seq
 
 
 def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
-    """Return the layers of some layer groups as text, such as `layers 0-3, 8`."""
+    """Format the layers of some layer groups, such as `layers 0-3, 8`."""
     found = spans(layers[group] for group in groups)
     several = len(found) > 1 or any(span != LayerRange(span.first, span.first) for span in found)
     return f"layer{'s' * several} {', '.join(map(str, found))}"

@@ -17,7 +17,7 @@ _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
 
 @dataclass(frozen=True)
 class ProviderArgument:
-    """One provider, as given on the command line. The name of its certificate's file is its name in the federation."""
+    """One provider, as given on the command line. Its name in the federation is the name of its certificate file."""
 
     role: Role
     address: str
@@ -26,8 +26,8 @@ class ProviderArgument:
 
     @classmethod
     def parse(cls, text: str, *, role: Role) -> Self:
-        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas. Raises `ConfigError`: a part is
-        missing."""
+        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas. Raises `ConfigError` if a part
+        is missing."""
         parts = [part.strip() for part in text.split(",", 2)]
         if len(parts) < 3 or not all(parts):
             raise ConfigError(f"--{role} {text!r}: write ADDRESS,CERTIFICATE,OPERATOR, such as {_EXAMPLE!r}")
@@ -36,7 +36,7 @@ class ProviderArgument:
 
 
 def parse_company(text: str) -> Company:
-    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers. Raises `ConfigError`: the name or the
+    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers. Raises `ConfigError` if the name or the
     members are missing."""
     name, *members = [part.strip() for part in text.split(",")]
     if not members or not all((name, *members)):
@@ -62,7 +62,8 @@ def write_federation(
         providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
             file gets paths relative to its own folder.
         scope: the optional layer groups that the providers serve.
-        tenant_certificate, tenant_key: the tenant's certificate and private key, with paths as above.
+        tenant_certificate, tenant_key: paths of the tenant's certificate and private key, relative to the working
+            folder.
         pad_helpers: number of helpers that share each pad; all helpers if None.
         companies: groups of providers that count as one party.
 

@@ -41,7 +41,7 @@ _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
 _PAUSE_S = 0.05  # seconds before a request to a busy provider is repeated
-_SLACK_S = 1.0  # seconds for looking up a host name, which has no deadline
+_SLACK_S = 1.0  # extra seconds for looking up a host name, which has no deadline
 _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
 _LOST = "check its address, and with its operator whether it runs"
@@ -61,7 +61,7 @@ class Finding:
         verified: number of products that were compared with the verification keys.
         clock_ahead_s: seconds that the provider's clock is ahead of this machine's clock.
         round_trip_s: median time of a request without rows.
-        rows_per_s, bytes_per_s: throughput of the largest layer group; bytes sent and received.
+        rows_per_s, bytes_per_s: throughput of the largest layer group. The bytes are those sent and received.
     """
 
     peer: Peer
@@ -77,7 +77,7 @@ class Finding:
 
     @property
     def serving(self) -> ServedGroups | None:
-        """The provider and its layer groups, for `gaps`; None if the provider cannot be used."""
+        """The provider and its layer groups; None if the provider cannot be used."""
         return None if self.failure or not self.groups else ServedGroups(self.peer, self.groups)
 
 
@@ -164,7 +164,7 @@ class ProviderProbe:
                 f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side checks the validity of "
                 f"certificates by its own clock. Set both by NTP"
             )
-        welcome = self._greet()
+        welcome = self._hello()
         groups = self._check_groups(welcome.groups)
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
         self._round_trips(finding, GroupIndex(groups.start))
@@ -172,10 +172,10 @@ class ProviderProbe:
             self._verify(finding, groups, self._preparation)
 
     def _check_relay(self, finding: Finding) -> None:
-        """Warn if the executor takes no blocks of a helper. An older provider ends the connection, so it is another one
-        than that of the other steps."""
+        """Warn if the executor accepts no blocks of helpers. Uses its own connection, because an older provider closes
+        it."""
         self._open()
-        self._greet()
+        self._hello()
         helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}
         asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
         allowed: Sequence[str] = ()
@@ -203,7 +203,7 @@ class ProviderProbe:
             raise ProtocolError(f"{self.name} gives no health report; run the same release on both sides")
         return reply.time - (began + time.time()) / 2
 
-    def _greet(self) -> wire.Welcome:
+    def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest
         reply, _ = self._ask(wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest))
         if not isinstance(reply, wire.Welcome) or reply.model_digest != digest:
@@ -212,8 +212,8 @@ class ProviderProbe:
         return reply
 
     def _check_groups(self, groups: range) -> range:
-        """Return `groups` if the model has these layer groups and they include those of the federation file. Raises
-        `ProtocolError`: a layer group is not in the model, or a listed layer is missing."""
+        """Return `groups`. Raises `ProtocolError` if a layer group is not in the model, or if a layer of the federation
+        file is missing."""
         if self._preparation is None:
             return groups
         layers = self._preparation.manifest.layers
@@ -245,7 +245,7 @@ class ProviderProbe:
             ProtocolError: a product is wrong.
         """
         entries = preparation.manifest.groups
-        # the key of a stack of experts is made from the checkpoint, which may be gone
+        # blame keys of a stack of experts need the checkpoint, which may be gone
         linears = [group for group in groups if entries[group].experts == 1] or list(groups)
         for direction in DIRECTIONS:
             for group in map(GroupIndex, dict.fromkeys((linears[0], linears[-1]))):
@@ -260,7 +260,7 @@ class ProviderProbe:
                 with _judging:
                     right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
                 if not right:
-                    preparation.forget_keys()  # a session draws new keys after a wrong product, too
+                    preparation.forget_keys()  # as a session does after a wrong product
                     name = preparation.manifest.groups[group].name
                     raise ProtocolError(
                         f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "
@@ -331,7 +331,7 @@ class ProviderProbe:
         self, message: wire.Request, payload: MaskedRows | None = None, *, size: int = 0
     ) -> tuple[wire.Reply, bytearray]:
         """Send a request and return the reply with its payload. Repeats the request while the provider is busy. Raises
-        `ProviderError`: the provider refuses, or is busy until the deadline."""
+        `ProviderError` if the provider refuses, or is busy until the deadline."""
         assert self._connection is not None
         while True:
             self._connection.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)

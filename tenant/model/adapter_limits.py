@@ -1,8 +1,8 @@
 """Limits the time that an adapter folder's regular expressions take, and the memory that its stated sizes take.
 
 PEFT matches the patterns of adapter_config.json against every module name. PEFT also builds an adapter of the sizes
-that the configuration states before it reads the tensors. Another party may have written patterns and sizes. Methods
-that start from base weights (PiSSA, TinyLoRA) factorise each of them, which takes a time that the model determines.
+that the configuration states before it reads the tensors. Another party may have written the patterns and sizes.
+Methods that start from base weights (PiSSA, TinyLoRA) factorise each base weight; the model's size bounds that time.
 """
 
 import json
@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import CheckpointError
 
-_PATIENCE_S = 5.0  # a Python interpreter starts in 20 ms, and an honest pattern takes a few ms more
+_PATIENCE_S = 5.0  # an interpreter starts in 20 ms, and a usual pattern takes a few ms more
 _MEMORY = 256 << 20  # address space in bytes of the process that matches patterns
 _MATCH = """
 import json, re, resource, sys
@@ -36,7 +36,7 @@ json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
 _NOTHING = "(?!)"
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
 _SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
-_MAX_ITERATIONS = 64  # iterations of PiSSA's fast start; PEFT recommends 4 to 16
+_MAX_ITERATIONS = 64  # iterations of PiSSA's fast initialisation; PEFT recommends 4 to 16
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 
@@ -52,7 +52,7 @@ def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) ->
 
     Raises:
         CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory; or the adapter's
-            start takes too many iterations.
+            initialisation takes too many iterations.
     """
     iterations = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
     if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > _MAX_ITERATIONS):
@@ -74,7 +74,7 @@ def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) ->
 
 
 def _matching(pattern: str, names: Sequence[str], *, what: str) -> list[str]:
-    """Match in a child process, which is killed if it takes too much time or memory. Returns the matching names."""
+    """Return the names that match, found by a child process with limited time and memory."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCH, str(_MEMORY)],
@@ -102,7 +102,7 @@ class MemoryLimit(TorchDispatchMode):
         model: the base model. Some methods index all weights of a layer (FourierFT), so its largest layer counts.
 
     Raises:
-        CheckpointError: an operation would exceed the limit. Raised before the memory is taken.
+        CheckpointError: an operation would exceed the limit; its memory was not allocated.
     """
 
     def __init__(self, model: nn.Module, file: Path) -> None:
@@ -138,7 +138,7 @@ class MemoryLimit(TorchDispatchMode):
 
 
 def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
-    # most operations take a tensor first, which is faster to see than to flatten the arguments
+    # most operations take a tensor first, and this test is faster than flattening the arguments
     return bool(args and isinstance(args[0], Tensor)) or any(
         isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))
     )

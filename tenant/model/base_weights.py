@@ -1,8 +1,7 @@
 """Reads base weights of offloaded layers from the public checkpoint on the tenant's disk.
 
 Most methods need no base weight. Some need it once, at their start (PiSSA factorises it), and MaskBert needs it while
-its masks are trained. A weight is used only if it quantises to the integers that the federation's manifest names, so a
-changed checkpoint is noticed.
+its masks are trained. A weight is used only if it quantises to the integers that the federation's manifest pins.
 """
 
 from functools import cached_property
@@ -30,13 +29,16 @@ class BaseWeights:
         self._checked: set[tuple[str, str]] = set()
 
     def check(self) -> None:
-        """Check that there is a full checkpoint, before an adapter is trained that needs it in its first step. Raises
-        `UnsupportedMethodError`: the checkpoint has only the tenant's own tensors."""
+        """Raise `UnsupportedMethodError` if the checkpoint has only the tenant's own tensors."""
         _ = self._store
 
     def read(self, entry: GroupEntry, member: int) -> Tensor:
-        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype. Raises `UnsupportedMethodError`: the
-        checkpoint has only the tenant's own tensors; `CheckpointError`: the weights are not those of the manifest."""
+        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
+
+        Raises:
+            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
+            CheckpointError: the weight is not that of the manifest.
+        """
         with Checkpoint(self._store.path) as checkpoint:
             key = (entry.digest, checkpoint.identity())
         layers = self._store.floats((entry.members[member],) if key in self._checked else entry.members)

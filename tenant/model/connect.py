@@ -1,4 +1,4 @@
-"""Opens the backend that the user's options ask for."""
+"""Opens the backend for the user's options."""
 
 from pathlib import Path
 
@@ -13,9 +13,12 @@ from tenant.session.session import Session
 
 
 def open_backend(options: Options, model: str | Path) -> Backend:
-    """Open the backend of the masking scheme that `options` name, for the checkpoint that is being loaded. Raises
-    `RoleConflictError` or `ConfigError` if the scheme or an option does not fit the federation, `CheckpointError` if
-    the scheme multiplies on the tenant and the tenant lacks the weights."""
+    """Open the backend of the masking scheme in `options`, for the checkpoint `model`.
+
+    Raises:
+        RoleConflictError, ConfigError: the scheme or an option does not fit the federation.
+        CheckpointError: the scheme multiplies on the tenant, and the tenant lacks the weights.
+    """
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
         scheme.check(opening.federation)  # before the checkpoint is read and before any provider is contacted

@@ -1,4 +1,4 @@
-"""Counts the parameters that are offloaded, and lists the modules that stay with the tenant and why."""
+"""Counts the parameters that are offloaded and those that stay with the tenant, by kind."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
@@ -78,7 +78,7 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
 
 
 def _kinds(model: PreTrainedModel, offloaded: Set[str]) -> dict[str, str]:
-    """The kind of each module that is kept for its place in the model."""
+    """Return the kinds of the modules that are kept because of their place in the model, by name."""
     kinds = dict.fromkeys(task_heads(model), HEADS)
     experts = tuple(experts_of(model))
     for name in routed_modules(model):

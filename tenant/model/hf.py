@@ -1,11 +1,10 @@
 """`from_pretrained` for a split model: loads the tenant's tensors only and replaces frozen linears by `RemoteLayer`s.
 
-`RemoteConfig` is the one argument that turns a Hugging Face model into a split one. transformers finds
-`RemoteQuantizer` by the config's `quant_method`.
+The argument `RemoteConfig` makes `from_pretrained` load a split model. transformers finds `RemoteQuantizer` by the
+config's `quant_method`.
 
 transformers builds the model on the meta device and passes it to `RemoteQuantizer` before it reads any weight. The
-quantizer adds the names of the offloaded weights to the keys that transformers ignores, so that a full checkpoint and a
-checkpoint without these weights load alike.
+quantizer makes transformers ignore the offloaded weights, so a full checkpoint and a slim checkpoint load alike.
 """
 
 import contextlib
@@ -206,9 +205,8 @@ class RemoteQuantizer(HfQuantizer):
 
 @contextlib.contextmanager
 def _without_ignored_arguments(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stand in for `_enable_peft_forward_hooks`, which only PEFT's tuners with a choice of adapter per row define.
-
-    PEFT calls this function for all other tuners, and it refuses the arguments that they ignore.
+    """Refuse arguments that a tuner ignores. Replaces PEFT's `_enable_peft_forward_hooks` for tuners that cannot choose
+    an adapter per row.
     """
     _check_not_ignored(kwargs)
     yield
@@ -285,12 +283,11 @@ def split(
     experts: Experts,
     weights: BaseWeights | None = None,
 ) -> None:
-    """Replace each `nn.Linear` among `members` by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
-
-    Stacks of experts are replaced by `OffloadedStack`s. `weights` reads base weights for methods that need them.
+    """Replace each `nn.Linear` in `members` by a `RemoteLinear`, each `Conv1D` by a `RemoteConv1D`, and each stack of
+    experts by an `OffloadedStack`. `weights` reads base weights for methods that need them.
 
     Raises:
-        CheckpointError: the model has no such layer, or has one with other widths.
+        CheckpointError: the model lacks a layer, or the layer has other widths.
     """
     modules = dict(model.named_modules())
     prefix = model.base_model_prefix + "."
@@ -311,7 +308,7 @@ def split(
             ignored.update(rf"(^|\.){re.escape(name.removeprefix(prefix))}\.{kind}$" for kind in ("weight", "bias"))
             found = found_as(model, name, modules)
             if found is None or not is_linear(modules[found]):
-                continue  # a head that this task does not have
+                continue  # a head that this model class does not have
             if widths(modules[found]) != (facts.entry.inputs, outputs):
                 raise CheckpointError(
                     f"{found} has other widths than in the federation's model; load the same base model"
@@ -332,7 +329,7 @@ def _remote(linear: nn.Module, group: LayerGroup, member: int) -> RemoteLayer:
 
 
 def backend_of(model: nn.Module) -> Backend:
-    """Return the backend of a split model, with or without PEFT's wrapper. Raises `SymbiosisError`: the model has no
+    """Return the backend of a split model, with or without PEFT's wrapper. Raises `SymbiosisError` if the model has no
     offloaded layer."""
     for module in model.modules():
         if isinstance(module, RemoteLayer):

@@ -24,7 +24,7 @@ def since(before: Ledger, now: Ledger) -> Ledger:
 
 
 def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
-    """Return the rows (label, figure) of a table, with figures per token for this number of tokens."""
+    """Return the rows (label, figure) of a table. Figures per token are totals divided by `tokens`."""
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
     takeovers = ledger.takeovers > 0

@@ -1,9 +1,9 @@
 """Loads models, tokenizers and adapters from folders that another party may have written. The commands use this module.
 
 These functions run no code from a folder, unpickle nothing, and send no request to the hub for a local folder. A
-missing tensor is an error, because transformers would initialise it at random. For your own `from_pretrained(...)`
-calls, the quantizer refuses configuration that would override a `RemoteConfig`; pass `trust_remote_code=False`
-yourself.
+missing tensor is an error, because transformers would initialise it at random. If you call `from_pretrained(...)`
+yourself, pass `trust_remote_code=False`; the quantizer still refuses configuration that would override a
+`RemoteConfig`.
 """
 
 import re
@@ -54,9 +54,9 @@ _GENERATION_SETTINGS = (
         "length_penalty",
     ),
 )
-"""The settings that are taken from generation_config.json: special tokens, and how likely each token is. Settings that
-change the number of rows sent per token are left out (rule 10): with prompt lookup, for instance, executors would see
-from the row counts where a text repeats itself."""
+"""The settings that are read from generation_config.json: special tokens and sampling. Settings that change the number
+of rows sent per token are ignored (rule 10): with prompt lookup, for instance, row counts would show executors where a
+text repeats itself."""
 _COMPARE_YOURSELF = (
     "Compare its outputs on inputs of your own: safetensors.torch.save_file(dict(processor(..., return_tensors='pt')), "
     "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
@@ -78,7 +78,7 @@ def load_model(
         remote: how to split the model; None loads the whole model.
         dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
         kind: a class with `from_pretrained`.
-        blocks: load only the first so many blocks of a decoder, and what stands before and behind all of them.
+        blocks: load only this number of a decoder's first blocks, with the embeddings, final norm and head.
 
     Raises:
         ConfigError: the model has fewer blocks.
@@ -109,7 +109,7 @@ def load_model(
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if missing:
         raise CheckpointError(
-            f"{model} is not a complete {type(loaded).__name__}: {_some(missing)} would be random; "
+            f"{model} is not a complete {type(loaded).__name__}: {_listed(missing)} would be random; "
             f"use a checkpoint that has them"
         )
     return loaded.eval()
@@ -135,7 +135,8 @@ def load_language_model(
     dtype: torch.dtype | str = "auto",
     blocks: int | None = None,
 ) -> Any:
-    """Load a model that predicts the next token, with `load_model`, so that it generates one token per forward pass.
+    """Load a model that predicts the next token, and set it to generate one token per forward pass. Arguments as for
+    `load_model`.
 
     Raises:
         UnsupportedModelError: the model does not predict the next token. Its LM head would be random, or its input
@@ -161,8 +162,7 @@ def is_language_model(kind: type[PreTrainedModel]) -> bool:
 
 
 def check_reads_text(kind: type[PreTrainedModel]) -> None:
-    """Refuse an architecture whose main input is not token ids. Raises `UnsupportedModelError`: the main input is an
-    image or sound."""
+    """Raise `UnsupportedModelError` if the main input of an architecture is not token ids, but an image or sound."""
     if kind.main_input_name != "input_ids":
         raise UnsupportedModelError(
             f"a {kind.__name__} takes {kind.main_input_name}, and --text compares models on text. {_COMPARE_YOURSELF}"
@@ -170,19 +170,19 @@ def check_reads_text(kind: type[PreTrainedModel]) -> None:
 
 
 def check_runs_on_text(model: Any, ids: list[int]) -> None:
-    """Run a model once on token ids alone. Raises `UnsupportedModelError`: the model fails."""
+    """Run a model once on token ids alone. Raises `UnsupportedModelError` if the model fails."""
     try:
         with torch.no_grad():
             sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
             model(**{f"{side}input_ids": torch.tensor([ids], dtype=torch.long, device=model.device) for side in sides})
-    except Exception as error:  # an architecture's own code, without an input that it needs
+    except Exception as error:  # any error of an architecture that lacks an input
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on text alone ({one_line(str(error))[:_SHOWN]}). {_COMPARE_YOURSELF}"
         ) from error
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint. Raises `CheckpointError`: the checkpoint has no tokenizer, or one that needs
+    """Load the tokenizer of a checkpoint. Raises `CheckpointError` if there is no tokenizer, or if the tokenizer needs
     code of the checkpoint."""
     folder = resolve(model)
     missing = CheckpointError(
@@ -203,8 +203,8 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def adapter_chat_template(folder: Path) -> str | None:
-    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if it has none. Raises
-    `CheckpointError`: the file is unreadable, too large, or not UTF-8."""
+    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if there is none.
+    Raises `CheckpointError` if the file is unreadable, too large, or not UTF-8."""
     path = folder / "chat_template.jinja"
     if not path.exists():
         settings = folder / "tokenizer_config.json"
@@ -218,9 +218,12 @@ def adapter_chat_template(folder: Path) -> str | None:
 
 def load_adapter(model: Any, folder: Path) -> Any:
     """Load the adapter of a PEFT folder into `model`, for inference. A refused adapter leaves the model as it was.
-    Raises `ConfigError`: `folder` is not a PEFT folder; `CheckpointError`: the folder has settings that are not allowed
-    (`vet_adapter`), or the adapter does not fit."""
-    said = vet_adapter(folder)
+
+    Raises:
+        ConfigError: `folder` is not a PEFT folder.
+        CheckpointError: the folder has settings that are not allowed (`vet_adapter`), or the adapter does not fit.
+    """
+    settings = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():
         # PEFT initialises missing adapter tensors at random and only warns
@@ -237,34 +240,37 @@ def load_adapter(model: Any, folder: Path) -> Any:
                     str(folder),
                     config=bounded_config(config, names, folder=folder),
                     local_files_only=True,
-                    # PEFT cannot do both
-                    low_cpu_mem_usage=not (said.get("layer_replication") or _starts_from_weight(said)),
+                    # PEFT cannot make these on the meta device
+                    low_cpu_mem_usage=not (settings.get("layer_replication") or _starts_from_weight(settings)),
                 ).eval()
         except SymbiosisError:
             raise
         except Exception as error:  # PEFT raises many types for malformed files
-            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(said)}") from error
-        homeless = _homeless(adapted, folder)
-        if homeless:
-            raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
+            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(settings)}") from error
+        unmatched = _unmatched(adapted, folder)
+        if unmatched:
+            raise CheckpointError(f"{misfit}, which has no place for {_listed(unmatched)}; {_fix(settings)}")
     return adapted
 
 
 def load_adapter_tensors(adapted: Any, folder: Path) -> None:
-    """Load the tensors of a PEFT folder into the adapter that a `PeftModel` has. The base model does not change. Raises
-    `CheckpointError`: the folder lacks tensors of the adapter, or has other ones; RuntimeError: a tensor has another
-    shape."""
+    """Load the tensors of a PEFT folder into the adapter of a `PeftModel`. The base model does not change.
+
+    Raises:
+        CheckpointError: the folder lacks tensors of the adapter, or has other tensors.
+        RuntimeError: a tensor has another shape.
+    """
     found = load_file(folder / "adapter_model.safetensors")
     # PEFT saves copies of the base model's embeddings beside an adapter on them
     own, saved = (get_peft_model_state_dict(adapted, save_embedding_layers=copies) for copies in (False, "auto"))
     if other := sorted((own.keys() - found.keys()) | (found.keys() - saved.keys())):
-        raise CheckpointError(f"the tensors in {folder} are not those of the adapter: {_some(other)}")
+        raise CheckpointError(f"the tensors in {folder} are not those of the adapter: {_listed(other)}")
     set_peft_model_state_dict(adapted, {name: found[name] for name in own})
 
 
 @contextmanager
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: if the block fails, the model's modules get back the attributes and children they had."""
+    """Context manager: if the block fails, restore the attributes and children of the model's modules."""
     before = {module: (dict(vars(module)), dict(module._modules)) for module in model.modules()}
     try:
         yield
@@ -277,9 +283,9 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None]:
-    """Context manager: refuses tensors that PEFT would load into the base model, because they outlive the adapter.
+    """Context manager: refuse tensors that PEFT would load into the base model, because they would outlive the adapter.
 
-    The check sees the names that PEFT has made of the file's names, when nothing is loaded yet. Copies of the base
+    The check runs before anything is loaded, on the names that PEFT derives from those in the file. Copies of the base
     model's own tensors are allowed (PEFT saves embeddings beside an adapter on them).
 
     Args:
@@ -309,31 +315,31 @@ def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None
         hook.remove()
 
 
-def _starts_from_weight(said: dict[str, Any]) -> bool:
-    """Returns True if LoRA's start is made from base weights. PEFT cannot make such a start without memory for it."""
-    return str(said.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "mica"))
+def _starts_from_weight(settings: dict[str, Any]) -> bool:
+    """Returns True if LoRA is initialised from base weights, which PEFT cannot do on the meta device."""
+    return str(settings.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "mica"))
 
 
 def _summary(error: Exception) -> str:
     """Shorten an error of PEFT or torch, which may list hundreds of tensors."""
     if isinstance(error, UserWarning):
-        return "it lacks " + _some(re.findall(r"'([^']+)'", str(error)))
+        return "it lacks " + _listed(re.findall(r"'([^']+)'", str(error)))
     text = one_line(str(error))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _fix(said: dict[str, Any]) -> str:
-    trained_on = one_line(str(said.get("base_model_name_or_path") or ""))[:_SHOWN]
+def _fix(settings: dict[str, Any]) -> str:
+    trained_on = one_line(str(settings.get("base_model_name_or_path") or ""))[:_SHOWN]
     return "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
 
 
-def _homeless(adapted: Any, folder: Path) -> list[str]:
-    """Names of the adapter's tensors whose module the model lacks; PEFT ignores them without a warning."""
+def _unmatched(adapted: Any, folder: Path) -> list[str]:
+    """Return the adapter's tensors whose module the model lacks, by name. PEFT ignores them without a warning."""
     modules = {name for name, _ in adapted.named_modules()}
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         # the last two parts of a name are the PEFT method's module and the tensor

@@ -1,8 +1,8 @@
 """Parameters that replace the weight of an offloaded layer: metadata without values.
 
 Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
-parameters as for an unsplit model. The size in bytes is 0. Code that reads the values gets an error that names the
-caller and says what works instead. Zeros in place of the values would train a wrong adapter without an error.
+parameters as for an unsplit model. The size in bytes is 0. Reading the values raises an error that names the caller and
+says what works instead; zeros would train a wrong adapter silently.
 """
 
 import sys
@@ -21,7 +21,7 @@ _COPIES = frozenset(
     ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "data.__get__")
 )
 _SWITCHES = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "data.__set__"))
-# Operations that are answered from the whole parameter's shape. An element takes 0 bytes here.
+# Operations whose result follows from the whole parameter's shape. An element takes 0 bytes here.
 _SIZES: dict[str, Callable[..., Any]] = {
     "shape.__get__": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -43,8 +43,8 @@ NO_DISK = (
 
 
 class OffloadedParameter(nn.Parameter):
-    """A frozen parameter without values. Raises `UnsupportedMethodError` if `shape` is a tensor, because accelerate
-    tries to offload the parameter to disk."""
+    """A frozen parameter without values. Raises `UnsupportedMethodError` if `shape` is a tensor: accelerate passes one
+    to offload the parameter to disk."""
 
     _is_hf_initialized = True  # transformers must not initialise the parameter
     _whole: torch.Size
@@ -88,7 +88,7 @@ class OffloadedParameter(nn.Parameter):
             return asked.like(result)
 
     def like(self, nothing: Tensor) -> Self:
-        """The same parameter, with the dtype and device of `nothing`, a tensor without elements."""
+        """Return the same parameter with the dtype and device of `nothing`, a tensor without elements."""
         return self._of(nothing, self._whole)
 
     @classmethod
@@ -114,14 +114,15 @@ class OffloadedParameter(nn.Parameter):
 
 
 def seal(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Set dtype and device of a module's offloaded parameters. Called once the checkpoint is loaded."""
+    """Set dtype and device of a module's offloaded parameters, after the checkpoint was loaded."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, OffloadedParameter):
             setattr(module, name, parameter.like(torch.empty(0, dtype=dtype, device=device)))
 
 
 class OffloadedWeight(OffloadedParameter):
-    """The weight of an offloaded `nn.Linear`. A parameter, because tools read dtype and device from parameters."""
+    """The weight of an offloaded `nn.Linear`. It is a parameter because other libraries read dtype and device from
+    parameters."""
 
     layer: ClassVar[str] = "nn.Linear"
     adapters: ClassVar[tuple[str, ...]] = (
@@ -129,7 +130,7 @@ class OffloadedWeight(OffloadedParameter):
         *("Gralora", "HRA", "IA3", "Lily", "LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora"),
         *("Road", "Shira", "Supertuning", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
-    """The PEFT methods that work on such a layer."""
+    """The PEFT methods that work on this layer."""
 
     @classmethod
     def _no_training(cls) -> str:

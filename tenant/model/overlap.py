@@ -1,15 +1,15 @@
 """Overlaps the parts of a batch: while one part waits for a provider, another part computes.
 
-A pass through a model waits once for each layer group. Two parts of a batch, each in a thread of its own, hide these
-waits from each other: one computes while the rows of the other travel, and products of both are under way at once.
+A pass through a model waits once for each layer group. Two parts of a batch, each in its own thread, use these waits:
+one part computes while the rows of the other travel, and products of both are under way at the same time.
 
-Theory of operation. Model code of one process is not made for several threads: parts would draw from one random
-generator, and their gradients would be summed in any order, with other rounding. So the parts take turns. A part gives
-up its turn in `waiting`, which encloses every product, and takes it back before it goes on. Each part has random
-numbers of its own, which are exchanged with the turn. Each part's gradients are set aside as they arrive, and summed in
-the order of the parts at the end. So results and gradients have the same bits as those of one part after the other.
+Theory of operation. Models are not thread-safe: parts would draw from one random generator, and their gradients would
+be summed in any order, with other rounding. So the parts take turns. A part ends its turn in `waiting`, which encloses
+every product, and takes the next turn before it continues. Each part has its own random numbers, which are exchanged
+with the turn. Each part's gradients are set aside as they arrive, and summed in the order of the parts at the end. So
+results and gradients have the same bits as if the parts ran one after the other.
 
-The same idea, for the communication of experts: vLLM's dual batch overlap.
+vLLM's dual batch overlap uses the same idea for the communication of experts.
 """
 
 import contextvars
@@ -29,11 +29,11 @@ from tenant.worker import Worker
 P = TypeVar("P")
 R = TypeVar("R")
 
-_JOIN_S = 5.0  # a part that waits for a provider ends later
+_JOIN_S = 5.0  # time to join threads; a part that waits for a provider ends later
 
 
 def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> list[R]:
-    """Call `work` for each part of a batch, all at the same time; see the module. Returns the results in order.
+    """Call `work` for all parts of a batch at the same time (see the module's docstring). Returns the results in order.
 
         def step(part):
             loss = model(**part).loss / 2
@@ -43,9 +43,9 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
         losses = overlapped(model, step, [first_half, second_half])
         halves = overlapped(model, model.generate, input_ids.chunk(2))
 
-    Gradients are those of a loop over the parts, bit for bit. So are the results, unless the model draws random numbers
-    (dropout, sampling): each part draws from a generator that torch's current one seeds, whatever the number of parts.
-    Providers see the same requests as from the loop, in another order.
+    Gradients and results have the same bits as in a loop over the parts. If the model draws random numbers (dropout,
+    sampling), they differ from the loop's: each part has its own generator, seeded from torch's. Providers see the same
+    requests as from the loop, in another order.
 
     Args:
         model: the model that `work` runs, split by `RemoteConfig`.
@@ -82,8 +82,8 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
 
 
 class _Waiting:
-    """Context manager: give up the turn of this thread's part, if it has one, and take it back at the end. A class,
-    because a generator takes longer than many steps of a product."""
+    """Context manager: end the turn of this thread's part, if there is one, and take the next turn at the end. It is a
+    class because a generator takes longer than many steps of a product."""
 
     def __enter__(self) -> None:
         if (part := _of_thread.part) is not None:
@@ -98,7 +98,7 @@ waiting = _Waiting()
 
 
 class _Stopped(BaseException):
-    """Ends a part because another part has failed. Not an `Exception`, so that the part's code lets it pass."""
+    """Ends a part because another part has failed. Not an `Exception`, so that the part's code does not catch it."""
 
 
 class _Turns:
@@ -111,7 +111,8 @@ class _Turns:
 
     @contextmanager
     def stopped_at_the_end(self) -> Iterator[None]:
-        """Take the last turn at the end of the block, also after an error: no part computes any more."""
+        """Context manager: take the last turn at the end of the block, also after an error, so that no part computes
+        any more."""
         try:
             yield
         finally:
@@ -143,7 +144,7 @@ class _Part:
             with modes():
                 return work()
         finally:
-            if not self._turns.stopped:  # otherwise this part has no turn
+            if not self._turns.stopped:  # a stopped part has no turn
                 self.end_turn()
 
     def take_turn(self) -> None:
@@ -170,7 +171,7 @@ _of_thread = _OfThread()
 
 @contextmanager
 def _gradients(trained: Sequence[nn.Parameter], parts: Sequence[_Part]) -> Iterator[None]:
-    """Set the gradients of each part aside, and add them in the order of the parts at the end."""
+    """Context manager: set the gradients of each part aside, and add them in the order of the parts at the end."""
     before = [parameter.grad for parameter in trained]
     hooks = [parameter.register_post_accumulate_grad_hook(_set_aside) for parameter in trained]
     for parameter in trained:
@@ -195,7 +196,7 @@ def _set_aside(parameter: Tensor) -> None:
 
 
 def _modes() -> Callable[[], ExitStack]:
-    """Return what enters the caller's modes of torch, which belong to a thread."""
+    """Return a function that enters the caller's modes of torch, which are per thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 

@@ -1,14 +1,14 @@
 """`RemoteLinear` and `RemoteConv1D`: the modules that replace an offloaded `nn.Linear` or `Conv1D`.
 
-Siblings (q/k/v, gate/up) are called one after the other with the same tensor. The first call runs the whole group in
+Siblings (q/k/v, gate/up) are called one after the other with the same tensor. The first call sends the whole group as
 one request, and the calls of the other siblings return their parts of the result. So a group costs one round trip and
-one mask (rule 4), forward and backward. Two calls have the same input if the tensor object and its version are the
-same; two tensors with equal values are different inputs. A tensor made in inference mode has no version, so its values
-are compared with a copy. Like autograd, this module does not notice a write through `x.data` between siblings.
+one mask (rule 4) in each direction. Two calls have the same input if the tensor object and its version are the same;
+two tensors with equal values are different inputs. A tensor made in inference mode has no version, so its values are
+compared with a copy. Like autograd, this module does not notice a write through `x.data` between siblings.
 
 The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
 
-The bias is public and is here: the product includes it as it was loaded, and a layer adds what training has changed.
+The bias is public. The product includes the checkpoint's bias, and a layer adds the difference that training has made.
 """
 
 import copy
@@ -33,8 +33,7 @@ from tenant.model.overlap import waiting
 
 
 class Rider(Protocol):
-    """Rows of an adapter that are sent along with a layer group's forward request, masked and verified like all
-    rows."""
+    """Rows of an adapter that are sent with a layer group's forward request, masked and verified like all rows."""
 
     member: int
 
@@ -46,8 +45,8 @@ class Rider(Protocol):
 
 
 class LayerGroup:
-    """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights from the
-    public checkpoint, if there is one."""
+    """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights; None
+    without a checkpoint."""
 
     def __init__(self, backend: Backend, index: int, weights: BaseWeights | None = None) -> None:
         self.backend = backend
@@ -61,7 +60,7 @@ class LayerGroup:
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
-        with torch._C.DisableTorchFunction():  # a mode of the caller has nothing to do there, and delays each call
+        with torch._C.DisableTorchFunction():  # a torch function mode of the caller would delay each call
             return self._output(x, member)
 
     def _output(self, x: Tensor, member: int) -> Tensor:
@@ -126,7 +125,7 @@ class LayerGroup:
         *,
         counts: Counts | None = None,
     ) -> None:
-        """Call the backend. Other parts of an overlapped batch compute meanwhile."""
+        """Call the backend; see `Backend.multiply`. Other parts of an overlapped batch compute meanwhile."""
         with waiting:
             self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
 
@@ -154,20 +153,20 @@ class _Pending:
 
 
 class _OfThread(threading.local):
-    """What a group keeps between siblings: each thread runs the model on an input of its own."""
+    """The pending outputs of a group, per thread, because each thread runs the model on its own input."""
 
     pending: _Pending | None = None
 
 
 def _state(x: Tensor) -> tuple[object, ...]:
-    """Everything besides the tensor object that a group's outputs depend on: version, gradient modes and dtype."""
+    """Return what a group's outputs depend on besides the tensor object: version, gradient modes and dtype."""
     version = None if x.is_inference() else x._version
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return version, x.requires_grad, modes, output_dtype(x)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product of `x`: that of autocast where it is on."""
+    """Return the dtype of a product of `x`: autocast's if autocast is enabled, else that of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -192,7 +191,7 @@ class RemoteLayer(nn.Module):
     """A frozen linear whose weight is at the providers. PEFT treats it as the class that it replaces.
 
     Args:
-        bias: whether the linear has a bias. Its values are those of the group's facts.
+        bias: True if the linear has a bias. Its values are in the group's facts.
 
     Attributes:
         moved: low-rank parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None.
@@ -229,14 +228,17 @@ class RemoteLayer(nn.Module):
         return facts.bias[start : start + facts.entry.outputs[self.member]].to(torch.float32)
 
     def load_bias(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the checkpoint's bias. Called once the tenant's own parameters are loaded."""
+        """Load the checkpoint's bias, after the tenant's own parameters were loaded."""
         if self.bias is not None:
             self.bias = nn.Parameter(self.stored_bias().to(dtype=dtype, device=device), requires_grad=False)
 
     def base_weight(self) -> Tensor:
-        """Read the weight from the public checkpoint on disk, in shape, dtype and device of `weight`. Raises
-        `UnsupportedMethodError`: there is no full checkpoint; `CheckpointError`: the checkpoint is not that of the
-        federation."""
+        """Read the weight from the public checkpoint on disk, with the shape, dtype and device of `weight`.
+
+        Raises:
+            UnsupportedMethodError: there is no full checkpoint.
+            CheckpointError: the checkpoint is not that of the federation.
+        """
         if self.group.weights is None:
             raise UnsupportedMethodError("this model was not loaded from a folder, so its weights cannot be read")
         facts = self.group.backend.facts[self.group.index]
@@ -275,7 +277,8 @@ class RemoteLayer(nn.Module):
         unexpected.extend(key for key in state_dict if strict and key.startswith(prefix) and key != known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the layer as part of a model. A copy of one layer alone is refused: PEFT makes it to train the layer."""
+        """Copy the layer as part of a model. Copying one layer alone is refused, because PEFT does that to train the
+        layer."""
         if not memo:
             raise UnsupportedMethodError(
                 "an offloaded layer cannot be trained: its weight stays at the providers. "

@@ -38,7 +38,7 @@ def rounded_model(
     Args:
         model: the full checkpoint's folder, or a name on the hub.
         weight_bits: weight bits of the federation that serves the model.
-        experts: as in `RemoteConfig`. Experts that stay with the tenant keep their weights.
+        experts: as in `RemoteConfig`. Experts that stay with the tenant are not rounded.
         tied_head: as in `RemoteConfig`. With True, the LM head is a rounded copy of the embedding table.
         cache: folder for quantised weights; the user's cache folder if None.
 

@@ -1,7 +1,7 @@
-"""A tied LM head whose product is offloaded. The embedding table stays with the tenant, for look-ups alone.
+"""Offloads the product of a tied LM head. The embedding table stays with the tenant for look-ups.
 
-Providers multiply by the table of the checkpoint. So the tenant's table must not change: it is frozen, and the head
-refuses to run once the table is trained or resized.
+Providers multiply by the table of the checkpoint, so the tenant's table must not change: it is frozen, and the head
+raises an error if the table was trained or resized.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def untie_head(model: PreTrainedModel, tied: Mapping[str, str]) -> list[nn.Modul
 
 
 class _Unchanged:
-    """Hook before the head's product: refuses a table that is no longer that of the checkpoint."""
+    """Hook before the head's product: refuses a table that differs from that of the checkpoint."""
 
     def __init__(self, table: nn.Module) -> None:
         self._table = table

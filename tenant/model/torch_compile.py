@@ -34,7 +34,7 @@ _handles = itertools.count()
 
 
 def register(group: Group) -> int:
-    """Give a group a handle, which is valid while the group exists."""
+    """Return a handle of a group, valid while the group exists."""
     handle = next(_handles)
     _groups[handle] = group
     return handle

@@ -1,4 +1,5 @@
-"""Makes verification keys and facts from a checkpoint before the first session, and caches them on disk.
+"""Makes verification keys and facts from a checkpoint before the first session, and caches them on disk. Read in this
+order:
 
 prepared      what the tenant keeps of a base model: facts and keys
 key_files     the file format of the keys

@@ -1,4 +1,4 @@
-"""The file format of verification keys and blame keys: safetensors, on the tenant's own disk."""
+"""Stores verification keys and blame keys as safetensors on the tenant's disk."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,8 +36,8 @@ def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys
 
 
 def open_blame_keys(path: Path, *, columns: int, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
-    """Open the blame keys of `groups` layer groups. The file is read when a key is needed. An open file stays readable
-    after it is deleted.
+    """Open the blame keys of `groups` layer groups. A key is read from the file when it is needed, even if the file has
+    been deleted since.
 
     Raises:
         CheckpointError: keys are missing, or the secret is damaged.

@@ -2,9 +2,9 @@
 
 One pass over the full checkpoint makes the facts, the verification keys and the digest of the tenant's own tensors.
 These are stored in a folder of the cache that no other user can change or replace (`PrivateFolder`), with a seal: a MAC
-under the secret from which the keys are expanded. Files that do not match the seal are made again, or refused if there
-is no full checkpoint. The seal detects damage. It does not prove that the tenant made the keys: another user who could
-replace the whole folder could replace the seal too, and could then forge products.
+under the secret from which the keys are expanded. If files do not match the seal, the keys are made again, or refused
+without a full checkpoint. The seal detects damage. It does not prove that the tenant made the keys: another user who
+could replace the whole folder could replace the seal too, and could then forge products.
 
 The checkpoint that is loaded with a preparation is checked too: its own tensors, config.json and tokenizer must equal
 those of the prepared checkpoint. Tensors are hashed when a checkpoint is first loaded. Later loads compare the identity
@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 _MANIFEST, _FACTS, _KEYS, _ORIGIN = "manifest.json", "facts.safetensors", "keys.safetensors", "origin.json"
 _BLAME, _SECOND, _SEAL = "blame.safetensors", "second.safetensors", "seal"
 _SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # files that are read into memory
-_KNOWN = "known"  # folder with a file per checkpoint identity whose tensors have been hashed
+_KNOWN = "known"  # folder with one file for each hashed checkpoint, named by the checkpoint's identity
 _VERSION = 5  # version of the file format
-_PATIENCE_S, _POLL_S = 3600.0, 0.05  # wait for another process that makes keys, minutes for a large model
+_PATIENCE_S, _POLL_S = 3600.0, 0.05  # wait for another process that makes keys, which takes minutes for a large model
 
 
 def prepare(
@@ -79,8 +79,8 @@ def prepare(
         columns: m, columns of the keys for fault attribution.
         model: the checkpoint that is being loaded, full or slim; None if no checkpoint is loaded.
         weight_bits: the federation's weight bits; None to skip this check.
-        reread: prepare again from `store` if its files have changed since the preparation. `reread` states that the
-            user trusts `store`, and replaces a preparation. The new preparation must then be stored.
+        reread: prepare again from `store` if its files have changed, and replace the stored preparation. Pass True only
+            if the user trusts `store`.
         cache: the cache folder; the user's cache folder if None.
         progress: called with the progress of the pass over the checkpoint.
 
@@ -100,7 +100,7 @@ def prepare(
             if not (same_tokenizer and _is_known(folder, prepared, _identity(store))):
                 prepared = None
         if prepared is None:
-            assert store is not None  # `_load` has raised otherwise
+            assert store is not None  # `_load` raises without a store
             prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
@@ -180,8 +180,8 @@ def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
 
 @contextlib.contextmanager
 def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Lock the cache, so that one process at a time makes keys: files of two processes must not be mixed. Raises
-    `ConfigError`: another process has held the lock for `patience_s` seconds."""
+    """Context manager: lock the cache, so that files of two processes are not mixed. Raises `ConfigError` if another
+    process has held the lock for `patience_s` seconds."""
     try:
         with PrivateFolder.open(cache, create=True) as opened:
             descriptor = opened.lockable()
@@ -213,8 +213,8 @@ def _locked(descriptor: int) -> bool:
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
-    """Read a preparation. Returns None if no intact files are cached and `store` can be prepared instead. Raises
-    `CheckpointError`: no intact files are cached, and `store` is None."""
+    """Read a preparation. If no intact files are cached, returns None, or raises `CheckpointError` if `store` is
+    None."""
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
             return _read(opened, digest=digest, columns=columns)
@@ -274,14 +274,14 @@ def _bounds(entry: GroupEntry, norms: Tensor) -> dict[Direction, Bound]:
 
 
 def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
-    """The norms from which `_bounds` makes the bounds."""
+    """Return the norms from which `_bounds` makes bounds."""
     forward, backward = bounds[FORWARD], bounds[BACKWARD]
     norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, checkpoint: str) -> tuple[BlameKeys, str]:
-    """Open the blame keys, which stay on disk until they are needed. Returns the keys and the digest of their file."""
+    """Open the blame keys without reading them. Returns the keys and the digest of their file."""
     stacks = {
         GroupIndex(index): partial(_stack, checkpoint, entry, manifest.weight_bits)
         for index, entry in enumerate(manifest.groups)
@@ -305,7 +305,7 @@ def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], Ve
 
 @contextlib.contextmanager
 def _digested(folder: PrivateFolder, name: str) -> Iterator[tuple[Path, str]]:
-    """Context manager: the path of an open file, and its SHA-256."""
+    """Context manager that opens a file. Yields the path of the open file, and its SHA-256."""
     with os.fdopen(folder.open_file(name), "rb") as file:
         yield Path(f"/dev/fd/{file.fileno()}"), hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -357,12 +357,12 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
 
 
 def _seal(keys: VerificationKeys, files: Mapping[str, bytes], *digests: str) -> bytes:
-    """The MAC of the files, and of the digests of the files that stay on disk."""
+    """Return the MAC of the files, and of the digests of the files that are not read."""
     return _mac(keys, "seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
 
 
 def _mac(keys: VerificationKeys, purpose: str, *parts: str) -> bytes:
-    """32 bytes that only the holder of these keys can compute. They authenticate files beside the keys."""
+    """Return 32 bytes that only a holder of these keys can compute, to authenticate the other files."""
     return hmac.digest(derive(keys.secret, "mac", purpose), msgspec.json.encode(parts), "sha256")
 
 
@@ -420,12 +420,12 @@ def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
 
 
 def _identity(model: WeightStore) -> str:
-    """Return the identity of the checkpoint's files. Callers take it before reading and compare it afterwards."""
+    """Return the identity of the checkpoint's files. Callers compare the identities before and after reading."""
     with Checkpoint(model.path) as checkpoint:
         return checkpoint.identity()
 
 
 def _check_unchanged(model: WeightStore, identity: str) -> None:
-    """Raise CheckpointError if the checkpoint's files have changed since `identity` was taken."""
+    """Raise `CheckpointError` if the identity of the checkpoint's files is not `identity`."""
     if _identity(model) != identity:
         raise CheckpointError(f"{model.path} changed while it was being read; run the command again")

@@ -19,7 +19,7 @@ from tenant.preparation.prepared import Preparation
 
 
 class Opening:
-    """The federation, preparation and checkpoints for a masking scheme. Each is read on first access."""
+    """The federation, preparation and checkpoints of a masking scheme, each read on first access."""
 
     def __init__(self, options: Options, model: str | Path) -> None:
         self.options = options
@@ -47,14 +47,14 @@ class Opening:
 
     @cached_property
     def ring_bits(self) -> RingBits:
-        """The option, else the federation file's, else the default."""
+        """The user's option, else that of the federation file, else the default."""
         if self.options.ring_bits is not None:
             return self.options.ring_bits
         return DEFAULT_RING_BITS if self.options.federation is None else self.federation.ring_bits
 
     def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
         """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts. Raises
-        `CheckpointError`: the tenant's tensors in the loaded checkpoint and in the full checkpoint differ."""
+        `CheckpointError` if the tenant's tensors in the loaded checkpoint differ from those in the full checkpoint."""
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
         scope = Scope(tied_head=self.options.tied_head)
         store = self._store(bits, scope)

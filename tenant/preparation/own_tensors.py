@@ -1,8 +1,8 @@
 """Digests of the tenant's part of a model: tensors (embeddings, norms, heads), config.json and the tokenizer's files.
 
-The manifest pins the providers' weights only. An attacker who replaces the rest of a checkpoint makes a mix of two
-models, and all products still verify. An attacker who replaces the tokenizer or the chat template can make the number
-of tokens depend on a text's content, and a provider then learns the content from the row counts.
+The manifest pins the providers' weights only. An attacker who replaces the tenant's tensors makes a mix of two models,
+and all products still verify. An attacker who replaces the tokenizer or the chat template can make the number of tokens
+depend on a text's content, and a provider then learns the content from the row counts.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _TOKENIZER = (
     *("dict.txt", "tekken.json", "emoji.json", "normalizer.json", "processor_config.json"),
     *("*.jinja", "*chat_template*", "additional_chat_templates/*"),
 )
-"""Patterns of the names of tokenizer and chat template files that transformers reads."""
+"""File name patterns of the tokenizer and chat template files that transformers reads."""
 _WRITTEN_BY_SAVING = ("transformers_version", "_name_or_path")
 
 
@@ -52,14 +52,14 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
 
 
 def tied_members(store: WeightStore) -> set[str]:
-    """The offloaded LM head, if it is tied. Its tensors stay with the tenant as the table of embeddings."""
+    """Return the name of the offloaded LM head if it is tied: the tenant keeps its tensors as the embedding table."""
     return {parameter.rpartition(".")[0] for parameter in store.skeleton.tied}
 
 
 def check_experts(store: WeightStore, manifest: Manifest) -> None:
-    """Check that the experts that a checkpoint holds are those of the manifest: a tenant may compute with its own copy
-    (`RemoteConfig(experts="local")`). A slim checkpoint may hold none. Raises `CheckpointError`: a stack of experts
-    differs."""
+    """Check that the experts in a checkpoint are those of the manifest, because a tenant may compute with its own copy
+    (`RemoteConfig(experts="local")`). A slim checkpoint may have no experts. Raises `CheckpointError` if a stack of
+    experts differs."""
     with Checkpoint(store.path) as checkpoint:
         stored = store.skeleton.names.by_parameter(checkpoint.names())
     for entry in manifest.groups:
@@ -78,8 +78,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder. Raises `CheckpointError`: a file
-    cannot be read."""
+    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder. Raises `CheckpointError` if a
+    file cannot be read."""
     digests = {}
     for path in tokenizer_files(folder):
         try:

@@ -1,4 +1,4 @@
-"""What the tenant keeps of a base model instead of its weights: public facts, and secret verification keys."""
+"""The facts (public) and verification keys (secret) that a tenant keeps instead of a base model's weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

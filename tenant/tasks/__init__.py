@@ -1,16 +1,17 @@
-"""Many tasks over one base model: each row of a batch uses the adapter of its own task, and all rows share products.
+"""Many tasks over one base model: each row of a batch uses the adapter of its own task, and all rows share the base
+model's products.
 
     tasks = Tasks(model)
     tasks.register("triage", "adapters/triage")       # a PEFT folder, or a PEFT configuration to train
     with tasks.batch(["triage", "billing", "triage"]):
         model(**three_rows)
 
-PetS (Zhou et al., USENIX ATC 2022) has the idea. Read in this order:
+The idea is that of PetS (Zhou et al., USENIX ATC 2022). Read in this order:
 
 registry   `Tasks`: register, load, unload, save; at most `memory_limit` bytes of adapters
 folders    checks of task names and of task folders, which another party may have written
-adapter    the PEFT layers of one task, made beside the model and not in it
-batch      which rows belong to which task, and what happens at one layer of the model
+adapter    the PEFT layers of one task, made without changing the model
+batch      which rows belong to which task, and how a layer computes them
 operators  computes the adapters of many tasks with batched products
 coordinated, costs  divides queued requests into batches, by measured costs
 methods    PEFT methods of this package, and PEFT's methods that need base weights
@@ -26,7 +27,7 @@ __all__ = ["TaskId", "TaskInfo", "Tasks"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are asked for, because they need torch."""
+    """Import a public name when it is first used, because it needs torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("tenant.tasks.registry"), name)

@@ -1,9 +1,9 @@
 """The PEFT layers of one task.
 
-PEFT adds adapters to a model by replacing modules. Here PEFT gets a skeleton of the model instead: the same tree of
-modules, in which stand-ins take the place of linears and all other parameters are those of the model. The layers that
-PEFT has made are taken from the skeleton. So the model never changes, a task cannot change another task, and a file
-that names a tensor of the base model changes nothing.
+PEFT adds adapters to a model by replacing modules. This module passes PEFT a skeleton of the model instead: the same
+tree of modules with stand-ins for the linears and the model's other parameters. The adapter's layers are taken from the
+skeleton. So the model never changes, a task cannot change another task, and an adapter folder cannot change tensors of
+the base model.
 """
 
 import copy
@@ -38,8 +38,8 @@ from tenant.tasks.folders import Stored
 from tenant.tasks.methods.sparse import Patterns
 
 NAME = "default"
-"""PEFT's name of the adapter in a task's layers, each of which holds one."""
-_SHARED_FROM = 1 << 16  # bytes: equal buffers of at least this size are kept once for all tasks
+"""PEFT's name of the adapter in each layer of a task."""
+_SHARED_FROM = 1 << 16  # bytes from which equal buffers of several tasks are stored once
 
 _numbers = itertools.count(1)
 _base: ContextVar[Callable[..., Any]] = ContextVar("base")
@@ -55,12 +55,12 @@ class Adapter:
         on_disk: True if a folder holds the same parameters.
 
     Attributes:
-        number: differs for every adapter that this process makes.
-        keys: by the layer's name, what `operator_key` says of an adapter that is not trained; grows.
-        patterns: the patterns of sparse layers, which are made in the task's first batch.
+        number: a number that no other adapter of this process has.
+        keys: cached results of `operator_key` by the layer's name, for an adapter that is not trained.
+        patterns: the patterns of sparse layers, made in the task's first batch.
 
     Raises:
-        UnsupportedMethodError: the method changes more than modules of the model.
+        UnsupportedMethodError: the method changes more than the model's modules.
     """
 
     def __init__(self, peft: PeftModel, skeleton: nn.Module, *, trainable: bool, on_disk: bool) -> None:
@@ -93,12 +93,13 @@ class Adapter:
 
     @property
     def bytes(self) -> int:
-        """Memory of the layers' tensors and patterns, without the buffers that tasks share."""
+        """Bytes of the layers' tensors and patterns, without the buffers that tasks share."""
         return self._bytes + sum(made.bytes for made in self.patterns)
 
     @property
     def changed(self) -> bool:
-        """True if training has changed the parameters, or they were never saved. (COFT writes to them in each pass.)"""
+        """True if the parameters were written to since they were saved, or never saved. COFT writes to them in each
+        pass."""
         return self.trainable and self._version() != self._saved
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -113,8 +114,8 @@ class Adapter:
                 layer.train(mode)
 
     def save(self, folder: Path) -> None:
-        """Write a PEFT folder. Raises `UnsupportedMethodError`: the adapter was loaded for inference, so its folder has
-        it already."""
+        """Write a PEFT folder. Raises `UnsupportedMethodError` if the adapter was loaded for inference, because its
+        folder exists already."""
         if self._peft is None:
             raise UnsupportedMethodError("this task was loaded for inference; copy its folder")
         with on_this_machine():
@@ -134,9 +135,13 @@ class Adapter:
 
 @torch.inference_mode(False)  # the adapter may be trained later
 def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
-    """Load the adapter of a task's folder. Raises `CheckpointError`: `load_adapter` refuses the folder;
-    `UnsupportedMethodError`: the method cannot be used for a task."""
-    _refuse_biases(vet_adapter(source.folder).get("bias"))  # loading them would change the model
+    """Load the adapter of a task's folder.
+
+    Raises:
+        CheckpointError: `load_adapter` refuses the folder.
+        UnsupportedMethodError: the method cannot be used for a task.
+    """
+    _refuse_biases(vet_adapter(source.folder).get("bias"))  # loading biases would change the model
     skeleton: Any = _skeleton(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Specified to not load vera_A and vera_B", category=UserWarning)
@@ -149,8 +154,8 @@ def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
 
 @torch.inference_mode(False)
 def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
-    """Make the untrained adapter that a PEFT configuration describes. Raises `UnsupportedMethodError`: the method needs
-    base weights, or cannot be used for a task."""
+    """Make the untrained adapter of a PEFT configuration. Raises `UnsupportedMethodError` if the method needs base
+    weights or cannot be used for a task."""
     _refuse_biases(getattr(config, "bias", None))
     skeleton: Any = _skeleton(model)
     peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)
@@ -159,7 +164,7 @@ def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
 
 @contextmanager
 def base_layer(run: Callable[..., Any]) -> Iterator[None]:
-    """Context manager: the base layers of adapters call `run` in place of their own product."""
+    """Context manager: the base layers of adapters call `run` instead of computing their product."""
     token = _base.set(run)
     try:
         yield
@@ -168,7 +173,7 @@ def base_layer(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def shared_bytes() -> int:
-    """Memory of the buffers that several tasks share, such as VeRA's projections."""
+    """Bytes of the buffers that several tasks share, such as VeRA's projections."""
     return _bytes(_buffers.values())
 
 
@@ -221,9 +226,9 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a linear in a skeleton: sizes, dtype, device and bias, without a weight. A copy has a weight.
+    """Replaces a linear in a skeleton: has its sizes, dtype, device and bias, but no weight. A copy has the weight.
 
-    The product comes from the batch (`base_layer`).
+    The batch computes the product (`base_layer`).
     """
 
     original: Callable[[], nn.Module]
@@ -270,7 +275,7 @@ def _stand_in(module: nn.Module) -> _StandIn:
 
 
 def _keep_once(layer: nn.Module) -> None:
-    """Replace large buffers by equal ones of other tasks, such as the projections that VeRA makes from a seed."""
+    """Replace large buffers by equal buffers of other tasks, such as the projections that VeRA makes from a seed."""
     for module in layer.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):

@@ -1,8 +1,8 @@
-"""A batch of rows of several tasks, and what happens at one layer of the model.
+"""A batch of rows of several tasks, and how one layer of the model computes them.
 
-The base layer runs once on all rows. Methods that change its input (OFT, IA3 at the input of a feed-forward layer) have
-changed the rows of their tasks before. Then each task's operator computes its task's rows. Rows are the first dimension
-of every input and output, so a row never meets another task's operator.
+Operators that change the base layer's input (OFT, IA3 at the input of a feed-forward layer) first change the rows of
+their tasks. The base layer then runs once on all rows. At last each task's operator computes the output of its task's
+rows. Rows are the first dimension of every input and output, so no operator sees rows of another task.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE = "__base__"
 
 
 class Composition:
-    """Which rows of a batch belong to which task. Serves any number of batches, also at the same time.
+    """Which rows of a batch belong to which task. Several batches may use a composition at the same time.
 
     Args:
         names: the task of each row; `BASE` for a row without an adapter.
@@ -58,11 +58,13 @@ class Composition:
         lengths: tuple[int, ...],
         device: torch.device,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return which rows of an input, followed by changed rows, any sibling needs, and where each finds its own.
+        """Return the rows that siblings need, and the positions of each sibling's rows among them.
+
+        The rows are numbered through the input and then the changed rows of each part.
 
         Args:
             siblings: names of layers.
-            changed: the parts whose operators have changed their rows: layer, number of the part.
+            changed: the parts whose operators have changed their rows, as (layer, number of the part).
             lengths: the number of rows of the input, and of the changed rows of each part.
         """
         key = siblings, changed, lengths, device
@@ -130,7 +132,7 @@ class Composition:
                 own += of_task
                 places += range(len(rows), len(rows) + len(of_task))
                 missing = 0 if self._block is None else -len(of_task) % self._block
-                rows += of_task + [of_task[-1]] * missing  # the last row again: it is as long as a row of zeros
+                rows += of_task + [of_task[-1]] * missing  # repeat the last row: any row fills a block
             for row, place in zip(own, places, strict=True):
                 order[row] = start + place
             start += len(rows)
@@ -145,8 +147,8 @@ class Composition:
 
 
 class Batch:
-    """One use of a composition: the rows of a forward pass. `rows_first` collects the names of layers whose rows are
-    known to be the first dimension."""
+    """One use of a composition in a forward pass. `rows_first` collects the names of layers whose first dimension is
+    known to be rows."""
 
     def __init__(self, composition: Composition, rows_first: set[str]) -> None:
         self._composition = composition
@@ -162,7 +164,7 @@ class Batch:
 
         Args:
             siblings: the layers that are called with the same `x` and computed in one request (q/k/v), `name` included.
-                All of them get one tensor, which holds the rows that any of them needs.
+                All of them get the same tensor, which holds the rows that any sibling needs.
 
         Raises:
             UnsupportedModelError: the rows are not the first dimension of `x`.
@@ -176,7 +178,12 @@ class Batch:
         return inputs.rows
 
     def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        """Return the layer's output. `y` is the base layer's output for the input that `before` returned."""
+        """Return the layer's output.
+
+        Args:
+            y: the base layer's output for the input that `before` returned.
+            base: computes the base layer once more, for methods that need a second product.
+        """
         inputs = self._inputs[siblings]
         x, order = inputs.x, inputs.orders.get(name)
         inputs.waiting.discard(name)
@@ -202,7 +209,8 @@ class Batch:
         return torch.cat(outputs).index_select(0, plan.order)
 
     def _gathered(self, siblings: tuple[str, ...], x: Tensor) -> _Inputs:
-        """Let the tasks change their rows of `x`, separately for each sibling, and collect all rows that are needed."""
+        """Let the operators of each sibling change their tasks' rows of `x`, and collect the rows that siblings
+        need."""
         pieces, changed = [x], []
         for name in siblings:
             for number, part in enumerate(self._composition.plan(name, x.device).parts):
@@ -233,14 +241,14 @@ class Batch:
 
 
 class _Inputs:
-    """One input of a layer group: `x`, the rows to send, and where each sibling finds its rows among them."""
+    """One input of a layer group: `x`, the rows to send, and the positions of each sibling's rows among them."""
 
     def __init__(self, x: Tensor, rows: Tensor, orders: dict[str, Tensor], waiting: set[str]) -> None:
         self.x, self.rows, self.orders, self.waiting = x, rows, orders, waiting
         self._state = self._now(x)
 
     def is_for(self, x: Tensor) -> bool:
-        """Returns True if `x` is the tensor that these rows were made from, unchanged."""
+        """Returns True if these rows were made from `x`, and `x` has not changed since."""
         return x is self.x and self._now(x) == self._state
 
     @staticmethod
@@ -256,15 +264,15 @@ class _Places(NamedTuple):
 
 class _Part(NamedTuple):
     operator: Operator
-    rows: Tensor | None  # the operator's rows, with those that fill up blocks; None: all rows, in order
-    own: Tensor | None  # the batch's rows among them, each once
-    places: Tensor | None  # where each of `own` is in `rows`
+    rows: Tensor | None  # the operator's rows, with rows that fill up blocks; None for all rows, in order
+    own: Tensor | None  # these rows of the batch, each once
+    places: Tensor | None  # positions of `own` in `rows`
 
 
 class _Plan(NamedTuple):
     parts: list[_Part]
     rest: Tensor | None  # rows without an adapter at this layer
-    order: Tensor | None  # where each row is in the outputs of parts and rest; None if one part has all rows in order
+    order: Tensor | None  # position of each row in the outputs of parts and rest; None if one part has all rows
 
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:

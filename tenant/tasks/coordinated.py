@@ -1,10 +1,10 @@
 """Coordinated batching: divides queued requests of many tasks into batches (PetS, section 4).
 
 A batch is padded to its longest request, so long and short requests together waste work. A batch of few requests wastes
-the time that every batch costs. Two dynamic programmes weigh this with measured costs (`costs`): the first divides the
+the time that every batch costs. Two dynamic programs minimise the measured cost (`costs`): the first divides the
 requests of each task into mini-batches, by the cost of the task's own operators; the second divides the mini-batches of
-all tasks into batches, by the cost of the shared products. For comparison, `by_task` and `by_length` use one of the two
-costs alone, and `fixed` none.
+all tasks into batches, by the cost of the shared products. For comparison, `by_task` and `by_length` use only one of
+the two costs, and `fixed` uses none.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from symbiosis_priv.errors import TaskError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A request for one row: token ids `[tokens]`, for a task and its PEFT method as in `Costs.own`."""
+    """A request for one row: token ids int64 `[tokens]`, a task, and its PEFT method as in `Costs.own`."""
 
     task: str
     method: str
@@ -37,8 +37,8 @@ class Costs:
     """Seconds of a batch by its number of rows and its padded length; index 0 of each dimension is unused.
 
     Args:
-        shared: cost of everything that all tasks share, `[rows + 1, tokens + 1]`.
-        own: cost of one task's operators, by method, of the same shape.
+        shared: float64 `[rows + 1, tokens + 1]`, the cost of what all tasks share.
+        own: float64 arrays of the same shape by method, the cost of one task's operators.
     """
 
     shared: NDArray[np.float64]
@@ -85,7 +85,7 @@ def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
 
 
 def padded(batch: Sequence[Request], *, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Return `input_ids` and `attention_mask`, both `[rows, tokens]`, padded on the right."""
+    """Return `input_ids` and `attention_mask`, both int64 `[rows, tokens]`, padded on the right."""
     ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True, padding_value=pad)
     lengths = torch.tensor([r.tokens for r in batch], dtype=torch.long, device="cpu")
     return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
@@ -106,7 +106,7 @@ def _cuts(rows: Sequence[int], tokens: Sequence[int], cost: NDArray[np.float64])
     ends = np.concatenate([[0], np.cumsum(rows)])
     best, start = [0.0], [0]
     for j in range(1, len(rows) + 1):
-        # parts that begin earlier would have too many rows
+        # a part that begins earlier would have too many rows
         first = int(np.searchsorted(ends, ends[j] - (cost.shape[0] - 1)))
         sums = np.asarray(best[first:j]) + cost[ends[j] - ends[first:j], tokens[j - 1]]
         at = int(np.argmin(sums))

@@ -1,4 +1,4 @@
-"""Measures the cost of a batch: the part that all tasks share, and the part of each PEFT method's own operators."""
+"""Measures the cost of a batch: what all tasks share, and the operators of each PEFT method."""
 
 import statistics
 import time
@@ -23,14 +23,14 @@ def measure_costs(
     tokens: Sequence[int] = (4, 16, 64, 128),
     repeat: int = 3,
 ) -> Costs:
-    """Measure some sizes of batches and interpolate between them.
+    """Measure batches of some sizes and interpolate between them.
 
     Args:
-        run: computes the model on a batch of (rows, tokens).
+        run: computes the model on a batch; called with (rows, tokens).
         examples: the name of one task of each PEFT method, by method.
         rows: measured numbers of rows, ascending; the last one is the largest batch.
         tokens: measured lengths, ascending; the last one is the longest request.
-        repeat: measurements of each size, of which the median counts.
+        repeat: number of measurements of each size; the median is used.
     """
     shared = np.empty((len(rows), len(tokens)))
     own = {method: np.empty_like(shared) for method in examples}
@@ -46,7 +46,7 @@ def measure_costs(
 
 
 def _seconds(run: Run, count: int, tokens: Sequence[int], repeat: int) -> list[float]:
-    """The median seconds for each length."""
+    """Return the median seconds for each length."""
     run(count, tokens[0])  # the first pass of a batch makes its plan
     return [statistics.median(_timed(run, count, length) for _ in range(repeat)) for length in tokens]
 
@@ -58,6 +58,6 @@ def _timed(run: Run, count: int, length: int) -> float:
 
 
 def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Interpolate linearly, first along tokens, then along rows; below the smallest size the cost stays the same."""
+    """Interpolate linearly, first along tokens, then along rows. Below the smallest size the cost is constant."""
     along = np.stack([np.interp(np.arange(tokens[-1] + 1), tokens, line) for line in table])
     return np.stack([np.interp(np.arange(rows[-1] + 1), rows, column) for column in along.T], axis=1)

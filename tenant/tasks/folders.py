@@ -1,4 +1,4 @@
-"""Checks of task names and task folders. Another party may have written a folder, and chosen its name."""
+"""Checks task names and task folders. Another party may have written a folder and chosen its name."""
 
 import math
 import re
@@ -12,14 +12,14 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _READ = (".", CONFIG, TENSORS, "chat_template.jinja", "tokenizer_config.json")
-"""What is read of a task's folder."""
+"""The files of a task's folder that are read."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A task's PEFT folder, the PEFT method in capitals, and the size of the file of tensors. The files must lie in the
-    folder of tasks `within`; None if the user named `folder`."""
+    """A task's PEFT folder, its PEFT method in capitals, and the bytes of its file of tensors. `within` is the folder
+    in which the files must lie; None if the user named `folder`."""
 
     folder: Path
     method: str
@@ -28,8 +28,8 @@ class Stored:
 
 
 def check_name(name: str) -> str:
-    """Return a task's name. Raises `ConfigError`: the name is not made of up to 64 ASCII letters, digits, `.`, `_` and
-    `-`, beginning with a letter or digit. So no name leads out of a folder, and no two names look alike."""
+    """Return `name`. Raises `ConfigError` unless it has 1 to 64 ASCII letters, digits, `.`, `_` and `-`, and begins
+    with a letter or digit. So no name leads out of a folder, and no two names look alike."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name[:80]!a} is not a task name: write up to 64 of the characters A-Z a-z 0-9 . _ -, "
@@ -39,9 +39,12 @@ def check_name(name: str) -> str:
 
 
 def stored(folder: Path, *, within: Path | None = None) -> Stored:
-    """Check a task's folder and return what is known without reading its tensors. No symbolic link may lead out of
-    `within`. Raises `ConfigError` if it is not a PEFT folder, `CheckpointError` if it is refused (`vet_adapter`) or a
-    file lies outside."""
+    """Check a task's folder without reading its tensors. No symbolic link may lead out of `within`.
+
+    Raises:
+        ConfigError: the folder is not a PEFT folder.
+        CheckpointError: `vet_adapter` refuses the folder, or a file lies outside `within`.
+    """
     if within is not None:
         check_links(folder, within)
     config = vet_adapter(folder)
@@ -50,7 +53,7 @@ def stored(folder: Path, *, within: Path | None = None) -> Stored:
 
 
 def check_links(folder: Path, within: Path) -> None:
-    """Raise `CheckpointError` if a file that is read of a task's folder is a symbolic link out of `within`."""
+    """Raise `CheckpointError` if a file of a task's folder that is read is a symbolic link out of `within`."""
     for path in (folder / name for name in _READ):
         if not path.resolve().is_relative_to(within.resolve()):
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
@@ -58,7 +61,7 @@ def check_links(folder: Path, within: Path) -> None:
 
 def memory_of(source: Stored) -> int:
     """Return the bytes that a task's tensors take in memory. PEFT loads half precision as float32. Raises
-    `CheckpointError`: the file of tensors is damaged."""
+    `CheckpointError` if the file of tensors is damaged."""
     file = source.folder / TENSORS
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -69,8 +72,8 @@ def memory_of(source: Stored) -> int:
 
 
 def stored_in(repository: Path) -> dict[str, Stored]:
-    """Check every task folder of a folder of tasks. Returns them by name; files and hidden folders are skipped. Raises
-    `ConfigError`, `CheckpointError`: one folder is refused (`check_name`, `stored`)."""
+    """Check every task folder in `repository`. Returns them by name; files and hidden folders are skipped. Raises
+    `ConfigError` or `CheckpointError` if one folder is refused (`check_name`, `stored`)."""
     if not repository.is_dir():
         raise ConfigError(f"the folder of tasks {repository} does not exist")
     folders = [path for path in sorted(repository.iterdir()) if path.is_dir() and not path.name.startswith(".")]

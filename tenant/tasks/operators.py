@@ -4,9 +4,9 @@ A tuner layer of PEFT computes an operator around its base layer: `y = after(x, 
 tasks with the same method and the same sizes are computed together, with batched products (`OPERATORS`). All other
 methods run PEFT's own code, one task after the other (`ByPeft`). Either way the base layer runs once for all tasks.
 
-Rows come sorted by task, the same number for each task, so a tensor of `tasks * rows` sequences can be viewed as
-`[tasks, rows * tokens, width]`. In a batch of blocks, each block takes the place of a task (a task may have several
-blocks), and every product has the shape of one block: a library chooses the order of its sums by the shape, so a row's
+Rows are sorted by task, and each task has the same number of rows, so a tensor of `tasks * rows` sequences can be
+viewed as `[tasks, rows * tokens, width]`. In a batch of blocks, operators treat each block as a task (a task may have
+several blocks), and every product has the shape of one block. BLAS chooses the order of sums by the shape, so a row's
 result does not depend on the other blocks.
 """
 
@@ -43,7 +43,7 @@ class Operator(ABC):
         return False
 
     def before(self, x: Tensor) -> Tensor | None:
-        """Return the base layer's input for these tasks' rows `x`, in the dtype of `x`; None if it is `x` itself."""
+        """Return the base layer's input for these tasks' rows `x`, in the dtype of `x`; None for `x` itself."""
         return None
 
     @abstractmethod
@@ -61,7 +61,8 @@ class _Grouped(Operator):
     @classmethod
     @abstractmethod
     def key(cls, layer: Any) -> Hashable | None:
-        """Layers with equal keys can be computed together; None if this operator cannot compute the layer."""
+        """Return the layer's key; None if this operator cannot compute the layer. Layers with equal keys are computed
+        together."""
 
     def stack(self, tensor: Callable[[Any], Tensor]) -> Tensor:
         """Stack one tensor per task along a new first dimension; a single tensor is not copied."""
@@ -73,20 +74,20 @@ class _Grouped(Operator):
             for weights in chain:
                 x = x @ _stacked(weights).transpose(1, 2)
             return x
-        with torch._C.DisableTorchFunction():  # a mode that puts rows into blocks need not look at each product
+        with torch._C.DisableTorchFunction():  # the mode that computes in blocks of rows would delay each product
             outputs = list(x.unbind())
             for weights in chain:
                 outputs = [F.linear(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
             return _stacked(outputs)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
-        """Repeat one vector per task `[tasks, width]` for its rows; for `like` `[tasks * rows, ..., width]`."""
+        """Repeat the vector of each task, `[tasks, width]`, for the rows of `like`, `[tasks * rows, ..., width]`."""
         rows = vectors.repeat_interleave(len(like) // len(vectors), dim=0)
         shaped: Tensor = rows.reshape(len(like), *[1] * (like.dim() - 2), rows.shape[-1])
         return shaped
 
     def by_task(self, x: Tensor) -> Tensor:
-        """`x` as `[tasks, rows * tokens, width]`."""
+        """View `x` as `[tasks, rows * tokens, width]`."""
         return x.reshape(len(self.layers), -1, x.shape[-1])
 
 
@@ -135,7 +136,8 @@ class IA3(_Grouped):
 
 
 class Vera(_Grouped):
-    """VeRA: `y + b * ((d * x A^T) B^T)`. Tasks of one seed and one rank share A and B, and so both products."""
+    """VeRA: `y + b * ((d * x A^T) B^T)`. Tasks with one seed and one rank share A and B, and therefore both
+    products."""
 
     @classmethod
     def key(cls, layer: Any) -> Hashable | None:
@@ -198,7 +200,8 @@ class OFT(_Grouped):
         return rotations
 
     def _rotated(self, rows: Tensor, rotations: Tensor) -> Tensor:
-        expanded = rotations.expand(*rotations.shape[:-3], rows.shape[-2], -1, -1)  # with block_share there is one
+        # with block_share, all blocks have one rotation
+        expanded = rotations.expand(*rotations.shape[:-3], rows.shape[-2], -1, -1)
         return torch.einsum("...mrk,...rkc->...mrc", rows, expanded)
 
 
@@ -218,7 +221,7 @@ class Bottleneck(_Grouped):
         )
         rows = self.by_task(y.to(down[0].weight.dtype))
         inner, activation = self._linears(rows, down), self.layers[0].activation[NAME]
-        if self.in_blocks:  # torch computes the last elements of a tensor in another way than the others
+        if self.in_blocks:  # torch's vectorised code computes the last elements of a tensor differently
             inner = torch.stack([activation(row) for row in inner.flatten(0, 1)]).view_as(inner)
         else:
             inner = activation(inner)
@@ -243,16 +246,16 @@ class BitFit(_Grouped):
 
 
 class ByPeft(Operator):
-    """Any PEFT layer: runs PEFT's own code of one task.
+    """Any PEFT layer: runs PEFT's own code for one task.
 
-    That code calls the base layer while it runs. To find the base layer's input, the code runs up to that call; once
-    the product is known, it runs again. A layer that gives its own input to the base layer runs once.
+    PEFT's code calls the base layer. To find the base layer's input, the code runs up to that call, and runs again when
+    the product is known. The code of a layer that passes its own input to the base layer runs only once.
     """
 
     def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
         super().__init__(layers, in_blocks=in_blocks)
         self._layer = layers[0]
-        # True once it is known that the base layer gets the layer's own input, or is not used
+        # True once it is known that the base layer gets the layer's own input or is not used
         self._passes_on = not isinstance(self._layer, BaseTunerLayer)
 
     @property
@@ -305,7 +308,7 @@ OPERATORS: dict[type[nn.Module], type[_Grouped]] = {
     BottleneckLayer: Bottleneck,
     BitFitLayer: BitFit,
 }
-"""The operators that compute the layers of several tasks together, by the layer's class."""
+"""The operators that compute layers of several tasks together, by the layer's class."""
 
 
 def operator_key(layer: nn.Module) -> Hashable:

@@ -25,12 +25,12 @@ from tenant.tasks.batch import BASE, Batch, Composition
 from tenant.tasks.folders import Stored, check_name, memory_of, stored, stored_in
 
 DEFAULT_MEMORY = 1 << 30
-_COMPOSITIONS = 64  # kept for batches of the same rows, each a few kilobytes
+_COMPOSITIONS = 64  # limit of cached compositions, each of a few kilobytes
 _active: ContextVar[tuple[tuple[Tasks, Batch], ...]] = ContextVar("active", default=())
 
 
 class TaskId(NamedTuple):
-    """Names a task: the base model's tag, the PEFT method in capitals, and the task's name."""
+    """The identity of a task: the base model's tag, the PEFT method in capitals, and the task's name."""
 
     model: str
     method: str
@@ -43,11 +43,11 @@ class TaskInfo:
 
     Args:
         folder: the PEFT folder; None for a task that was never saved.
-        within: the folder that no symbolic link of `folder` may lead out of; None if links may lead anywhere.
+        within: no symbolic link in `folder` leads out of this folder; None if links may lead anywhere.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
-        bytes: memory of the loaded adapter and of what was made of it for its products, without the buffers that tasks
-            share; 0 if it is not loaded.
-        batches: number of batches, and of other contexts (`Tasks.hold`), that are using the task.
+        bytes: memory of the loaded adapter and its sparse patterns, without the buffers that tasks share; 0 if it is
+            not loaded.
+        batches: number of batches and `Tasks.hold` contexts that use the task.
     """
 
     id: TaskId
@@ -62,15 +62,15 @@ class Tasks:
     """The tasks of one base model: a registry, and a cache of the adapters in use.
 
     Registering a task reads metadata only. `batch` loads the adapters that it needs, and unloads those that were used
-    least recently when `memory_limit` is reached. A task in use, and a task whose parameters are on no disk, are never
-    unloaded to make room. The methods may be called from several threads.
+    least recently when `memory_limit` is reached. A task in use or with unsaved parameters is never unloaded to free
+    memory. Thread-safe.
 
     The model itself does not change: without `batch` it computes the base model.
 
     Args:
         model: a split or whole model from `from_pretrained`, without an adapter.
-        memory_limit: bytes of all loaded adapters, with the buffers that tasks share.
-        tag: the model's name in task ids; the name it was loaded under if None.
+        memory_limit: bytes of all loaded adapters, including the buffers that tasks share.
+        tag: the model's name in task ids; if None, the name under which it was loaded.
 
     Raises:
         ConfigError: `model` cannot run tasks, or the limit is below 1.
@@ -100,7 +100,7 @@ class Tasks:
 
         Args:
             name: up to 64 ASCII letters, digits, `.`, `_` and `-`.
-            source: a PEFT folder; or a PEFT configuration, for an adapter to train.
+            source: a PEFT folder, or a PEFT configuration of an adapter to train.
             within: no symbolic link in `source` may lead out of this folder. None: links may lead anywhere.
 
         Raises:
@@ -111,8 +111,9 @@ class Tasks:
         return self._add({check_name(name): found})[0]
 
     def register_all(self, repository: str | Path) -> list[TaskId]:
-        """Add every task folder in a folder, under the folders' names; all of them, or none if one is refused. Raises
-        `ConfigError`, `CheckpointError`: as for `register`. A symbolic link out of `repository` is refused."""
+        """Add every task folder in `repository` under the folder's name. If one folder is refused, none is added.
+        Raises `ConfigError` and `CheckpointError` as `register` does. A symbolic link out of `repository` is
+        refused."""
         return self._add(stored_in(Path(repository)))
 
     def unregister(self, name: str, *, discard: bool = False) -> None:
@@ -170,8 +171,14 @@ class Tasks:
             self._load(name, trainable=trainable)
 
     def unload(self, name: str, *, discard: bool = False) -> None:
-        """Free the memory of a task's adapter; nothing happens if it is not loaded. `discard` loses parameters that
-        were not saved. Raises `TaskError` if the task is unknown or in use, or has parameters that were not saved."""
+        """Free the memory of a task's adapter, if it is loaded.
+
+        Args:
+            discard: unload the task even if it has unsaved parameters, which are lost.
+
+        Raises:
+            TaskError: the task is unknown or in use, or has unsaved parameters.
+        """
         with self._lock:
             self._source(name)
             if self._used[name]:
@@ -190,16 +197,20 @@ class Tasks:
             return self._load(name, trainable=True).parameters()
 
     def save(self, name: str, folder: str | Path) -> None:
-        """Write a trained task as a PEFT folder. From then on the task can be unloaded, and is loaded from there.
-        Raises `TaskError`: the task is unknown; `UnsupportedMethodError`: the task was loaded for inference."""
+        """Write a trained task as a PEFT folder, from which the task is loaded again after it was unloaded.
+
+        Raises:
+            TaskError: the task is unknown.
+            UnsupportedMethodError: the task was loaded for inference.
+        """
         with self._lock:
             self._load(name, trainable=True).save(Path(folder))
             self._sources[name] = stored(Path(folder))
 
     @contextmanager
     def hold(self, name: str) -> Iterator[int | None]:
-        """Context manager: loads a task, and keeps this load for any number of batches. Yields a number that no other
-        load of a task has; None if the task can be trained, so that its parameters may change. Raises as `load`."""
+        """Context manager: loads a task, which stays loaded in the block. Yields a number that no other load of a task
+        has; None if the task is trainable, because its parameters may change. Raises what `load` raises."""
         with self._held([name]) as loaded:
             yield None if loaded[name].trainable else loaded[name].number
 
@@ -214,18 +225,18 @@ class Tasks:
     def batch(self, names: Sequence[str], *, block: int | None = None) -> Iterator[None]:
         """Context manager: row i of every input of the model belongs to the task `names[i]`.
 
-        Loads the adapters that are not loaded. Gradient checkpointing computes layers again for the batch of their
-        forward pass, also if `backward()` is called outside the context.
+        Loads missing adapters. Gradient checkpointing recomputes layers with the batch of their forward pass, even if
+        `backward()` is called outside the context.
 
         Args:
             names: the task of each row; "__base__" for a row without an adapter. Without `block`, one name serves any
                 number of rows.
-            block: compute each task's rows in blocks of this number of rows. Then every product has the shape of one
-                block, and what adapters add to a row does not depend, bit for bit, on the other rows and tasks of the
-                batch. None: products of all rows of several tasks.
+            block: compute each task's rows in blocks of this number of rows. Every product of an adapter then has the
+                shape of one block, and what adapters add to a row does not depend, bit for bit, on the other rows and
+                tasks of the batch. None computes all rows of several tasks together.
 
         Raises:
-            TaskError: a task is unknown, or the tasks do not fit the memory limit together; or, at the end, a later
+            TaskError: a task is unknown, or the tasks exceed the memory limit; or, at the end of the block, a later
                 batch of the model is still open.
             CheckpointError, UnsupportedMethodError: an adapter cannot be loaded (`load`).
         """
@@ -252,7 +263,7 @@ class Tasks:
                 )
 
     def close(self) -> None:
-        """Unload all adapters and take the hooks from the model. Parameters that were not saved are lost."""
+        """Unload all adapters and remove the hooks from the model. Unsaved parameters are lost."""
         with self._lock:
             for hooks in self._hooks.values():
                 for hook in hooks:
@@ -265,7 +276,7 @@ class Tasks:
     @contextmanager
     def _held(self, names: Sequence[str]) -> Iterator[dict[str, Adapter]]:
         with self._lock:
-            self._used.update(names)  # these adapters are now in use, so loading one does not unload another
+            self._used.update(names)  # marks the adapters as in use, so that loading one does not unload another
         try:
             with self._lock:
                 loaded = {name: self._load(name) for name in names}
@@ -280,7 +291,7 @@ class Tasks:
                         self._drop(idle.pop(0))
 
     def _composition(self, names: Sequence[str], loaded: dict[str, Adapter], block: int | None) -> Composition:
-        """Return the composition of a batch. It is kept, unless training can change what it depends on."""
+        """Return the composition of a batch. It is cached, unless training can change what it depends on."""
         if self.model.training or any(one.trainable for one in loaded.values()):
             return Composition(names, loaded, block)
         with self._lock:
@@ -288,7 +299,7 @@ class Tasks:
             found = self._compositions.pop(key, None) or Composition(names, loaded, block)
             if len(self._compositions) >= _COMPOSITIONS:
                 del self._compositions[next(iter(self._compositions))]
-            self._compositions[key] = found  # the one used last is the last to go
+            self._compositions[key] = found  # in the order of last use
             return found
 
     def _add(self, found: dict[str, Any]) -> list[TaskId]:
@@ -335,11 +346,11 @@ class Tasks:
             free += self._drop(idle.pop(0))
 
     def _idle(self) -> list[str]:
-        """The tasks that may be unloaded, the one used least recently first."""
+        """Return the tasks that may be unloaded, the least recently used first."""
         return [name for name, one in self._loaded.items() if not self._used[name] and not one.changed]
 
     def _drop(self, name: str) -> int:
-        """Forget a task's adapter. Returns its bytes."""
+        """Remove a task's adapter from memory. Returns its bytes."""
         self._compositions.clear()
         loaded = self._loaded.pop(name, None)
         return 0 if loaded is None else loaded.bytes
@@ -347,7 +358,7 @@ class Tasks:
     # At the model's layers
 
     def _hook(self, name: str) -> None:
-        """Hook a layer and its siblings, which are computed in one request."""
+        """Add hooks to a layer and its siblings, which are computed in one request."""
         if name in self._hooks:
             return
         module = self.model.get_submodule(name)
@@ -390,8 +401,8 @@ class Tasks:
 
 
 def _recompute_in_batch(model: nn.Module) -> None:
-    """Let gradient checkpointing compute layers again for the batches of their forward pass: `backward()` may run in
-    another context (another batch, or a thread of torch for a GPU)."""
+    """Make gradient checkpointing recompute layers with the batches of their forward pass, because `backward()` may run
+    in another context (another batch, or torch's thread for a GPU)."""
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and not isinstance(checkpoint, _CheckpointInBatch):

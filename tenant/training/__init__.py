@@ -1,4 +1,4 @@
-"""Fine-tuning and generation, as the commands run them.
+"""Fine-tuning and generation, as the commands run them. Read in this order:
 
 corpus              makes training examples from private texts, chats and pairs
 finetune            one fine-tuning run, with checkpoints and resumption

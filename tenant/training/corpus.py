@@ -25,7 +25,7 @@ NOT_LEARNED = -100
 """The label of a token that is input only; transformers' losses ignore it."""
 
 _JSON_LINES = (".jsonl", ".ndjson")
-_MAX_HELD_OUT = 16  # held-out examples are evaluated twice, and each evaluation costs round trips
+_MAX_HELD_OUT = 16  # held-out examples are evaluated before and after training, which costs round trips
 _OBJECT = re.compile(rb"\[?\s*\{")
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
@@ -61,8 +61,8 @@ class JsonLine(msgspec.Struct):
 
 
 def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
-    """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError`: there is no template, or it
-    refuses the messages."""
+    """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError` if there is no template, or if
+    the template refuses the messages."""
     if not (options.get("chat_template") or tokenizer.chat_template):
         raise ConfigError("this model's tokenizer has no chat template; write plain prompts (and completions) instead")
     try:
@@ -74,9 +74,10 @@ def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
     """Read a file and encode it as training examples.
 
-    A `*.jsonl` or `*.ndjson` file holds one JSON object per line, in one of three forms. `text` is packed like plain
-    text. `prompt` and `completion`: the model learns the completion. `messages` are rendered by the model's chat
-    template, and the model learns the assistant's messages. Any other file is plain text; see `read_documents`.
+    A `*.jsonl` or `*.ndjson` file holds one JSON object per line. All lines have the same fields: `text`, which is
+    packed like plain text; `prompt` and `completion`, of which the model learns the completion; or `messages`, which
+    the chat template renders and of which the model learns the assistant's. Any other file is plain text; see
+    `read_documents`.
 
     Args:
         length: maximum number of tokens of an example.
@@ -108,8 +109,8 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
 
 
 def check(path: Path) -> None:
-    """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`: the file is
-    unreadable, empty or malformed. The message names the line."""
+    """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`, which names the
+    line, if the file is unreadable, empty or malformed."""
     if _has_lines(path):
         for _ in _read_lines(path):
             pass
@@ -124,7 +125,8 @@ def _has_lines(path: Path) -> bool:
 
 
 def _refuse_json(path: Path) -> None:
-    """Raises `ConfigError` if the text, or its first line that is not blank, is a JSON object or an array of them."""
+    """Raise `ConfigError` if the text, or its first line that is not blank, is a JSON object or an array of JSON
+    objects."""
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip()
     if path.suffix.lower() == ".json" or _is_json(text.partition(b"\n")[0]) or _is_json(text):
         raise ConfigError(
@@ -142,8 +144,8 @@ def _is_json(text: bytes) -> bool:
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return the documents of a text file: the parts between blank lines, or the lines if no line is blank. Raises
-    `ConfigError`: the file is unreadable, not UTF-8, empty, or JSON."""
+    """Return the documents of a text file: the paragraphs between blank lines, or the lines if no line is blank. Raises
+    `ConfigError` if the file is unreadable, not UTF-8, empty, or JSON."""
     text = read_text(path)
     _refuse_json(path)
     parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
@@ -172,7 +174,7 @@ def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, lengt
 def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
     """Split examples into training examples and held-out examples.
 
-    The held-out examples are the last tenth, at most 16. Fewer than ten examples are all for training.
+    The held-out examples are the last tenth, at most 16. Of fewer than ten examples, none is held out.
     """
     count = min(len(examples) // 10, _MAX_HELD_OUT)
     return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
@@ -214,7 +216,7 @@ def _replies(
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, end) in `text` of each assistant message: the text that follows the generation prompt.
 
-    Some templates render an earlier message differently once later ones follow. Such a message is input only.
+    Some templates render a message differently if others follow. Such a message is not learned.
     """
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -231,7 +233,8 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, JsonLine]]:
-    """Yield the lines that are not blank, and their numbers. All have the same form."""
+    """Yield the number and content of each line that is not blank. Raises `ConfigError` if a line has another form than
+    the first."""
     form = None
     for number, line in enumerate(_lines(path), start=1):
         if line.strip():

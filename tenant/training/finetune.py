@@ -75,7 +75,7 @@ def finetune(
     Raises:
         ConfigError: the data, the output folder or an option is invalid.
         SymbiosisError: loading or the session has failed. An exception that ends training early, a signal's included,
-            carries a note that says what is saved.
+            has a note that says what is saved.
     """
     folder = resolve(model_path)
     _check_trackers(options.report_to)
@@ -124,11 +124,11 @@ def finetune(
 
 
 def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tensor]:
-    """Make a batch of examples, each padded at the end to the length of the longest one.
+    """Make a batch of examples, each padded at the end to the length of the longest.
 
     Args:
-        multiple: the length is rounded up to a multiple of this number of tokens. Providers see the rounded length
-            only.
+        multiple: the length is rounded up to a multiple of this number of tokens. Providers see only the rounded
+            length.
 
     Returns:
         input_ids, labels and, if an example is padded, attention_mask; each is int64 `[examples, tokens]`.
@@ -177,8 +177,8 @@ def _with_lora(model: Any, options: FineTuning) -> PeftModel:
 
 
 def _targets(model: Any, chosen: str) -> str | list[str]:
-    """Check the chosen module names: PEFT ignores an unknown name without a warning if another name matches. Raises
-    `ConfigError`: a name matches no linear of the model."""
+    """Check the chosen module names. Raises `ConfigError` if a name matches no linear of the model: PEFT ignores such a
+    name without a warning if another name matches."""
     if chosen == ALL_LINEAR:
         return chosen
     names = [name.strip() for name in chosen.split(",")]

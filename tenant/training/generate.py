@@ -23,8 +23,12 @@ _GREEDY = Decoding()
 def open_model(
     model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a split model, its tokenizer and, if given, a PEFT adapter. An adapter's own chat template is used. Raises
-    `ConfigError`: `adapter` is not a PEFT folder; `SymbiosisError`: loading has failed."""
+    """Load a split model, its tokenizer and, if given, a PEFT adapter, whose chat template replaces the model's.
+
+    Raises:
+        ConfigError: `adapter` is not a PEFT folder.
+        SymbiosisError: loading has failed.
+    """
     if adapter is not None:
         vet_adapter(adapter)  # a quick check before the model is loaded
     tokenizer = load_tokenizer(model_path)
@@ -56,8 +60,7 @@ def generate(
 
 
 class Conversation:
-    """A conversation. The model reads each message once: keys and values of earlier messages are kept. The tokenizer
-    has a chat template."""
+    """A conversation. The model reads each message once, because keys and values of earlier messages are kept."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, decoding: Decoding = _GREEDY) -> None:
         self._generation = _Generation(model, tokenizer, decoding)
@@ -71,8 +74,8 @@ class Conversation:
             stop: called before each token; returns True to end the answer.
 
         Raises:
-            ConfigError: there is no chat template, it refuses the message, or the conversation exceeds the model's
-                table of positions.
+            ConfigError: there is no chat template, the template refuses the message, or the conversation exceeds the
+                model's table of positions.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         text = render_chat(asked, self._tokenizer, add_generation_prompt=True)
@@ -83,10 +86,10 @@ class Conversation:
 
 
 class _Generation:
-    """Generates texts one after the other. Keys and values of a text are used again if the next prompt begins with it.
+    """Generates texts one after the other. Keys and values of a text are reused if the next prompt begins with it.
 
-    A tokenizer may cut the text of an answer into other tokens than the model has chosen. Then they are not used; with
-    `fixed_length`, those of the common tokens are.
+    A tokenizer may divide the text of an answer into other tokens than the model has generated. Its keys and values are
+    then not reused; with `fixed_length`, those of the first equal tokens are.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> None:
@@ -104,7 +107,7 @@ class _Generation:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         input_ids = torch.tensor([prompt], dtype=torch.long, device=model.device)
         endless = {"eos_token_id": None} if decoding.fixed_length else {}
-        cached, self._cache = self._cache, None  # generation changes it, and may fail
+        cached, self._cache = self._cache, None  # generation changes the cache, and may fail
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, self._read, strict=False)))
         others = len(self._read) - min(common, len(prompt) - 1)
         if cached is not None and decoding.fixed_length and others:  # a whole prompt would show the answer's length
@@ -143,13 +146,12 @@ class _Generation:
         return text
 
     def _keep(self, tokens: list[int], cache: Any) -> None:
-        """Keep the cache if it has every token but the last one, and plain attention only.
-
-        Layers with a state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens.
+        """Keep the cache if it has every token except the last, and only keys and values of attention. Layers with a
+        state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens.
         """
         plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
         if plain and self._decoding.beams == 1 and (behind := cache.get_seq_length() - len(tokens) + 1) >= 0:
-            if behind:  # computed behind the end of an answer of fixed length
+            if behind:  # generated after the end of an answer of fixed length
                 cache.crop(-behind)
             self._cache, self._read = cache, tokens[:-1]
 
@@ -171,6 +173,6 @@ def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """Token ids that end a text: the model's, of which there may be several, and the tokenizer's."""
+    """Return the token ids that end a text: those of the model and that of the tokenizer."""
     ends = model.generation_config.eos_token_id
     return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}

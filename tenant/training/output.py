@@ -19,11 +19,11 @@ from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
-_MOST_BYTES = 256 << 20  # of a JSON file; trainer_state.json has a line for each step
+_MOST_BYTES = 256 << 20  # largest size of a JSON file; trainer_state.json has a line for each step
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that a resumed run must share with the run that it continues. Names are those of `FineTuning`.
+    """The settings that a resumed run must share with the run that it continues, named as in `FineTuning`.
 
     Args:
         model: digest of the quantised base model; None without a federation.
@@ -45,8 +45,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: int = 1
 
     def check_continues(self, before: Self) -> None:
-        """Refuse to continue from the checkpoint of a run with other settings. Raises `ConfigError`: settings differ.
-        The message names every difference."""
+        """Refuse to continue from a run with other settings. Raises `ConfigError`, which names every difference."""
         was, now = msgspec.structs.asdict(before), msgspec.structs.asdict(self)
         changed = [name for name in was if was[name] != now[name]]
         if changed:
@@ -63,7 +62,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def check_output(
     output: Path, *, resume: bool, model: Path, checkpoint: str | Path | None = None, cache: str | Path | None = None
 ) -> None:
-    """Refuse an output folder that would overwrite other files.
+    """Refuse an output folder in which a run would overwrite other files.
 
     Args:
         checkpoint: the full checkpoint, if `model` is a slim one.
@@ -93,7 +92,7 @@ def check_output(
 
 
 def last_checkpoint(output: Path) -> Path:
-    """Return the newest complete checkpoint. Raises `ConfigError`: `output` has no complete checkpoint."""
+    """Return the newest complete checkpoint. Raises `ConfigError` if `output` has none."""
     steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}
     if not steps:
         raise ConfigError(f"there is no checkpoint to resume from in {output}; leave --resume out to start")
@@ -116,8 +115,8 @@ def write_record(checkpoint: Path, record: RunRecord) -> None:
 
 
 def read_record(checkpoint: Path) -> RunRecord:
-    """Read the settings of the run that wrote a checkpoint. Raises `ConfigError`: the record is missing, damaged, or of
-    another release."""
+    """Read the settings of the run that wrote a checkpoint. Raises `ConfigError` if the record is missing, damaged, or
+    of another release."""
     try:
         return msgspec.json.decode(read_limited(checkpoint / _RECORD, _MOST_BYTES), type=RunRecord)
     except (OSError, *UNDECODABLE) as error:
@@ -127,8 +126,8 @@ def read_record(checkpoint: Path) -> RunRecord:
 
 
 def save_adapter(model: Any, output: Path) -> None:
-    """Write a PEFT model's folder. The earlier files are replaced once all new files are written. Raises
-    `StorageError`: the folder cannot be written."""
+    """Write a PEFT model's folder. Earlier files are replaced after all new files were written. Raises `StorageError`
+    if the folder cannot be written."""
     with storing(output):
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:

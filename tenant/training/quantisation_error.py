@@ -20,7 +20,7 @@ _SHOWN = 200  # characters shown of an error of the model's own code
 @dataclass(frozen=True, kw_only=True)
 class Quality:
     """Comparison of a model with the unquantised fp32 model on the same tokens. `top1` is the share of positions where
-    both rank the same token first, `min_cosine` the smallest cosine between their logits of one position."""
+    both models rank the same token first, `min_cosine` the smallest cosine between their logits at one position."""
 
     tokens: int
     top1: float
@@ -30,7 +30,7 @@ class Quality:
 
     @property
     def perplexity_change(self) -> float:
-        """Relative change of perplexity from the fp32 model to the model."""
+        """Relative change of perplexity from the fp32 model to the compared model."""
         return self.perplexity / self.reference_perplexity - 1.0
 
 
@@ -75,8 +75,8 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines of their vectors: hidden
-    states of tokens, or rows of the first output."""
+    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines between their vectors:
+    hidden states of tokens, or rows of the first output."""
 
     vectors: int
     min_cosine: float
@@ -108,7 +108,8 @@ def compare_outputs(
 
 
 def read_inputs(file: Path) -> dict[str, Tensor]:
-    """Read the inputs for `compare_outputs` from a safetensors file. Raises `ConfigError`: the file cannot be read."""
+    """Read the inputs for `compare_outputs` from a safetensors file. Raises `ConfigError` if the file cannot be
+    read."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -134,7 +135,7 @@ def _likeness(
 
 
 def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits, or another first output: float64, a vector in the last dimension."""
+    """Return the logits, or else the first output, float64 `[..., width]`."""
     given = {name: value.to(model.device) for name, value in inputs.items()}
     given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
     try:

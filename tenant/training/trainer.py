@@ -73,7 +73,7 @@ class ResumableTrainer(Trainer):
         if resume_from is not None:
             vet_adapter(resume_from)
             if missing := [name for name in _STATES if not (resume_from / name).is_file()]:
-                raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # Trainer would ignore that
+                raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # Trainer does not check it
             with _reading(str(resume_from)):
                 done = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME)).global_step
             if resume_from.name != f"checkpoint-{done}":
@@ -89,7 +89,8 @@ class ResumableTrainer(Trainer):
                 raise
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward pass with signals enabled: they change neither adapter nor optimizer."""
+        """Run forward and backward pass with signals enabled, because these passes change neither adapter nor
+        optimizer."""
         step = super().training_step
         with self._interrupts.anywhere():
             if self._overlap == 1:
@@ -97,7 +98,7 @@ class ResumableTrainer(Trainer):
             chunks = zip(*(tensor.chunk(self._overlap) for tensor in inputs.values()), strict=True)
             parts = [dict(zip(inputs, part, strict=True)) for part in chunks]
             steps = self.current_gradient_accumulation_steps
-            self.current_gradient_accumulation_steps = steps * len(parts)  # a loss that is a mean is divided by it
+            self.current_gradient_accumulation_steps = steps * len(parts)  # the divisor of a loss that is a mean
             try:
                 losses = overlapped(model, lambda part: step(model, part, num_items_in_batch), parts)
             finally:
@@ -111,7 +112,7 @@ class ResumableTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the adapter's tensors and nothing else.
 
-        Trainer would load a whole model if the folder has one, and adapters in subfolders with their configurations.
+        Trainer would also load a whole model in the folder, and adapters in subfolders with their configurations.
         """
         with _reading(resume_from_checkpoint):
             load_adapter_tensors(self.model, Path(resume_from_checkpoint))
@@ -142,7 +143,7 @@ class ResumableTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the random state, and then the adapter in the output folder.
 
-        Trainer writes the random state last before trainer_state.json, which completes a checkpoint. So the adapter is
+        Trainer writes the random state just before trainer_state.json, which completes a checkpoint. So the adapter is
         never older than the newest complete checkpoint, even after SIGKILL.
         """
         super()._save_rng_state(output_dir)
@@ -169,7 +170,7 @@ class ResumableTrainer(Trainer):
 
 @contextlib.contextmanager
 def _reading(checkpoint: str | None) -> Iterator[None]:
-    """Turn errors of reading a checkpoint into `CheckpointError`.
+    """Context manager: turn errors of reading a checkpoint into `CheckpointError`.
 
     Trainer loads a checkpoint's pickles with `weights_only=True`, so a pickle that would run code is an error.
     """

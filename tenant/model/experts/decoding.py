@@ -1,7 +1,7 @@
 """Refuses to decode with experts = "counts": from the route of one token, a provider learns most tokens.
 
 A published attack recovers 91 % of tokens from their routes alone (arXiv:2602.04105). A forward pass over many tokens
-shows sums of their routes; a decoding step shows the route of one token.
+shows a sum of routes; a decoding step shows the route of one token.
 """
 
 from typing import Any, NoReturn
@@ -14,14 +14,14 @@ from symbiosis_priv.errors import UnsupportedMethodError
 
 
 def refuse_decoding(model: PreTrainedModel) -> None:
-    """Make `generate`, continuous batching and single decoding steps of a model an error."""
+    """Make `generate`, continuous batching and single decoding steps of a model raise an error."""
     vars(model)["generate"] = vars(model)["init_continuous_batching"] = _refuse  # `generate_batch` calls the second
     for part in {model, model.base_model}:  # PEFT calls the forward pass of the model without its hooks
         part.register_forward_pre_hook(_refuse_step, with_kwargs=True)
 
 
 def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a pass over one token per sequence, a pass of continuous batching, which has a `cache`, and, without
+    """Hook: refuse a pass over one token per sequence, a pass of continuous batching (with `cache`), and, without
     gradients, a pass with filled `past_key_values` (prefix tuning trains with them)."""
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
     continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
@@ -30,7 +30,7 @@ def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _is_filled(cache: Any) -> bool:
-    """Returns True unless a cache is surely empty; caches of linear attention have no length."""
+    """Returns True unless a cache is known to be empty; caches of linear attention have no length."""
     try:
         return cache is not None and cache.get_seq_length() > 0
     except ValueError:

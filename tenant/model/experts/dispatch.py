@@ -1,4 +1,4 @@
-"""How the rows of tokens reach their experts in the two products of a layer, one class per mode.
+"""Sends the rows of tokens to their experts in the two products of a layer, with one class per mode.
 
 Notation: t tokens, k experts per token, e experts in all, s = t k pairs of token and expert.
 """
@@ -50,7 +50,7 @@ class AsRouted(Dispatch):
 
     Attributes:
         counts: the number of rows that are sent for each expert.
-        places: int64 `[s]`, the row of each pair among those that are sent.
+        places: int64 `[s]`, the index of each pair's row among the rows that are sent.
     """
 
     def __init__(self, index: Tensor, *, experts: int) -> None:
@@ -82,8 +82,8 @@ class AsRouted(Dispatch):
 
 
 class Flat(AsRouted):
-    """Mode "flat": each expert gets as many rows as the busiest one, filled with zeros. Masked, the zeros look like
-    other rows, so providers see the largest count and not whose it is."""
+    """Mode "flat": each expert gets as many rows as the expert with the most tokens, filled up with rows of zeros.
+    Masked, these look like other rows, so providers see the largest count but not its expert."""
 
     def sizes(self, counts: Tensor) -> Tensor:
         return counts.max().expand_as(counts)

@@ -20,7 +20,7 @@ from tenant.options import Experts
 def forward(
     kind: type[Dispatch], module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts' output.
+    """Compute the experts' output.
 
     Args:
         hidden_states: float `[t, h]`.
@@ -32,7 +32,7 @@ def forward(
     """
     up_name, down_name = stacks_in(module)
     up, down = getattr(module, up_name), getattr(module, down_name)
-    if not isinstance(up, OffloadedStack):  # the experts of another part of the model are offloaded
+    if not isinstance(up, OffloadedStack):  # only experts elsewhere in the model are offloaded
         plain: Tensor = type(module).forward.__wrapped__(module, hidden_states, top_k_index, top_k_weights)
         return plain
     weights = top_k_weights.masked_fill(top_k_index >= module.num_experts, 0)
@@ -62,7 +62,7 @@ ROUTES: dict[Experts, type[Dispatch]] = {"all": Everywhere, "flat": Flat, "count
 
 
 def implementation(mode: Experts) -> str:
-    """The name under which transformers knows the forward pass of a mode."""
+    """Return the name under which the forward pass of a mode is registered with transformers."""
     return f"symbiosis-priv-{mode}"
 
 

@@ -15,15 +15,16 @@ from tenant.options import Experts
 log = logging.getLogger(__name__)
 
 SMALL_FACTOR = 4
-""""all" is the default up to this price (experts per chosen expert). Mixtral has 4, gpt-oss-20b 8, Qwen3-30B-A3B 16."""
+"""Largest cost (experts per chosen expert) at which "all" is the default. Mixtral costs 4, gpt-oss-20b 8, Qwen3-30B-A3B
+16."""
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Configuration fields that hold the number of experts per token."""
 
 
 def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: Experts | None) -> Experts:
-    """Choose where the experts of a model run, as the user wants or by default, and log the choice and its cost. Raises
-    `UnsupportedModelError` if experts are to be offloaded, and providers do not serve them."""
+    """Choose where the experts of a model run, and log the choice and its cost. `wanted` is the user's choice, or None.
+    Raises `UnsupportedModelError` if providers do not serve experts that the choice offloads."""
     experts = experts_of(model)
     if not experts:
         return "local"
@@ -51,11 +52,11 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
 
 
 def _is_in(name: str, served: Collection[str]) -> bool:
-    """Returns True if a module is in `served`, where a name may lack the base model's prefix or have one more."""
+    """Returns True if a module is in `served`, whose names may lack the base model's prefix or have another one."""
     return any(name == other or name.endswith(f".{other}") or other.endswith(f".{name}") for other in served)
 
 
 def _price(experts: Any) -> float:
-    """Experts per chosen expert; infinite if the configuration does not say how many are chosen."""
+    """Return experts per chosen expert; infinite if the configuration lacks the number of chosen experts."""
     chosen = next((getattr(experts.config, n) for n in _CHOSEN if hasattr(experts.config, n)), None)
     return experts.num_experts / chosen if isinstance(chosen, int) and chosen else math.inf

@@ -20,7 +20,7 @@ from tenant.options import Experts
 
 def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -> None:
     """Replace one stack of an expert module by a parameter without values. `mode` is not "local". Raises
-    `CheckpointError` if the module has no such stack, or one of another shape."""
+    `CheckpointError` if the module lacks the stack, or if its shape differs."""
     owner, _, stack = entry.members[0].rpartition(".")
     spec = GroupSpec(entry.members, entry.inputs, entry.outputs, entry.experts, entry.joined)
     if not is_stacked(experts) or spec not in stacks_of(owner, experts):
@@ -35,7 +35,7 @@ def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -
 
 
 def _leave_out(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Hook on saving: leave the stacks out, because their values are at the providers."""
+    """Hook on saving: remove the stacks, because their values are at the providers."""
     for stack in _offloaded(experts):
         del state[prefix + stack]
 
@@ -51,8 +51,8 @@ def _offloaded(experts: nn.Module) -> list[str]:
 
 
 def check_stored(model: PreTrainedModel, folder: Path) -> None:
-    """Check that the weights of the experts that stay are in the checkpoint: transformers would make them at random.
-    Raises `CheckpointError`: they are not."""
+    """Raise `CheckpointError` if the checkpoint lacks weights of experts that stay: transformers would draw them at
+    random."""
     with Checkpoint(folder) as checkpoint:
         stored = StoredNames(model, ()).by_parameter(checkpoint.names())
     for name, experts in experts_of(model).items():

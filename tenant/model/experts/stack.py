@@ -1,8 +1,8 @@
 """The parameter that replaces an offloaded expert stack, and LoRA on it.
 
 PEFT adapts a stack by `target_parameters`: during a forward pass it replaces the parameter by `W + s * lhs @ rhs`
-(`torch.baddbmm`). An offloaded stack has no W. It answers that operation with a stack that remembers the factors, and
-the forward pass applies the factors to rows.
+(`torch.baddbmm`). An offloaded stack has no W. For that operation it returns a stack that keeps the factors, and the
+forward pass applies the factors to rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,8 @@ class Factors:
 
 
 class OffloadedStack(OffloadedWeight):
-    """The stack of one product of all experts of a layer. `factors` is what LoRA adds during a forward pass."""
+    """The offloaded stack of one product of all experts of a layer. `factors` are those that LoRA adds during a forward
+    pass."""
 
     group: LayerGroup
     factors: tuple[Factors, ...] = ()
@@ -60,7 +61,7 @@ class OffloadedStack(OffloadedWeight):
         return stack
 
     def product(self, x: Tensor) -> Tensor:
-        """The product of the whole stack, float `[t, d]` to float `[t, o]`, without LoRA."""
+        """Multiply by the whole stack, without LoRA: float `[t, d]` to float `[t, o]`."""
         y: Tensor = torch_compile.output(x, self.group.handle, 0)
         return y
 

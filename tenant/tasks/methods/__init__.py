@@ -1,7 +1,7 @@
 """PEFT methods that this package adds to PEFT, and PEFT's methods that compute with base weights, for split models.
 
-Importing this package registers all of them. `from tenant import RemoteConfig` imports it; a program that loads an
-adapter into a plain model imports it by name. Read in this order:
+Importing this package registers all methods. `from tenant import RemoteConfig` imports it too; a program that loads an
+adapter into a plain model needs `import tenant.tasks.methods`. Read in this order:
 
 registration  makes methods known to PEFT
 layer         the module around a linear, and the tuner that puts it there

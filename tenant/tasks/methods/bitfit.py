@@ -1,7 +1,7 @@
 """BitFit (Ben Zaken et al. 2022, arXiv:2106.10199): trains the biases of linears and layer norms.
 
-An adapter holds what it adds to each bias, so several adapters share one model. `LoraConfig(bias="all")` of PEFT, which
-trains the biases in place, works on split models as well.
+An adapter holds a vector that is added to each bias, so several adapters share one model. PEFT's
+`LoraConfig(bias="all")`, which trains the biases in place, works on split models as well.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class BitFitTuner(MethodTuner):
         return peft_config
 
     def _biased(self) -> Iterator[str]:
-        """Names of the modules with a bias, without the parts of other adapters."""
+        """Names of the model's modules with a bias, without modules of other adapters."""
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
             if name.startswith(inside) and inside:

@@ -1,7 +1,7 @@
 """Bottleneck adapters: `y + up(activation(down(y)))` on the output `y` of a linear.
 
 Houlsby et al. 2019 (arXiv:1902.00751) adapt the outputs of attention and of the MLP (`target_modules=["o_proj",
-"down_proj"]`), Pfeiffer et al. 2020 (arXiv:2005.00247) those of the MLP alone. The method needs no base weight.
+"down_proj"]`), Pfeiffer et al. 2020 (arXiv:2005.00247) only those of the MLP. The method needs no base weight.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class BottleneckConfig(MethodConfig):
     Args:
         bottleneck_dim: width of the bottleneck.
         activation: "gelu", "relu", "silu" or "tanh".
-        init_weights: True starts as the base model; False starts at random, for tests.
+        init_weights: True initialises the adapter to zero output; False initialises it at random, for tests.
 
     Raises:
         ConfigError: a value is out of range.

@@ -3,7 +3,7 @@
 While the support is learned, the change `z * delta` is dense: `z` is a sample of the hard concrete distribution
 (Louizos et al. 2018, arXiv:1712.01312), and the expected number of non-zeros is added to the loss. The tenant then
 holds two numbers for each base weight and computes a dense product. Evaluation and saving keep the largest entries. A
-loaded adapter is sparse, and training it further changes the values of its entries. The method needs no base weight.
+loaded adapter is sparse; further training changes only its entries. The method needs no base weight.
 """
 
 import math
@@ -115,7 +115,7 @@ class DiffPruningLayer(MethodLayer):
 
     @torch.no_grad()
     def pruned(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """The places and values of the largest entries of a change that is being learned."""
+        """Return the places and values of the largest entries of a change that is being learned."""
         delta, gate = self.diff_pruning_delta[adapter], self.diff_pruning_gate[adapter]
         key = (id(delta), *version(delta), id(gate), *version(gate))
         found = self._pruned.get(adapter)
@@ -134,7 +134,7 @@ class DiffPruningLayer(MethodLayer):
 
 
 def _add_penalty(model: nn.Module, _: object, output: Any) -> Any:
-    """Add the expected number of non-zeros of the active adapters to the loss of a training step."""
+    """Hook: add the expected number of non-zeros of the active adapters to the loss of a training step."""
     if model.training and getattr(output, "loss", None) is not None:
         for layer in model.modules():
             if isinstance(layer, DiffPruningLayer):

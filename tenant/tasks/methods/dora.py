@@ -5,8 +5,8 @@ Each row of `W + s B A` is scaled to a trained magnitude, so every step needs th
     |W + s B A|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B)
 
 The norms of the rows of `W` come from the checkpoint once. `W A^T` changes with `A`, that is once per optimizer step.
-Computing it on the tenant would read the whole checkpoint in every step. So the r rows of `A` ride along in the next
-forward request of the layer group: they are private, and are masked and verified like all rows. Executors see r more
+Computing it on the tenant would read the whole checkpoint in every step. So the r rows of `A` are sent with the next
+forward request of the layer group. They are private, and are masked and verified like all rows. Executors see r more
 rows per adapted linear in one request of a step, and none while `A` does not change.
 """
 
@@ -20,8 +20,8 @@ from tenant.model.remote_linear import RemoteLayer
 
 
 class RemoteDora(DoraLinearLayer):
-    """Computes the term that DoRA adds to the output of an offloaded layer, whose weight can be read now. Replaces
-    PEFT's module of one adapter."""
+    """Computes the term that DoRA adds to the output of an offloaded layer. Replaces PEFT's module of one adapter. Make
+    it while the base weight can be read."""
 
     squares: Tensor
 
@@ -46,7 +46,7 @@ class RemoteDora(DoraLinearLayer):
     ) -> Tensor:
         """Return the term to add to the base layer's output `[..., o]`; see PEFT's class.
 
-        With dropout, `x` differs from the base layer's input, so it takes another request.
+        With dropout, `x` differs from the base layer's input, so `x` needs another request.
         """
         norm = self._norm(lora_A.weight, lora_B.weight, scaling, base_layer).to(x.dtype)
         scale = (self.weight / norm).view(1, -1)
@@ -60,7 +60,7 @@ class RemoteDora(DoraLinearLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what rides along arrives outside the graph
     @torch.no_grad()
     def _norm(self, a: Tensor, b: Tensor, scaling: float, layer: RemoteLayer) -> Tensor:
-        """The norms of the rows of `W + s B A`: float32 `[o]`. As in PEFT, no gradient flows through them."""
+        """Return the norms of the rows of `W + s B A`, float32 `[o]`. As in PEFT, no gradient flows through them."""
         if self._rider.rows() is not None:
             layer(a)  # the layer's output came from a request that did not include the rows of `A`
         image = self._rider.image - (0 if layer.bias is None else layer.stored_bias().to(a.device))

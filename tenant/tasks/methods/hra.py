@@ -3,7 +3,7 @@
 PEFT multiplies the weight by `H`. An offloaded layer gets the rotated rows `H x` instead. The product of r reflections
 `I - 2 u u^T` is `I - U T U^T` with `T = (I/2 + the part of U^T U above its diagonal)^-1` (Joffrain et al. 2006,
 "Accumulating Householder transformations, revisited"), so that rotating a row costs 2 r d multiplications. Siblings
-(q/k/v) with adapters of their own have different inputs, so each takes a request.
+(q/k/v) with different adapters have different inputs, so each needs its own request.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ class RemoteHRALinear(HRALinear):
 
 
 def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
-    """Rotate rows x `[..., d]` by the reflections along the columns of u `[d, r]`, of any length: `H x` for each row.
-    `gram_schmidt` makes the columns orthogonal first."""
+    """Return `H x` for rows x `[..., d]`: the reflections along the columns of u `[d, r]`, which need not be unit
+    vectors. With `gram_schmidt`, the columns are made orthogonal first."""
     if gram_schmidt:
         directions = _orthogonal(u)
         return x - 2 * (x @ directions) @ directions.t()
@@ -47,7 +47,7 @@ def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
 
 
 def _orthogonal(u: Tensor) -> Tensor:
-    """Gram-Schmidt in the order of PEFT."""
+    """Orthogonalise columns by Gram-Schmidt, in PEFT's order."""
     columns: list[Tensor] = []
     for column in u.t():
         for other in columns:

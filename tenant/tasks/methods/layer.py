@@ -25,8 +25,8 @@ MERGE_AT_HOME = (
 @dataclass
 class MethodConfig(PeftConfig):
     """The fields that all methods of this package have. `modules_to_save` are modules of the tenant, such as a
-    classification head. `learns_with` names the field that says whether masks or supports are learned; a saved adapter
-    has False there."""
+    classification head. `learns_with` is the name of the field that enables learning of masks or supports; it is False
+    in a saved adapter."""
 
     method: ClassVar[str]
     learns_with: ClassVar[str | None] = None
@@ -44,7 +44,7 @@ class MethodConfig(PeftConfig):
                 setattr(self, name, set(value))
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the configuration of an adapter whose masks or supports are final."""
+        """Save the configuration, with learning of masks or supports disabled."""
         final: dict[str, Any] = {self.learns_with: False} if self.learns_with else {}
         super(MethodConfig, replace(self, **final)).save_pretrained(save_directory, **kwargs)
 
@@ -71,11 +71,12 @@ class MethodLayer(nn.Module, BaseTunerLayer):
 
     @abstractmethod
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return what an adapter adds to the linear's output `y` `[..., o]` for the input `x` `[..., d]`; None if the
-        linear does not have this adapter."""
+        """Return what an adapter adds to the linear's output y `[..., o]` for the input x `[..., d]`; None if the
+        linear does not have the adapter."""
 
     def saved(self, adapter: str) -> dict[str, Tensor | None]:
-        """Return tensors to save in place of an adapter's own, by the name of their dictionary; None leaves one out."""
+        """Return tensors to save in place of an adapter's own, by the name of their dictionary; None to save no
+        tensor."""
         return {}
 
     def update_layer(self, adapter_name: str, config: Any) -> None:
@@ -104,7 +105,7 @@ class MethodLayer(nn.Module, BaseTunerLayer):
         return result
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Always raises: base weights cannot be changed here."""
+        """Always raises, because base weights cannot be changed."""
         raise UnsupportedMethodError(MERGE_AT_HOME)
 
     def unmerge(self) -> None:
@@ -135,7 +136,7 @@ class MethodTuner(BaseTuner):
         if not self.fits(base):
             raise ValueError(f"{current_key} is a {type(base).__name__}; name linears in target_modules")
         layer = self.tuner_layer_cls(target, adapter_name, peft_config)
-        if adapter_name not in self.active_adapters:  # an adapter for a mixed batch is not trained by itself
+        if adapter_name not in self.active_adapters:  # an adapter for a mixed batch is not trained
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
@@ -152,7 +153,7 @@ class MethodTuner(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        """The tensors to save, as each layer's `saved` says."""
+        """Return the tensors to save, replaced as each layer's `saved` says."""
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         for name, layer in model.named_modules():
             if isinstance(layer, cls.tuner_layer_cls):

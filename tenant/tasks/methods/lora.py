@@ -1,8 +1,8 @@
 """LoRA that starts from the base weight: PiSSA, OLoRA, CorDA and MiCA; and DoRA.
 
 PiSSA, OLoRA and CorDA move a low-rank part of the base weight into the adapter: PEFT subtracts `s B0 A0` from the
-weight. Here the offloaded layer subtracts its product instead: `W x - s B0 A0 x + s B A x`. The saved folder is PEFT's
-own. CorDA's `preprocess_corda` reads weights as well: call it inside `weights_at_hand(model)`.
+weight. An offloaded layer subtracts the product instead: `W x - s B0 A0 x + s B A x`. The saved folder is the same as
+PEFT's. CorDA's `preprocess_corda` reads weights as well: call it inside `weights_at_hand(model)`.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class LowRank(nn.Module):
         return functional.linear(functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
 
     def delta(self) -> Tensor:
-        """The matrix `[o, d]`."""
+        """Return the matrix `[o, d]`."""
         return self.scaling * self.b @ self.a
 
 
@@ -59,9 +59,12 @@ class RemoteLora(OnOffloadedLayers, LoraModel):
 
 @contextmanager
 def weights_at_hand(model: nn.Module) -> Iterator[None]:
-    """Put all base weights of a split model into its layers for the duration of the block: memory for the whole model.
-    Raises `UnsupportedMethodError`: there is no full checkpoint on the tenant's disk; `CheckpointError`: the checkpoint
-    is not that of the federation."""
+    """Context manager: put all base weights of a split model into its layers. Needs memory for the whole model.
+
+    Raises:
+        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
+        CheckpointError: the checkpoint is not that of the federation.
+    """
     with ExitStack() as at_hand:
         for module in list(model.modules()):
             if isinstance(module, RemoteLayer):

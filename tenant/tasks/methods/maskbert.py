@@ -1,9 +1,9 @@
 """MaskBert (Zhao et al. 2020, arXiv:2004.12406): binary masks over the weight, `y = (W * M) x`.
 
 An offloaded layer computes `W x`, and the tenant subtracts `(W * (1 - M)) x`. While masks are trained, each step reads
-`W` from the checkpoint on the tenant's disk: a mask is 1 where its score is positive, and the mask's gradient is passed
-to the score (straight-through). A saved mask lists the places where it is 0. The weights at these places are read from
-the checkpoint once, when the adapter is first used, and the product with them is sparse.
+`W` from the checkpoint on the tenant's disk: a mask is 1 where its score is positive, and the mask's gradient is used
+as the score's (straight-through). A saved mask lists the places where it is 0. The weights at these places are read
+from the checkpoint once, when the adapter is first used, and the product with them is sparse.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class MaskBertLayer(MethodLayer):
 
 
 class _MaskedOut(torch.autograd.Function):
-    """The product with the weights that are masked out. It keeps no weight for backward, but reads it again."""
+    """The product with the weights that are masked out. Backward reads the weight again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor, read: Callable[[], Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ class _MaskedOut(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scores = ctx.saved_tensors
         weight = ctx.read()
-        # negative, because this product is subtracted from the layer's
+        # negative, because this product is subtracted from the layer's product
         grad_scores = -(grad.flatten(0, -2).t() @ x.flatten(0, -2)) * weight
         return grad @ (weight * (scores <= 0)), grad_scores, None
 

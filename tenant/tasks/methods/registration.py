@@ -1,7 +1,7 @@
 """Makes methods known to PEFT.
 
 `register_peft_method` takes only names that `PeftType` has, and Python's enums cannot be extended by public means. So
-`add` inserts the member first, as the enum's own metaclass does.
+`add` first inserts the member as the enum's metaclass does.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from symbiosis_priv.errors import ConfigError
 
 
 def add(name: str, *, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
-    """Add a method to PEFT. The names of its parameters start with `tuner.prefix`. Raises `ConfigError`: PEFT has a
+    """Add a method to PEFT. The names of its parameters start with `tuner.prefix`. Raises `ConfigError` if PEFT has a
     method of this name."""
     member = name.upper()
     if member in PeftType.__members__:
@@ -25,7 +25,7 @@ def add(name: str, *, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
 
 
 def peft_type(member: str) -> PeftType:
-    """Return a member of `PeftType`, which is made if there is none."""
+    """Return a member of `PeftType`. Makes it if there is none."""
     if member not in PeftType.__members__:
         new = str.__new__(PeftType, member)
         new._name_ = new._value_ = member
@@ -38,7 +38,7 @@ def peft_type(member: str) -> PeftType:
 
 
 def replace(kind: PeftType, tuner: type[BaseTuner]) -> None:
-    """Have PEFT use `tuner`, a subclass of its own class, for one of its methods."""
+    """Make PEFT use `tuner`, a subclass of PEFT's own class, for one of PEFT's methods."""
     for mapping in (PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_MIXED_MODEL_MAPPING):
         known: Any = mapping.get(kind)
         if known is not None:

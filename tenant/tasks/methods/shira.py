@@ -21,7 +21,7 @@ from tenant.tasks.methods.start import OnOffloadedLayers
 
 
 def _product(module: Any, adapter: str, x: Tensor, places: Tensor, entries: Tensor) -> Tensor:
-    """The product of rows with the sparse matrix of an adapter. places: integer `[n]` or `[2, n]`, in any order."""
+    """Multiply rows by the sparse matrix of an adapter. places: integer `[n]` or `[2, n]`, in any order."""
     shape = module.out_features, module.in_features
 
     def sorted_pattern() -> tuple[Pattern, Tensor]:
@@ -34,7 +34,7 @@ def _product(module: Any, adapter: str, x: Tensor, places: Tensor, entries: Tens
 
 
 def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Positions in the row-major matrix, from positions or from rows and columns."""
+    """Return positions in the row-major matrix, given positions or rows and columns."""
     places = places.long()
     if places.dim() == 1:
         return places
@@ -61,7 +61,7 @@ class RemoteShiraLinear(ShiraLinear):
 
 
 class RemoteShira(OnOffloadedLayers, ShiraModel):
-    """SHiRA on offloaded layers too. A mask function of the caller may read the weight."""
+    """SHiRA on offloaded layers too. The caller's mask function may read the weight."""
 
     def starts_from_weight(self, config: Any) -> bool:
         return bool(config.mask_type != "random")

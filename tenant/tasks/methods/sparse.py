@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from symbiosis_priv.errors import CheckpointError
 
-with warnings.catch_warnings():  # torch says once per process that this format is in beta
+with warnings.catch_warnings():  # torch warns once per process that this format is in beta
     warnings.simplefilter("ignore")
     torch.eye(1, dtype=torch.float32, device="cpu").to_sparse_csr()
 
@@ -24,9 +24,9 @@ _BLOCK = 1 << 22  # products of one step in `entries_of`, to bound the memory of
 
 
 class Pattern:
-    """The places of the entries of a sparse matrix of this shape: ascending positions in the row-major matrix, integer
-    `[n]`. Takes 4 bytes per entry, and 12 more once gradients are computed. Raises `CheckpointError` if they are out of
-    range or not ascending, so the adapter is damaged."""
+    """The places of the entries of a sparse matrix: ascending positions in the row-major matrix `shape`, integer `[n]`.
+    Takes 4 bytes per entry, and 12 more once gradients are computed. Raises `CheckpointError` if the places are out of
+    range or not ascending."""
 
     def __init__(self, places: Tensor, shape: tuple[int, int]) -> None:
         outputs, inputs = shape
@@ -50,13 +50,13 @@ class Pattern:
 
     @cached_property
     def _by_column(self) -> tuple[Tensor, Tensor]:
-        """The order of the entries in the transposed matrix, and where its rows start."""
+        """Return the order of the entries in the transposed matrix, and the start of each of its rows."""
         columns, order = self.columns.sort(stable=True)
         return order.to(torch.int32), _starts(columns, self.shape[1])
 
     @property
     def bytes(self) -> int:
-        """Memory of the pattern."""
+        """Bytes of the pattern."""
         held = (self.columns, self._row_starts, vars(self).get("rows"), *vars(self).get("_by_column", ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -68,28 +68,30 @@ class Pattern:
         return y.view(*x.shape[:-1], self.shape[0])
 
     def matrix(self, entries: Tensor) -> Tensor:
-        """The matrix in torch's CSR format."""
+        """Return the matrix in torch's CSR format."""
         return torch.sparse_csr_tensor(self._row_starts, self.columns, entries, self.shape, check_invariants=False)
 
     def transposed(self, entries: Tensor) -> Tensor:
-        """The transposed matrix in torch's CSR format."""
+        """Return the transposed matrix in torch's CSR format."""
         order, starts = self._by_column
         shape = self.shape[::-1]
         return torch.sparse_csr_tensor(starts, self.rows[order], entries[order], shape, check_invariants=False)
 
     def entries_of(self, left: Tensor, right: Tensor) -> Tensor:
-        """The entries of `left.T @ right` at the places of this pattern: left `[r, o]`, right `[r, d]` -> `[n]`."""
+        """Return the entries of `left.T @ right` at the places of this pattern: left `[r, o]`, right `[r, d]` ->
+        `[n]`."""
         step = max(1, _BLOCK // max(1, len(left)))
         blocks = zip(self.rows.split(step), self.columns.split(step), strict=True)
         return torch.cat([(left[:, i] * right[:, j]).sum(0) for i, j in blocks])
 
 
 class Patterns(dict[str, "_Made"]):
-    """The patterns of a layer's adapters, by adapter. Each is made when it is first used, and again when its places
-    change."""
+    """The patterns of a layer's adapters, by adapter. A pattern is made on first use, and again after its places have
+    changed."""
 
     def of(self, adapter: str, places: Tensor, make: Callable[[], tuple[Pattern, Tensor]]) -> tuple[Pattern, Tensor]:
-        """Return the pattern of an adapter, made of the tensor `places`, and a tensor that goes with it."""
+        """Return the pattern of an adapter and the tensor that `make` returns with it. Calls `make` again if `places`
+        was written to."""
         found = self.get(adapter)
         if found is None or found.places() is not places or found.version != version(places):
             found = self[adapter] = _Made(weakref.ref(places), version(places), *make())
@@ -97,7 +99,7 @@ class Patterns(dict[str, "_Made"]):
 
     @property
     def bytes(self) -> int:
-        """Memory of all patterns, and of the tensors that go with them."""
+        """Bytes of all patterns and their tensors."""
         return sum(made.pattern.bytes + made.tensor.nbytes for made in self.values())
 
 
@@ -109,7 +111,7 @@ class _Made(NamedTuple):
 
 
 def version(tensor: Tensor) -> tuple[int, ...]:
-    """A key that changes when a tensor is written to."""
+    """Return a key that changes when a tensor is written to."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
@@ -130,6 +132,6 @@ class _Product(torch.autograd.Function):
 
 
 def _starts(sorted_numbers: Tensor, count: int) -> Tensor:
-    """int32 `[count + 1]`: where each of the numbers 0 .. count begins in a sorted list."""
+    """Return int32 `[count + 1]`: the index at which each of the numbers 0 .. count begins in a sorted list."""
     numbers = torch.arange(count + 1, dtype=sorted_numbers.dtype, device=sorted_numbers.device)
     return torch.searchsorted(sorted_numbers, numbers, out_int32=True)

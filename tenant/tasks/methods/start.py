@@ -1,4 +1,4 @@
-"""Gives PEFT's methods the base weight of an offloaded layer while they make an adapter, and only then.
+"""Gives PEFT's methods the base weight of an offloaded layer while they initialise an adapter.
 
 DeLoRA takes the norms of the columns at its start and TinyLoRA factorises the weight. Neither needs the weight again.
 """
@@ -19,9 +19,12 @@ from tenant.tasks.methods.registration import replace
 
 @contextmanager
 def weight_at_hand(layer: RemoteLayer) -> Iterator[None]:
-    """Put the base weight into `layer.weight` for the duration of the block. Changes to it have no effect. Raises
-    `UnsupportedMethodError`: there is no full checkpoint on the tenant's disk; `CheckpointError`: the checkpoint is not
-    that of the federation."""
+    """Context manager: put the base weight into `layer.weight`. Changes to the weight have no effect.
+
+    Raises:
+        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
+        CheckpointError: the checkpoint is not that of the federation.
+    """
     absent = layer._parameters["weight"]
     # not by attribute: PEFT may have replaced `register_parameter` to make its own parameters on the meta device
     layer._parameters["weight"] = nn.Parameter(layer.base_weight().clone(), requires_grad=False)
@@ -32,28 +35,28 @@ def weight_at_hand(layer: RemoteLayer) -> Iterator[None]:
 
 
 def remote_layer(module: nn.Module) -> RemoteLayer | None:
-    """Return the offloaded layer that a module is or that a PEFT layer is around."""
+    """Return the module if it is an offloaded layer, or the offloaded layer inside a PEFT layer; else None."""
     base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
     return base if isinstance(base, RemoteLayer) else None
 
 
 def base_weight(module: nn.Module) -> Tensor:
-    """Return the base weight `[o, d]` of a linear: its parameter, or the checkpoint's for an offloaded layer. Raises
-    `UnsupportedMethodError`, `CheckpointError`: as `weight_at_hand`."""
+    """Return the base weight `[o, d]` of a linear: its parameter, or the checkpoint's weight for an offloaded layer.
+    Raises what `weight_at_hand` raises."""
     base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
     weight: Tensor = base.base_weight() if isinstance(base, RemoteLayer) else base.weight.detach()
     return weight if isinstance(base, nn.Linear) else weight.t()
 
 
 class OnOffloadedLayers(BaseTuner):
-    """A mixin for PEFT's tuners: the base weight is at hand while they make the adapter of an offloaded layer."""
+    """A mixin for PEFT's tuners: makes the base weight available while they make the adapter of an offloaded layer."""
 
     def starts_from_weight(self, config: Any) -> bool:
         """Returns True if a configuration needs the base weight."""
         return True
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        """Called with PEFT's finished module. `layer.weight` is the base weight, as PEFT may have changed it."""
+        """Adapt PEFT's finished module. `layer.weight` is the base weight, which PEFT may have changed."""
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         config, adapter, target, name, parent = args[:5]

@@ -112,8 +112,8 @@ class HelperClient:
         self._choosing = threading.Lock()
 
     def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
-        """Return an order for `submit`. None if the helper does not relay, if the effect needs more than one block, or if
-        the executor would refuse the block."""
+        """Return an order for `submit`. None if the helper does not relay, the effect needs more than one block, or the
+        executor would refuse the block."""
         welcome = self.route.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None

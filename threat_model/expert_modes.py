@@ -16,15 +16,14 @@ from tenant.options import Experts
 from threat_model.attacks.base import Outcome
 from threat_model.attacks.tokens_from_routes import TokensFromRoutes
 from threat_model.evidence.truth import Truth, Witness
-from threat_model.evidence.views import NeighbourView, Recorder, Views
+from threat_model.evidence.views import NO_NEIGHBOUR, Recorder, Views
 from threat_model.lab import Lab
 
 MODES: dict[Experts, bool] = {"all": True, "flat": True, "counts": False}
-"""The modes that offload experts, and whether each promises that decoding shows nothing of the tokens."""
+"""The modes that offload experts; True if a mode promises to hide decoded tokens."""
 
 _EXPERTS = 8
 _PROMPT = 8
-_NOBODY = NeighbourView((), torch.zeros((0, 1)))
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class RouteCell:
     """The attack on routes against one mode.
 
     Args:
-        promised: whether the mode hides decoded tokens.
+        promised: True if the mode promises to hide decoded tokens.
     """
 
     mode: Experts
@@ -86,4 +85,4 @@ def record_decoding(lab: Lab, mode: Experts, tokens: int) -> tuple[Views, Truth]
                 do_sample=True,
                 pad_token_id=lab.public.pad_token,
             )
-    return recorder.views(_NOBODY), truth
+    return recorder.views(NO_NEIGHBOUR), truth

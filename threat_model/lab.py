@@ -49,7 +49,7 @@ from threat_model.evidence.neighbour import Neighbour
 from threat_model.evidence.public import Public, alone
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.truth import NO_LABEL, Truth, Witness, adapter_updates
-from threat_model.evidence.views import Game, HelperView, NeighbourView, Recorder, Views
+from threat_model.evidence.views import NO_NEIGHBOUR, Game, HelperView, Recorder, Views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Lab:
             int(model.config.pad_token_id or 0),
             alone(len(self.store.manifest().groups)),
         )
-        # clinic notes and letters: an adapter can only be read in directions with which some prompt begins
+        # clinic notes and letters: the attack on adapters needs many different first tokens
         text = "\n".join(private_text(seed=2, records=400)) + public_text(seed=3, sentences=800)
         self._private = torch.tensor(tokenizer.encode(text))
         try:
@@ -292,7 +292,7 @@ class Lab:
         coins = word < 0
         half = workload.game_rows // 2
         backend.linear(group, direction, pair[coins.long()])
-        views = recorder.views(_NOBODY)
+        views = recorder.views(NO_NEIGHBOUR)
         arrived = views.executor.exchanges[-1].rows
         truth.coins[direction] = coins[half:]
         shares = self._shares(views.helpers, arrived, group, direction)
@@ -314,12 +314,9 @@ class Lab:
         return shares
 
 
-_NOBODY = NeighbourView((), torch.zeros((0, 1)))
-
-
 @contextmanager
 def _deposits(recorder: Recorder) -> Iterator[None]:
-    """Record the blocks that executors of this process keep. On a busy machine, too, executors wait for blocks."""
+    """Record the blocks that executors of this process keep. Executors wait longer here, for busy machines."""
     keep = BlockStore.keep
 
     def record(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:

@@ -131,7 +131,7 @@ def bare_effects() -> Iterator[None]:
         return request.encoding.pack(np.frombuffer(effect, dtype="<i4").reshape(request.rows, outputs))
 
     with (
-        mock.patch("provider.gateway.connection.hidden", bare),
+        mock.patch("provider.gateway.connection.make_block", bare),
         mock.patch.object(Pad, "open_relayed"),
     ):
         yield

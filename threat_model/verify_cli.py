@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from threat_model.conformance import Oracle, PropertyResult, Subject, Violation
 
 _VALUES = 1000  # largest number of a counterexample's entries in the JSON file
-_IDENTITY = "providers speak to no tenant that they cannot name (mutual TLS)"
+_IDENTITY = "providers serve only tenants with a certificate (mutual TLS)"
 
 
 @dataclass(frozen=True, kw_only=True)

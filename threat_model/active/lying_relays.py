@@ -1,7 +1,7 @@
 """Liars of a relay: a helper that signs a wrong block, and an executor that subtracts something else than it hands out.
 
-In each case the tenant must refuse the product, and must name the liar alone. The lies are planted in providers of this
-process.
+In each case the tenant must refuse the product, and must attribute the fault to the liar alone. The lies are planted in
+providers of this process.
 """
 
 import time
@@ -41,11 +41,11 @@ def attack_relays(lab: Lab, preparation: Preparation) -> dict[str, bool]:
         with ExitStack() as stack:
             for target, lie in lies.items():
                 stack.enter_context(mock.patch(target, lie))
-            found[name] = _named(lab, preparation) == liar
+            found[name] = _blamed(lab, preparation) == liar
     return found
 
 
-def _named(lab: Lab, preparation: Preparation) -> str | None:
+def _blamed(lab: Lab, preparation: Preparation) -> str | None:
     """The providers that a refused product names; None if a relayed product was accepted."""
     options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0)
     session = Session(load_federation(lab.relayed), preparation, options=options)
@@ -66,10 +66,10 @@ def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
     subtracts: dict[str, Callable[..., Any]] = {f"{_GATEWAY}.without_blocks": _subtracts_other_rows}
     fetch = "provider.relay.blocks.BlockStore.fetch"
     return {
-        "a helper signs a wrong block": ("helper", {f"{_GATEWAY}.make_block": _hides_something_else}),
+        "a helper signs a wrong block": ("helper", {f"{_GATEWAY}.make_block": _wrong_block}),
         "a helper signs more rows than were ordered": (
             "helper",
-            {f"{_GATEWAY}.make_block": _hides_one_row_more, "provider.relay.links._block_of": _binds_one_row_more},
+            {f"{_GATEWAY}.make_block": _longer_block, "provider.relay.links._block_of": _longer_binding},
         ),
         "an executor subtracts other rows": ("executor", subtracts),
         "an executor withholds the block": ("executor", {**subtracts, fetch: _withholds}),
@@ -79,18 +79,18 @@ def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
     }
 
 
-def _hides_something_else(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+def _wrong_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
     block = bytearray(make_block(effect, request, entry))
     block[0] ^= 1
     return memoryview(block)
 
 
-def _hides_one_row_more(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-    block = _hides_something_else(effect, request, entry)
+def _longer_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+    block = _wrong_block(effect, request, entry)
     return memoryview(bytes(block) + bytes(len(block) // request.rows))
 
 
-def _binds_one_row_more(request: wire.Effect) -> wire.Binding:
+def _longer_binding(request: wire.Effect) -> wire.Binding:
     block = _block_of(request)
     return msgspec.structs.replace(block, rows=block.rows + 1)
 
@@ -106,7 +106,7 @@ def _withholds(*_: object) -> KeptBlock:
 
 
 def _changed(**fields: bytes) -> Callable[..., KeptBlock]:
-    """Hands out a block with other fields in its header, or with other words."""
+    """Returns a `fetch` that changes fields of the block's header, or the payload if no field is named."""
 
     def fetch(store: BlockStore, tenant: Any, block: bytes) -> KeptBlock:
         kept = _fetch(store, tenant, block)

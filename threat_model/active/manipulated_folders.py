@@ -43,25 +43,25 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "cache": str(cache),
     }
     changes: dict[str, Change] = {
-        "a quantization_config that turns masking off": lambda folder: _say(folder, quantization_config=unmasked),
-        "the same, nested": lambda folder: _say(folder, audio_config={"quantization_config": unmasked}),
-        "a kernel to fetch and run": lambda folder: _say(folder, attn_implementation="somebody/kernel"),
+        "a quantization_config that turns masking off": lambda folder: _edit(folder, quantization_config=unmasked),
+        "the same, nested": lambda folder: _edit(folder, audio_config={"quantization_config": unmasked}),
+        "a kernel to fetch and run": lambda folder: _edit(folder, attn_implementation="somebody/kernel"),
         "an adapter beside the model": _add_adapter,
-        "another config.json": lambda folder: _say(folder, rms_norm_eps=0.25),
+        "another config.json": lambda folder: _edit(folder, rms_norm_eps=0.25),
         "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
         "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
         "a chat template that repeats what a text says": _repeat_text,
         "an index that points to the tensors of another folder": _redirect,
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        _load(lab, _copy(lab, place / "honest", lambda folder: None), cache)
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        _load(lab, _copy(lab, scratch / "honest", lambda folder: None), cache)
         refused = {
-            name: _refused(lab, _copy(lab, place / "hostile", change), cache) for name, change in changes.items()
+            name: _refused(lab, _copy(lab, scratch / "hostile", change), cache) for name, change in changes.items()
         }
-        refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, place / "cache")))
-        refused["verification keys of another user"] = _refuses_planted_keys(lab, place / "shared")
-        refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, place / "run", cache)
+        refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, scratch / "cache")))
+        refused["verification keys of another user"] = _refuses_planted_keys(lab, scratch / "shared")
+        refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, scratch / "run", cache)
     return refused
 
 
@@ -145,10 +145,10 @@ def _redirect(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     weight_map = dict.fromkeys(load_file(inner / "model.safetensors"), "inner/model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    _say(folder, rms_norm_eps=0.25)
+    _edit(folder, rms_norm_eps=0.25)
 
 
-def _say(folder: Path, **entries: object) -> None:
+def _edit(folder: Path, **entries: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
 

@@ -47,16 +47,16 @@ class _Scene:
             days=_DAYS,
         )
 
-    def says(
+    def descriptor(
         self,
-        who: Identity,
+        identity: Identity,
         *,
         address: tuple[str, int] = ("localhost", _PORT),
         after_s: float = 0.0,
         draining: bool = False,
     ) -> bytes:
         return describe(
-            who,
+            identity,
             address=address,
             model_digest=self.federation.model_digest,
             weight_bits=self.federation.weight_bits,
@@ -93,14 +93,14 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
         asking = replace(federation, registries=registries)
         remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
         scene = _Scene(asking, folder, authority, executor, revoked)
-        if _takes(asking, [scene.says(executor)]) != {"newcomer"}:
+        if _accepted(asking, [scene.descriptor(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not accepted")
-        steered = any(_takes(remote, [scene.says(steering, address=(host, _PORT))]) for host in _INTERNAL)
-        refused = {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
+        steered = any(_accepted(remote, [scene.descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)
+        refused = {name: not _accepted(asking, listing(scene)) for name, listing in _LISTINGS.items()}
         return refused | {"an address of the tenant's own machine, link or cloud": not steered}
 
 
-def _takes(federation: Federation, listed: list[bytes]) -> set[str]:
+def _accepted(federation: Federation, listed: list[bytes]) -> set[str]:
     """The names of the executors that a tenant accepts from these descriptors, received one after the other."""
     discovery = Discovery(federation, clock=lambda: _NOW)
     for data in listed:
@@ -110,11 +110,11 @@ def _takes(federation: Federation, listed: list[bytes]) -> set[str]:
 
 def _forged(scene: _Scene) -> list[bytes]:
     own = create_authority(scene.folder / "own", name="federation", days=_DAYS)
-    return [scene.says(scene.identity("newcomer", operator="Nobody", authority=own))]
+    return [scene.descriptor(scene.identity("newcomer", operator="Nobody", authority=own))]
 
 
 def _altered(scene: _Scene) -> list[bytes]:
-    good = scene.says(scene.executor)
+    good = scene.descriptor(scene.executor)
     # the certificate and the signature may contain these two bytes, too
     before = good.index(scene.federation.model_digest.encode())
     port = good.rindex(_PORT.to_bytes(2, "big"), 0, before)
@@ -123,18 +123,18 @@ def _altered(scene: _Scene) -> list[bytes]:
 
 def _of_a_helpers_company(scene: _Scene) -> list[bytes]:
     helper = scene.federation.helpers[0]
-    return [scene.says(scene.identity("innocent", operator=helper.operator))]
+    return [scene.descriptor(scene.identity("innocent", operator=helper.operator))]
 
 
 def _pinned_name(scene: _Scene) -> list[bytes]:
     pinned = scene.federation.executors[0]
-    return [scene.says(scene.identity(pinned.name, operator="Impostor AG"))]
+    return [scene.descriptor(scene.identity(pinned.name, operator="Impostor AG"))]
 
 
 def _pinned_address(scene: _Scene) -> list[bytes]:
     pinned = scene.federation.helpers[0]
     impostor = scene.identity("impostor", operator="Impostor AG")
-    return [scene.says(impostor, address=("localhost", pinned.port))]  # another name of the same machine
+    return [scene.descriptor(impostor, address=("localhost", pinned.port))]  # another name of the same machine
 
 
 _LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {
@@ -143,17 +143,17 @@ _LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {
     "an executor of a helper's company": _of_a_helpers_company,
     "an executor by the name of a pinned one": _pinned_name,
     "an executor at the address of a pinned helper": _pinned_address,
-    "an executor that was revoked": lambda scene: [scene.says(scene.revoked)],
+    "an executor that was revoked": lambda scene: [scene.descriptor(scene.revoked)],
     "an executor that was revoked, its certificate's signature written another way": lambda scene: [
-        scene.says(twin_of(scene.revoked, scene.folder / "twin"))
+        scene.descriptor(twin_of(scene.revoked, scene.folder / "twin"))
     ],
     "a host that the executor's certificate does not name": lambda scene: [
-        scene.says(scene.executor, address=("elsewhere.example", _PORT))
+        scene.descriptor(scene.executor, address=("elsewhere.example", _PORT))
     ],
-    "a descriptor of an hour ago": lambda scene: [scene.says(scene.executor, after_s=-3600)],
-    "a descriptor of the future": lambda scene: [scene.says(scene.executor, after_s=3600)],
+    "a descriptor of an hour ago": lambda scene: [scene.descriptor(scene.executor, after_s=-3600)],
+    "a descriptor of the future": lambda scene: [scene.descriptor(scene.executor, after_s=3600)],
     "an executor that has left, by what it said before": lambda scene: [
-        scene.says(scene.executor, after_s=1, draining=True),
-        scene.says(scene.executor),
+        scene.descriptor(scene.executor, after_s=1, draining=True),
+        scene.descriptor(scene.executor),
     ],
 }

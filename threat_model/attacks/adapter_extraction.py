@@ -8,12 +8,12 @@ For three kinds of linears, the executor sees the input, and later rows that dep
         known
     down_proj   the same between gate/up and the next block (or the head)
 
-Each gives equations `M x_i = sum_k z_ik y_ik` with M = W + BA, known rows x_i and y_ik, and unknown factors z: lengths
-that a norm has removed, and the tenant's row scales. Eliminating M by least squares leaves `z^T (P o Y Y^T) z = min`
-with P the projector onto the complement of the rows of x: z is the last eigenvector of a Hadamard product. One overall
-factor lambda remains. BA has low rank, so nearly every eigenvalue of `W M^+` is lambda: the attack takes their median.
-The rest beside W has a few large singular values and noise, and the noise is cut off. The result is BA, up to the
-invertible factor between B and A.
+Each linear gives equations `M x_i = sum_k z_ik y_ik` with M = W + BA, known rows x_i and y_ik, and unknown factors z:
+lengths that a norm has removed, and the tenant's row scales. Eliminating M by least squares leaves
+`z^T (P o Y Y^T) z = min` with P the projector onto the complement of the rows of x: z is the last eigenvector of a
+Hadamard product. One overall factor lambda remains. BA has low rank, so nearly every eigenvalue of `W M^+` is lambda:
+the attack takes their median. What remains after W is subtracted has a few large singular values and noise; the noise
+is cut off. The result is BA, up to the invertible factor between B and A.
 
 The outputs of q_proj and k_proj are visible only through the softmax, those of gate_proj and up_proj only through a
 product of both. The linear algebra here cannot read them. That limits this attack; it proves nothing about any scheme.
@@ -72,7 +72,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
             return None
         arithmetic = view.exchanges[0].arithmetic
         stolen = {}
-        for name, x, y in _sightings(view, rows, public):
+        for name, x, y in _readable_linears(view, rows, public):
             pick = torch.randperm(len(x), generator=rng)[:_ROWS]
             group = public.group_of(name)
             stolen[name] = _solve(x[pick], y[pick], public.served_weight(group, name, arithmetic=arithmetic))
@@ -84,7 +84,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
         for name, stolen in guess.items():
             real = truth.updates[name].double()
             errors.append(float((stolen.update - real).norm() / real.norm()))
-            first += _first_in_line_up(stolen, real, rng)
+            first += _beats_decoys(stolen, real, rng)
         count = len(errors)
         outcome = Outcome(
             sum(error <= RECOVERED for error in errors),
@@ -104,7 +104,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
         return replace(outcome, figures={**outcome.figures, **losses})
 
 
-def _sightings(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (module, inputs `[n, d]`, vectors that span its outputs `[n, k, o]`) for every linear that this attack can
     read."""
     for layer in range(public.layers):
@@ -197,16 +197,16 @@ def _low_rank(update: Tensor) -> Tensor:
     return kept
 
 
-def _first_in_line_up(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
+def _beats_decoys(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
     """Returns True if the guess fits the true update better than every decoy. A decoy is the update with random signs.
 
     The comparison uses `matrix`, and first removes the component along the public weight from each column. Training may
     move along the public weight, and a guess made only from public data must not count as a success.
     """
-    said, weight = stolen.matrix, stolen.weight
-    said = said - weight * ((said * weight).sum(dim=0) / weight.square().sum(dim=0))
+    guessed, weight = stolen.matrix, stolen.weight
+    guessed = guessed - weight * ((guessed * weight).sum(dim=0) / weight.square().sum(dim=0))
     # M is known up to a factor; its sign follows from the sign of W
-    per_column = (said * real).sum(dim=0) * (stolen.matrix * weight).sum().sign()
+    per_column = (guessed * real).sum(dim=0) * (stolen.matrix * weight).sum().sign()
     kept = torch.randint(0, 2, (_DECOYS, len(per_column)), generator=rng, dtype=torch.int8).double()
     decoys = 2 * (kept @ per_column) - per_column.sum()  # the columns that are not kept have the other sign
     return bool(per_column.sum() > decoys.max())

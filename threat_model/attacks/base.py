@@ -111,7 +111,7 @@ class LabelsAttack(Attack[V, Labels]):
 
     party = "executor"
     metric = "tokens"
-    chance = "guesses dealt to random rows"
+    chance = "the same guesses at random rows"
 
 
 class DirectedAttack(Attack[V, G]):
@@ -127,11 +127,11 @@ def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | No
     orders = [order for order in truth if order in guess]
     if not orders:
         return Outcome(0, 0, 0.0, 1.0)
-    said = torch.cat([guess[order] for order in orders])
+    guessed = torch.cat([guess[order] for order in orders])
     real = torch.cat([truth[order] for order in orders])
     if ignore is not None:
-        said, real = said[real != ignore], real[real != ignore]
-    hits, chance = int((said == real).sum()), agreement_by_chance(said, real)
+        guessed, real = guessed[real != ignore], real[real != ignore]
+    hits, chance = int((guessed == real).sum()), agreement_by_chance(guessed, real)
     return Outcome(hits, len(real), chance, binomial_tail(hits, len(real), chance))
 
 
@@ -139,7 +139,7 @@ class RowsAttack(Attack[V, GuessedRows]):
     """An attack that guesses rows."""
 
     metric = "rows within 1 %"
-    chance = "0; the verdict uses a line-up with chance 1/2"
+    chance = "0; the verdict uses a test on pairs with chance 1/2"
 
     def score(self, guess: GuessedRows, truth: Truth) -> Outcome:
         return score_rows(guess, truth.calls)
@@ -176,7 +176,7 @@ def score_rows(guess: GuessedRows, calls: Mapping[int, GroupCall]) -> Outcome:
     figures = {
         "worst layer": worst if trials else 0.0,
         "median relative error": float(torch.cat(errors).median()) if errors else 1.0,
-        "line-up": fits / pairs if pairs else 0.5,
-        "line-up pairs": pairs,
+        "pair test": fits / pairs if pairs else 0.5,
+        "pairs tested": pairs,
     }
     return Outcome(hits, trials, 0.0, p_value, figures)

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels
-from threat_model.attacks.exchanges import deal, first_rows, noises, stack
+from threat_model.attacks.exchanges import first_rows, noises, stack, unstack
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import ExecutorView
@@ -42,11 +42,11 @@ class BlindClustering(FirstLayerAttack):
         best: tuple[float, Tensor] | None = None
         for count in (1, 2, 4, _MAX_CLUSTERS):
             centres = _k_means(x, count, rng)
-            said, cost = _fit(x, centres - usual, table)
+            guessed, cost = _fit(x, centres - usual, table)
             if best is None or cost < best[0]:
-                best = cost, said
+                best = cost, guessed
         assert best is not None
-        return deal(best[1], online)
+        return unstack(best[1], online)
 
 
 def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -65,18 +65,18 @@ def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
     """Return tokens `[n]`, and the mean squared distance."""
-    said, cost = torch.full((len(x),), -1), float("inf")
+    guessed, cost = torch.full((len(x),), -1), float("inf")
     lengths, products = table.square().sum(dim=1), x @ table.t()
     for _ in range(_EM_ROUNDS):
         # |x - n - e|^2 = |x - n|^2 + |e|^2 + 2 ne - 2 xe: the largest term is the same in every round
         near = [(lengths + 2 * (table @ n) - 2 * products).min(dim=1) for n in noise]
         apart = torch.cdist(x, noise).square().t()
         left, pick = (apart + torch.stack([n.values for n in near])).min(dim=0)
-        before, said = said, torch.stack([n.indices for n in near]).gather(0, pick[None])[0]
+        before, guessed = guessed, torch.stack([n.indices for n in near]).gather(0, pick[None])[0]
         cost = float(left.mean())
-        if torch.equal(before, said):
+        if torch.equal(before, guessed):
             break
         for k in range(len(noise)):
             if bool((pick == k).any()):
-                noise[k] = (x - table[said])[pick == k].mean(dim=0)
-    return said, cost
+                noise[k] = (x - table[guessed])[pick == k].mean(dim=0)
+    return guessed, cost

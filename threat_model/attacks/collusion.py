@@ -15,9 +15,9 @@ from torch.nn.functional import normalize
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack
-from threat_model.attacks.exchanges import deal
+from threat_model.attacks.exchanges import unstack
 from threat_model.attacks.first_layer import FIRST, first_layer_tokens
-from threat_model.attacks.uniformity import Distinguisher, Verdicts
+from threat_model.attacks.uniformity import Distinguisher, RowScores
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
 from threat_model.evidence.truth import Truth
@@ -27,7 +27,7 @@ _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
 class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[CollusionView]):
-    """Tries every pad row that seeds and requests imply on every masked row."""
+    """Tries every pad row that follows from seeds and requests on every masked row."""
 
     family = "collusion"
 
@@ -40,7 +40,7 @@ class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[Collusio
             exchanges = view.executor.of(group=group, direction=self.direction)
             shift = view.executor.unused_bits
             masked, pads = torch.cat([e.rows for e in exchanges]) << shift, pads << shift
-            rows |= deal((masked - pads[matching(masked, pads)] >> shift).double(), exchanges)
+            rows |= unstack((masked - pads[matching(masked, pads)] >> shift).double(), exchanges)
         return rows or None
 
 
@@ -72,7 +72,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
     sees = "seeds, row ranges, effects"
     source = "threat model, pad"
     metric = "tokens"
-    chance = "guesses dealt to random rows"
+    chance = "the same guesses at random rows"
 
     def run(self, view: HelperView, public: Public, rng: torch.Generator) -> Tensor | None:
         pads = pad_rows([view], public, FIRST, FORWARD)[1].double()
@@ -88,7 +88,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
         return Outcome(hits, n, chance, binomial_tail(hits, n, chance))
 
 
-class Coalition(DirectedAttack[CollusionView, Verdicts]):
+class Coalition(DirectedAttack[CollusionView, RowScores]):
     """A two-row distinguisher for a coalition that knows all shares except one. The coalition is also told which row of
     a share belongs to which request, which a real coalition does not know.
     """
@@ -98,14 +98,14 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
     party = "all but a helper"
     sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
     source = "threat model, pad"
-    metric = "coins called right"
+    metric = "rows told apart"
     chance = "1/2"
 
     def __init__(self, direction: Direction) -> None:
         super().__init__(direction)
         self._inner = Distinguisher(direction)
 
-    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Verdicts | None:
+    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> RowScores | None:
         game = view.executor.games.get(self.direction)
         if game is None or not view.helpers:
             return None
@@ -118,7 +118,7 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
         left = replace(game, known=known, unknown=unknown)
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 
-    def score(self, guess: Verdicts, truth: Truth) -> Outcome:
+    def score(self, guess: RowScores, truth: Truth) -> Outcome:
         return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
 
 

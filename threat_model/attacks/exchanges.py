@@ -26,7 +26,7 @@ def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor
     return None, found
 
 
-def carriers(view: ExecutorView) -> tuple[Exchange, ...]:
+def masked_requests(view: ExecutorView) -> tuple[Exchange, ...]:
     """Every request that carries rows of the tenant, in order."""
     layers = {(e.group, e.direction) for e in view.exchanges}
     found = [e for group, direction in layers for e in noises(view, group, direction)[1]]
@@ -49,7 +49,7 @@ def stack(exchanges: Sequence[Exchange]) -> Tensor:
     return torch.cat([e.rows for e in exchanges]).double()
 
 
-def deal(values: Tensor, exchanges: Sequence[Exchange]) -> dict[int, Tensor]:
+def unstack(values: Tensor, exchanges: Sequence[Exchange]) -> dict[int, Tensor]:
     """The inverse of `stack`: one value or row of values `[n, ...]` per stacked row, by order of the request."""
     parts = values.split([len(e.rows) for e in exchanges])
     return {e.order: part for e, part in zip(exchanges, parts, strict=True)}
@@ -89,23 +89,23 @@ def subtract_candidates(view: ExecutorView) -> Subtraction:
                 x = _best(x, candidates)
                 trials += len(x) * len(candidates)
                 pools.append(len(candidates))
-            rows |= deal(x, online)
+            rows |= unstack(x, online)
     return Subtraction(rows, trials, tuple(pools))
 
 
 def _best(x: Tensor, candidates: Tensor) -> Tensor:
-    best, even = _less_nearest(x, candidates, torch.eye(x.shape[1], dtype=torch.float64))
+    best, even = _subtract_nearest(x, candidates, torch.eye(x.shape[1], dtype=torch.float64))
     for _ in range(_PASSES - 1):
         length = even.square().mean(dim=1, keepdim=True)
         weight = 1 / (length + 1e-12 * length.mean()).clamp(min=1e-300)
         scatter = (best * weight).t() @ best / weight.sum()
         values, vectors = torch.linalg.eigh(scatter)
         basis = vectors * (values + 1e-2 * values.mean()).clamp(min=1e-300).rsqrt()
-        best, even = _less_nearest(x, candidates, basis)
+        best, even = _subtract_nearest(x, candidates, basis)
     return best
 
 
-def _less_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def _subtract_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Subtract from each row the candidate that leaves the shortest remainder in a basis. Returns the remainders, in
     the original basis and in the given one."""
     # one matrix product instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, without |a|^2

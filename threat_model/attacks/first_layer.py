@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
-from threat_model.attacks.exchanges import deal, noises, stack
+from threat_model.attacks.exchanges import noises, stack, unstack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
@@ -43,15 +43,15 @@ class Averaging(FirstLayerAttack):
         siblings = next(group for group in public.siblings if FIRST in group)
         table = public.vocabulary_rows.double()
         streams = [noises(view, group, FORWARD)[1] for group in siblings]
-        said = {}
+        guessed = {}
         for same in zip(*streams, strict=True):
             mean = torch.stack([e.rows.double() for e in same]).mean(dim=0)
             # the likeliest row under isotropic noise; the scale of a ring row is unknown, so the best cosine is used
             # there
             bias = torch.zeros(()) if same[0].arithmetic == "ring" else table.square().sum(dim=1) / 2
             filters = normalize(table, dim=1) if same[0].arithmetic == "ring" else table
-            said[same[0].order] = (mean @ filters.t() - bias).argmax(dim=1)
-        return said
+            guessed[same[0].order] = (mean @ filters.t() - bias).argmax(dim=1)
+        return guessed
 
 
 class SubspaceProjection(FirstLayerAttack):
@@ -82,7 +82,7 @@ class SubspaceProjection(FirstLayerAttack):
             if best is None or sure > best[0]:
                 best = sure, fit.argmax(dim=1)
         assert best is not None
-        return deal(best[1], online)
+        return unstack(best[1], online)
 
 
 class RowScale(FirstLayerAttack):
@@ -100,13 +100,13 @@ class RowScale(FirstLayerAttack):
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         _, scales = public.in_ring(FIRST, FORWARD, public.vocabulary_rows)
         table = scales[:, 0].log()
-        said = {}
+        guessed = {}
         for exchange in view.of(group=FIRST, direction=FORWARD):
             for value in exchange.fields.values():
                 if isinstance(value, list | tuple) and len(value) == len(exchange.rows):
                     sent = torch.tensor(value, dtype=torch.float64).log()
-                    said[exchange.order] = (sent[:, None] - table).abs().argmin(dim=1)
-        return said or None
+                    guessed[exchange.order] = (sent[:, None] - table).abs().argmin(dim=1)
+        return guessed or None
 
 
 class EvenMasks(FirstLayerAttack):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import GuessedRows, Labels, RowsAttack
-from threat_model.attacks.exchanges import carriers, deal, first_rows, noises, stack
+from threat_model.attacks.exchanges import first_rows, masked_requests, noises, stack, unstack
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Exchange, ExecutorView
@@ -36,17 +36,17 @@ class SeedRecovery(RowsAttack[ExecutorView]):
     source = "rule 1"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows:
-        online = carriers(view)
+        online = masked_requests(view)
         first = replace(online[0], rows=online[0].rows[:_SEED_ROWS])
         for seed in range(_SEEDS):
-            if _taken_off(first, torch.Generator().manual_seed(seed)) is not None:
+            if _subtracted(first, torch.Generator().manual_seed(seed)) is not None:
                 stream = torch.Generator().manual_seed(seed)
-                rows = {e.order: _taken_off(e, stream) for e in online}
+                rows = {e.order: _subtracted(e, stream) for e in online}
                 return {order: part for order, part in rows.items() if part is not None}
         return {}
 
 
-def _taken_off(exchange: Exchange, stream: torch.Generator) -> Tensor | None:
+def _subtracted(exchange: Exchange, stream: torch.Generator) -> Tensor | None:
     x = exchange.rows
     if exchange.arithmetic == "ring":
         mask = torch.randint(-(1 << 31), 1 << 31, x.shape, generator=stream).to(torch.int32)
@@ -82,8 +82,8 @@ class SamplerGrid(FirstLayerAttack):
         x = stack(kept)
         table = public.vocabulary_rows.double()
         # a few rows suffice to estimate the scale of the noise
-        loud = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
-        return deal(_fits(x, table, (_SCALES[int(loud)],))[0].argmax(dim=1), kept)
+        likeliest = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
+        return unstack(_fits(x, table, (_SCALES[int(likeliest)],))[0].argmax(dim=1), kept)
 
 
 def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import RECOVERED, DirectedAttack, GuessedRows, Outcome, RowsAttack, score_rows
-from threat_model.attacks.exchanges import Subtraction, deal, noises, stack, subtract_candidates
+from threat_model.attacks.exchanges import Subtraction, noises, stack, subtract_candidates, unstack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView
@@ -66,7 +66,7 @@ class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Executo
             known = torch.zeros(online[0].rows.shape[1], dtype=torch.float64)
             if self.direction == FORWARD:
                 known = _as_sent(public, online[0], public.vocabulary_rows[public.pad_token])
-            rows |= deal(_without_repeats(stack(online), known), online)
+            rows |= unstack(_without_repeats(stack(online), known), online)
         return rows
 
 

@@ -133,8 +133,8 @@ class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
 
     def score(self, guess: Facts, truth: Truth) -> Outcome:
         """Score the victim's number of requests, within 10 % (a scheme may ask for effects, too)."""
-        said, real = guess["requests"], len(truth.calls)
-        right = isinstance(said, int) and abs(said - real) <= _TOLERANCE * real
+        guessed, real = guess["requests"], len(truth.calls)
+        right = isinstance(guessed, int) and abs(guessed - real) <= _TOLERANCE * real
         return Outcome(int(right), 1, 0.0, 0.0 if right else 1.0)
 
 

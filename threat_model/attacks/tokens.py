@@ -15,7 +15,7 @@ from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
 _RIDGE, _SHRINKAGE = 0.01, 0.05
-_PROMPTS = 80  # that the attack reads in a deeper layer: their number decides its time
+_PROMPTS = 80  # prompts that the attack on a deeper layer reads; its time grows with them
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
@@ -70,8 +70,8 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
         prompts = rows.view(batch, length, -1)[:_PROMPTS]
         rows = prompts.flatten(0, 1)
         none = torch.eye(rows.shape[1], dtype=rows.dtype)
-        said = _read(prompts, public, group, drift=none, metric=none)
-        drift, metric = _drift(normalize(public.inputs_at(group, said).double(), dim=-1).flatten(0, 1), rows)
+        guessed = _read(prompts, public, group, drift=none, metric=none)
+        drift, metric = _drift(normalize(public.inputs_at(group, guessed).double(), dim=-1).flatten(0, 1), rows)
         return {exchange.order: _read(prompts, public, group, drift=drift, metric=metric).flatten()}
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
@@ -89,8 +89,8 @@ def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Te
     for t in range(rows.shape[1]):
         tries = normalize(public.next_inputs(group, prefixes).double(), dim=-1) @ (drift @ metric)
         distance = torch.cdist(tries[which], rows[:, t, None] @ metric)[..., 0]
-        said = torch.cat([prefixes[which], distance.argmin(dim=1, keepdim=True)], dim=1)
-        prefixes, which = said.unique(dim=0, return_inverse=True)  # many prompts begin alike, so results are cached
+        guessed = torch.cat([prefixes[which], distance.argmin(dim=1, keepdim=True)], dim=1)
+        prefixes, which = guessed.unique(dim=0, return_inverse=True)  # many prompts begin alike, so results are cached
     return prefixes[which]
 
 

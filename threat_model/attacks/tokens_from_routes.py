@@ -3,7 +3,7 @@
 With `experts = "counts"`, a request says how many of its rows go to each expert, and so does the request for the
 effects of its pads. While a tenant decodes one sequence, a request has the rows of one token, so its counts are the
 token's route. The router is public: the attacker runs the base model on public text, and counts how often each token
-goes to each expert of each layer. Then it guesses the token whose habits fit the routes of all layers best (naive
+goes to each expert of each layer. Then it guesses the token whose frequencies fit the routes of all layers best (naive
 Bayes). With `experts = "flat"` all counts of a request are equal, and with `"all"` there are none.
 """
 
@@ -40,7 +40,7 @@ class TokensFromRoutes(LabelsAttack[ExecutorView]):
             return None
         frequency = torch.bincount(public.corpus, minlength=public.vocabulary).double() + _SMOOTHING
         prior = (frequency / frequency.sum()).log()
-        chosen = habits(public)
+        chosen = route_frequencies(public)
         guesses = {}
         for first, routes in steps:
             score = prior.clone()
@@ -75,7 +75,7 @@ def decoding_steps(view: ExecutorView) -> Iterator[tuple[Exchange, Sequence[Coun
 
 
 @functools.lru_cache(maxsize=1)  # the same for every mode
-def habits(public: Public) -> Tensor:
+def route_frequencies(public: Public) -> Tensor:
     """How often each token goes to each expert, on public text: float64 `[layers, v, experts]`, strictly in 0..1."""
     layers: list[Any] = list(experts_of(public.model).values())
     routes: list[list[Tensor]] = [[] for _ in layers]

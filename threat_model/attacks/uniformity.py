@@ -72,13 +72,13 @@ def _serial_tests(words: Tensor) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdicts:
+class RowScores:
     """Scores of the unknown rows; a score above zero means "the second row"."""
 
     scores: Tensor
 
 
-class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
+class Distinguisher(DirectedAttack[ExecutorView, RowScores]):
     """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows.
 
     This is a distinguishing game: the adversary picks two rows, the tenant masks one of them at random, thousands of
@@ -91,10 +91,10 @@ class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
     decisive = True
     sees = "rows of a game with two rows that it chose, half of them labelled"
     source = "indistinguishability under chosen plaintext"
-    metric = "coins called right"
+    metric = "rows told apart"
     chance = "1/2"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Verdicts | None:
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> RowScores | None:
         game = view.games.get(self.direction)
         if game is None:
             return None
@@ -103,9 +103,9 @@ class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
         known, unknown = (known - centre) / spread, (unknown - centre) / spread
         target = game.labels.double() * 2 - 1
         gram = known.t() @ known + _RIDGE * len(known) * torch.eye(known.shape[1], dtype=torch.float64)
-        return Verdicts(unknown @ torch.linalg.solve(gram, known.t() @ target))
+        return RowScores(unknown @ torch.linalg.solve(gram, known.t() @ target))
 
-    def score(self, guess: Verdicts, truth: Truth) -> Outcome:
+    def score(self, guess: RowScores, truth: Truth) -> Outcome:
         coins = truth.coins[self.direction]
         right, n = int(((guess.scores > 0) == coins).sum()), len(coins)
         false, true = roc(guess.scores, coins)

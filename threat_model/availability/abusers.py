@@ -92,7 +92,7 @@ class Client:
             yield connection
 
     def request(self, connection: ssl.SSLSocket, *, sends_rows: bool) -> None:
-        """Announce one large request, and send its rows or never send them."""
+        """Announce one large request. With `sends_rows`, send its rows too."""
         matrix = bytes(wire.RING32.size(_ROWS, self.inputs))
         connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
         if sends_rows:

@@ -4,7 +4,7 @@ bit with an undisturbed run.
 Executors and helpers are separate processes. Every few seconds one of them is killed and started again. A start takes
 time, so several may be down together. One executor and the helpers of one pad always stay up, so that the measured
 pauses are those of failover. With `merciless`, these are killed too, and the tenant waits until a provider is up again.
-The undisturbed run comes second and is the simulation: the same arithmetic without any provider.
+The undisturbed run comes second. It is a simulation: the same arithmetic without any provider.
 """
 
 import contextlib
@@ -81,8 +81,8 @@ class Chaos:
     @property
     def identical(self) -> bool:
         """True if both runs have the same bits."""
-        mine, its = self.disturbed.bits, self.undisturbed.bits
-        return mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+        one, other = self.disturbed.bits, self.undisturbed.bits
+        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
     def rows(self, *, generations: int, every_s: float) -> Iterator[Row]:
         """A row for each role."""
@@ -197,21 +197,21 @@ def _killed(local: LocalFederation, killing: Killing, on_event: Callable[[str], 
     Raises the error of a provider's start.
     """
     least = {"executor": 0, "helper": 0} if killing.merciless else {"executor": 1, "helper": killing.pad_helpers}
-    chance = random.Random(killing.seed)
+    rng = random.Random(killing.seed)
     kills: list[Kill] = []
     over = threading.Event()
     returning: dict[str, Future[None]] = {}
 
     def victims() -> list[str]:
-        there = [name for name in local.names if name not in returning or returning[name].done()]
-        of_role = {role: [name for name in there if name.startswith(role)] for role in least}
+        running = [name for name in local.names if name not in returning or returning[name].done()]
+        of_role = {role: [name for name in running if name.startswith(role)] for role in least}
         return [name for role, names in of_role.items() if len(names) > least[role] for name in names]
 
     def strike() -> None:
         with ThreadPoolExecutor(len(local.names), thread_name_prefix="restart") as restarts:
-            while not over.wait(chance.uniform(0.5, 1.5) * killing.every):
+            while not over.wait(rng.uniform(0.5, 1.5) * killing.every):
                 if names := victims():
-                    victim = chance.choice(names)
+                    victim = rng.choice(names)
                     kills.append(Kill(victim, time.monotonic()))
                     local.kill(victim)
                     on_event(f"{victim} is killed, number {len(kills)}")

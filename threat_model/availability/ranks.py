@@ -116,7 +116,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     time.sleep(seconds)
     statuses = {name: local.status(name) for name in executors}
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
-    gateway, said = local.pid(victim), len(local.logs(victim))
+    gateway, logged = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "the provider has just answered"
     before, ranks, sessions = process_costs.held([gateway]), _ranks(gateway), process_costs.sessions(gateway)
     last = max(ranks)
@@ -135,7 +135,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
         time.sleep(_LOOK_S)
     back = time.monotonic()
     time.sleep(seconds)
-    named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[said:]) is not None
+    named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[logged:]) is not None
     return _Loss(what, at, back, named, before, process_costs.held([gateway]))
 
 

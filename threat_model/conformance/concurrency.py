@@ -17,8 +17,8 @@ from threat_model.conformance.trials import Run, claim
 
 _CONNECTIONS = 4
 _BURSTS = 3  # repetitions of each example, because timing decides whether requests meet in the provider's queue
-_PLUG_WORK = 20_000_000  # multiplications that keep an executor busy while the other requests arrive
-_PLUG_ROWS = 4096
+_LONG_WORK = 20_000_000  # multiplications that keep an executor busy while the other requests arrive
+_LONG_ROWS = 4096
 
 
 @claim("batching", "Requests of several connections at once get the same answers as alone.")
@@ -32,13 +32,13 @@ def check_batching(subject: Subject, run: Run) -> None:
     """
 
     def check(cases: list[Case]) -> None:
-        with subject.connections(1 + len(cases)) as (plugged, *others):
+        with subject.connections(1 + len(cases)) as (busy, *others):
             if len(others) < 2:
                 raise NotTested(f"it grants this tenant {1 + len(others)} connections; 3 are needed")
             cases = cases[: len(others)]
             alone = [subject.answer(case) for case in cases]
-            plug = _plug(subject, cases[0])
-            bursts = [_at_once(subject, [plugged, *others], [plug, *cases])[1:] for _ in range(_BURSTS)]
+            long = _long_request(subject, cases[0])
+            bursts = [_at_once(subject, [busy, *others], [long, *cases])[1:] for _ in range(_BURSTS)]
         for case, before, *answers in zip(cases, alone, *bursts, strict=True):
             counts = ", ".join(str(len(c.rows)) for c in cases)
             what = f"asked by {len(cases)} connections at once ({counts} rows), it answers otherwise than alone"
@@ -57,24 +57,24 @@ def _reordering(subject: Subject, case: Case) -> Array | None:
     return 2 * bound
 
 
-def _plug(subject: Subject, case: Case) -> Case:
+def _long_request(subject: Subject, case: Case) -> Case:
     """A long request for the same layer group in the other direction, so that it joins no batch of `case`."""
     direction = next(d for d in DIRECTIONS if d != case.direction)
     width, other = subject.oracle.widths(case.index, direction)
-    rows = max(1, min(_PLUG_WORK // (width * other), subject.row_limit(case.index), _PLUG_ROWS))
+    rows = max(1, min(_LONG_WORK // (width * other), subject.row_limit(case.index), _LONG_ROWS))
     if subject.role == "helper":
         return effect_case(subject.oracle, case.index, direction, seed=Seed(bytes(SEED_BYTES)), first_row=0, rows=rows)
     return Case(case.index, direction, "ring", torch.ones((rows, width), dtype=torch.int32))
 
 
-def _at_once(subject: Subject, probes: Sequence[RawConnection], cases: Sequence[Case]) -> list[Tensor]:
+def _at_once(subject: Subject, connections: Sequence[RawConnection], cases: Sequence[Case]) -> list[Tensor]:
     """The answers to requests that are sent before any answer is read."""
-    for probe, case in zip(probes, cases, strict=True):
-        probe.send(case.header(subject.role), case.payload(subject.role))
+    for connection, case in zip(connections, cases, strict=True):
+        connection.send(case.header(subject.role), case.payload(subject.role))
     answers = []
-    for probe, case in zip(probes, cases, strict=True):
+    for connection, case in zip(connections, cases, strict=True):
         try:
-            reply, body = probe.receive(max_payload=subject.answer_bytes(case))
+            reply, body = connection.receive(max_payload=subject.answer_bytes(case))
         except ProtocolError as error:
             raise subject.violation(f"answers with a broken frame: {error}", case) from error
         if isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE:

@@ -30,9 +30,9 @@ def _digest(subject: Subject, run: Run) -> None:
     pinned = subject.oracle.manifest.digest
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
-        with subject.dialler.connect() as probe:
-            reply = hello(probe, subject.role, digest)
-            health, _ = probe.ask(wire.FetchHealth())
+        with subject.dialler.connect() as connection:
+            reply = hello(connection, subject.role, digest)
+            health, _ = connection.ask(wire.FetchHealth())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise subject.wrong_role(reply)
         if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):
@@ -109,9 +109,7 @@ def _bias_difference(subject: Subject, run: Run) -> None:
     run.for_all(products(subject, arithmetics=("float_bias_free",), biased=True), check)
 
 
-@claim(
-    "experts", "Rows for single experts are multiplied by their own expert's matrix, both ways, also if most have none."
-)
+@claim("experts", "Rows for single experts are multiplied by their own expert's matrix, in both directions.")
 def _experts(subject: Subject, run: Run) -> None:
     stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
     if not stacks:

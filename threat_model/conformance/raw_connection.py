@@ -106,7 +106,7 @@ class RawConnection:
         Raises:
             TransportError: the connection was closed, or the provider does not read.
         """
-        with self._told():
+        with self._explaining_deadlines():
             self._connection.send(message, payload, deadline=self._dialler.deadline())
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
@@ -117,7 +117,7 @@ class RawConnection:
             TransportError: the connection was closed, or no frame arrived in time.
         """
         deadline = self._dialler.deadline()
-        with self._told():
+        with self._explaining_deadlines():
             reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
             self._connection.fill(body, deadline=deadline)
@@ -143,7 +143,7 @@ class RawConnection:
             time.sleep(_PAUSE_S)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explaining_deadlines(self) -> Iterator[None]:
         """Add the option for longer waits to a deadline's message."""
         try:
             yield

@@ -106,15 +106,15 @@ def check_refusals(subject: Subject, run: Run) -> None:
 
 
 def _refuses(subject: Subject, names: Sequence[str], case: Case) -> None:
-    with subject.connections(1) as (probe,):
+    with subject.connections(1) as (connection,):
         try:
             for name in names:
                 header, payload = _BAD[subject.role][name](subject, case)
-                reply, _ = probe.ask(header, payload, max_payload=subject.answer_bytes(case))
+                reply, _ = connection.ask(header, payload, max_payload=subject.answer_bytes(case))
                 if not isinstance(reply, wire.Failure):
                     raise subject.violation(f"answers {name} with {describe(reply)}", case)
             good = case.header(subject.role)
-            reply, body = probe.ask(good, case.payload(subject.role), max_payload=subject.answer_bytes(case))
+            reply, body = connection.ask(good, case.payload(subject.role), max_payload=subject.answer_bytes(case))
         except ProtocolError as error:
             raise subject.violation(f"answers {' or '.join(names)} with a broken frame: {error}", case) from error
     what = f"after {' and '.join(names)}, it answers a good request otherwise"

@@ -129,7 +129,7 @@ def expert_counts(draw: DrawFn, subject: Subject, index: int, *, by_expert: bool
     """Rows of every expert of a stack: none at all, all at one expert, or a few at each. None for a dense request.
 
     Args:
-        by_expert: whether there are counts; None to draw it, if the group is a stack.
+        by_expert: True for counts, False for a dense request; None draws one of the two if the group is a stack.
     """
     experts = subject.oracle.entry(index).experts
     if by_expert is None:

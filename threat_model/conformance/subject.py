@@ -49,8 +49,8 @@ class Case:
     def piece(self, start: int, rows: int) -> Self:
         """A request for some of the rows."""
         counts = None if self.counts is None else clip(self.counts, start, rows)
-        mine = self.rows[start : start + rows]
-        return replace(self, rows=mine, first_row=self.first_row + start, counts=counts)
+        part = self.rows[start : start + rows]
+        return replace(self, rows=part, first_row=self.first_row + start, counts=counts)
 
     def header(self, role: wire.Role) -> wire.Execute | wire.Effect:
         """The request's header in a role, with a fresh nonce."""
@@ -163,7 +163,7 @@ class Subject:
     oracle: Oracle
     executors: Sequence[Subject] = ()
     require_floats: bool = False
-    _probe: RawConnection | None = None
+    _connection: RawConnection | None = None
     _welcome: wire.Welcome | None = None
 
     @property
@@ -241,8 +241,8 @@ class Subject:
 
     def _exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
         try:
-            probe = self._connected()
-            return probe.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
+            connection = self._connected()
+            return connection.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
         except ProtocolError as error:
             self.close()
             raise self.violation(f"answers with a broken frame: {error}", case) from error
@@ -289,49 +289,49 @@ class Subject:
     @contextmanager
     def connections(self, count: int) -> Iterator[list[RawConnection]]:
         """New connections after their hello: at most `count`, as the provider permits, and at least one."""
-        with ExitStack() as open_probes:
-            probes: list[RawConnection] = []
+        with ExitStack() as opened:
+            found: list[RawConnection] = []
             for _ in range(count):
-                probe = open_probes.enter_context(self.dialler.connect())
+                connection = opened.enter_context(self.dialler.connect())
                 try:
-                    self._greet(probe)
+                    self._say_hello(connection)
                 except (TransportError, NotTested):
-                    if not probes:
+                    if not found:
                         raise
                     break
-                probes.append(probe)
-            yield probes
+                found.append(connection)
+            yield found
 
     def close(self) -> None:
         """Close the connection. The next request connects again."""
-        if self._probe is not None:
-            self._probe.close()
-        self._probe = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
     def _connected(self) -> RawConnection:
-        if self._probe is None:
-            probe = self.dialler.connect()
+        if self._connection is None:
+            connection = self.dialler.connect()
             try:
-                self._welcome = self._greet(probe)
+                self._welcome = self._say_hello(connection)
             except NotTested as refusal:
-                probe.close()
+                connection.close()
                 if self._welcome is None:
                     raise
                 # otherwise a provider could avoid the properties that it breaks
                 raise ConnectionLostError(f"it has welcomed this tenant before; now {refusal}") from None
             except BaseException:
-                probe.close()
+                connection.close()
                 raise
-            self._probe = probe
-        return self._probe
+            self._connection = connection
+        return self._connection
 
-    def _greet(self, probe: RawConnection) -> wire.Welcome:
-        reply = hello(probe, self.role, self.oracle.manifest.digest)
+    def _say_hello(self, connection: RawConnection) -> wire.Welcome:
+        reply = hello(connection, self.role, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
             # The provider names another digest. The property `digest` reports that; the others show what differs.
-            health, _ = probe.ask(wire.FetchHealth())
+            health, _ = connection.ask(wire.FetchHealth())
             if isinstance(health, wire.HealthReport):
-                reply = hello(probe, self.role, health.model_digest)
+                reply = hello(connection, self.role, health.model_digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise self.wrong_role(reply)
         if not isinstance(reply, wire.Welcome):
@@ -349,9 +349,9 @@ class Subject:
         )
 
 
-def hello(probe: RawConnection, role: wire.Role, digest: str) -> wire.Reply:
+def hello(connection: RawConnection, role: wire.Role, digest: str) -> wire.Reply:
     """Sends a hello. Returns the provider's reply, of any kind."""
-    return probe.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
+    return connection.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
 
 
 def describe(reply: wire.Reply) -> str:

@@ -18,7 +18,7 @@ from threat_model.conformance.subject import NotTested, Subject, Violation, Wron
 
 PropertyVerdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
 T = TypeVar("T")
-_PATIENCE = 2  # after this number of consecutive properties without an answer, the other properties are skipped
+_MOST_UNANSWERED = 2  # after this number of consecutive properties without an answer, the other properties are skipped
 _SHRINKING_S = 8.0
 _NO_FLOATS = (
     "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float = true under [executor]"
@@ -189,23 +189,23 @@ def verify(
         seed: seed of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
     """
     for subject in subjects:
-        silent, answered = 0, False
-        hopeless: str | None = None
+        unanswered, answered = 0, False
+        skip_reason: str | None = None
         until = time.monotonic() + budget_s
         for one in (subject, *subject.executors):  # a helper is compared with executors
             one.dialler.until = until
         try:
             for chosen in (p for p in properties if subject.role in p.roles):
-                if hopeless is not None:
-                    yield PropertyResult(subject.name, subject.role, chosen, "not tested", reason=hopeless)
+                if skip_reason is not None:
+                    yield PropertyResult(subject.name, subject.role, chosen, "not tested", reason=skip_reason)
                     continue
                 outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
-                silent = silent + 1 if outcome.verdict == "no answer" else 0
-                answered = answered or not silent
-                if silent == _PATIENCE:  # unreachable: do not wait for the deadline of every property
-                    hopeless = "it has stopped answering" if answered else "it has not answered at all"
+                unanswered = unanswered + 1 if outcome.verdict == "no answer" else 0
+                answered = answered or not unanswered
+                if unanswered == _MOST_UNANSWERED:  # unreachable: do not wait for the deadline of every property
+                    skip_reason = "it has stopped answering" if answered else "it has not answered at all"
                 elif outcome.wrong_role or outcome.verdict == "out of time":
-                    hopeless = outcome.reason
+                    skip_reason = outcome.reason
                 yield outcome
         finally:
             subject.close()

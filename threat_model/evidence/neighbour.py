@@ -65,10 +65,10 @@ class Neighbour:
         started, asked, due = time.monotonic(), 0, 0.0
         while True:
             last = self._stop.is_set()
-            mine = expand(random_key(), first_row=0, rows=_ROWS, width=entry.inputs)
+            rows = expand(random_key(), first_row=0, rows=_ROWS, width=entry.inputs)
             request = wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS)
-            answer = channel.request(request, mask(mine, UNMASKED_BY_CHOICE), outputs=entry.stacked_outputs)
-            self._own.append((answer - mine @ weight.t()).double())
+            answer = channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=entry.stacked_outputs)
+            self._own.append((answer - rows @ weight.t()).double())
             asked += 1
             if last or time.monotonic() >= due:
                 due = time.monotonic() + _HEALTH_EVERY_S

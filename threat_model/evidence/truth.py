@@ -44,8 +44,10 @@ class Truth:
     Args:
         calls: the calls by the order of their requests.
         updates: `scaling * B @ A` of the final adapter, by base module name.
+        generated: new tokens per sequence of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
         prompts: int64 `[b, t]` of each `generate` call.
+        steps: training steps.
     """
 
     calls: dict[int, GroupCall] = field(default_factory=dict)
@@ -85,10 +87,10 @@ class Witness(Backend):
         witness = cls(next(iter(groups.values())).backend, recorder, public, truth)
         for group in groups.values():
             group.backend = witness
-        model.register_forward_pre_hook(witness._note, with_kwargs=True)
+        model.register_forward_pre_hook(witness._remember_call, with_kwargs=True)
         return witness
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _remember_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._ids = kwargs["input_ids"].detach().cpu()
         self._labels = kwargs.get("labels")
         cache = kwargs.get("past_key_values")

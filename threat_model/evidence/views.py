@@ -156,6 +156,10 @@ class NeighbourView:
     own: Tensor
 
 
+NO_NEIGHBOUR = NeighbourView((), torch.zeros((0, 1)))
+"""The view without a second tenant."""
+
+
 @dataclass(frozen=True, eq=False)
 class Views:
     """The views of one run, by party."""
@@ -195,7 +199,7 @@ class Recorder:
         self._blocks: dict[bytes, Tensor] = {}
         self._count = 0
         self.last_executed = -1
-        """Order of the latest request to an executor; the lab pairs truth with frames by it."""
+        """Order of the latest request to an executor. `Witness` files the true rows under this number."""
 
     @property
     def now(self) -> float:
@@ -204,7 +208,7 @@ class Recorder:
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         with self._lock:
-            self._note(peer, message, payload, upward=True)
+            self._record_packet(peer, message, payload, upward=True)
             if isinstance(message, wire.Binding):
                 copy = None if payload is None else payload.clone()
                 self._waiting[message.nonce] = (self._count, self.now, message, copy)
@@ -219,7 +223,7 @@ class Recorder:
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         with self._lock:
-            self._note(peer, message, payload, upward=False)
+            self._record_packet(peer, message, payload, upward=False)
             if not isinstance(message, wire.Result):
                 return
             order, sent, request, rows = self._waiting.pop(message.nonce)
@@ -255,7 +259,7 @@ class Recorder:
             blocks[part.first : part.first + part.rows] += block
         return blocks
 
-    def _note(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
+    def _record_packet(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
         width = 0 if payload is None or not len(payload) else payload.shape[1]
         body = message.encoding.size(message.rows, width) if isinstance(message, wire.Binding) else 0
         size = len(wire.encode(message, payload_bytes=body)) + body

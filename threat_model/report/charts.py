@@ -93,4 +93,4 @@ def forgery_chart(suite: Suite) -> str:
         series.setdefault(f"m = {f.columns}, measured", []).append((f.valuation, max(f.passed / f.trials, 1e-3)))
         series.setdefault(f"m = {f.columns}, 2^-(32-v)m", []).append((f.valuation, f.theory))
     axes = Axis("valuation of the error", 28, 31), Axis("rate", 1e-3, 1, log=True)
-    return figures.lines("who lied, told by few columns: lies that convict nobody", series, *axes)
+    return figures.lines("fault attribution with few columns: rate of errors that pass", series, *axes)

@@ -44,7 +44,7 @@ def to_html(suite: Suite) -> str:
         _pictures(charts.roc_charts(suite)),
         "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>",
         _pictures(charts.attack_charts(suite)),
-        "<h2>Lies about who lied</h2>",
+        "<h2>Fault attribution with few columns</h2>",
         _pictures([charts.forgery_chart(suite)]),
         *(f"<h2>{escape(s.title)}</h2>{_html_table(s.headings, s.rows)}" for s in last_sections(suite)),
         "<h2>Attacks and their sources</h2>",

@@ -55,7 +55,7 @@ def summary(suite: Suite) -> Section:
             )
         )
     headings = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
-    return Section("What that means", headings, rows)
+    return Section("Summary", headings, rows)
 
 
 def last_sections(suite: Suite) -> list[Section]:
@@ -80,7 +80,7 @@ def last_sections(suite: Suite) -> list[Section]:
     return [
         Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
         Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
-        Section("Selective aborts", ("tenant", "aborted", "bits told of one secret bit"), leaks),
+        Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
         Section(
             "Mixture of experts: decoded tokens from routes",
             ("experts", "success", "chance", "99 % interval", "promised", "as promised"),

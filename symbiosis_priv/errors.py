@@ -10,9 +10,9 @@ _NEXT_STEP = {
     "too_large": "send fewer rows at once (smaller batches), or ask its operator for higher [limits]",
     "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
     "role_refused": "use another provider for this role, or ask its operator; no tenant is served in both roles",
-    "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows who does); floats "
-    "only masking = 'paper-pool' needs: choose masking = 'pad', or ask its operator to set float = true under "
-    "[executor]",
+    "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows which); float "
+    "products are for masking = 'paper-pool' only: choose masking = 'pad', or ask its operator to set float = true "
+    "under [executor]",
     "revoked": "its operator does not accept this tenant's certificate any more: ask for a new one",
     "refused": "correct the descriptor and announce it again",
     "busy": "try again later",

@@ -7,7 +7,7 @@ Role = Literal["executor", "helper"]
 """The role of a provider towards a tenant."""
 
 MAX_PAYLOAD: Final = (1 << 32) - 1
-"""Largest number of payload bytes, which the frame's prefix can state."""
+"""Largest payload in bytes: the prefix of a frame states its size in 32 bits."""
 MAX_ROWS: Final = 1 << 24
 """Largest number of rows of a request."""
 

@@ -84,8 +84,8 @@ class Connection(FrameLoop[wire.Request]):
         unread = self._frames.unread
         if unread and encoding is wire.RING24:
             rows = np.empty(unread // 3, dtype=np.int32)
-            self._frames.read(wire.RING24.space(rows))
-            wire.RING24.settle(rows)
+            self._frames.read(wire.RING24.payload_space(rows))
+            wire.RING24.unpack_in_place(rows)
             return wire.RING32.pack(rows)
         payload = np.empty(unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
         self._frames.read(payload)

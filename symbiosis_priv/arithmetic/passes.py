@@ -1,7 +1,7 @@
 """The tenant's two passes over its rows. Each pass reads and writes a matrix once, row by row in the cache.
 
     encode    quantise, and compute the expected value of the check
-    decode    subtract the masks' effects, check, and write floats into the tensors of the siblings
+    decode    subtract the masks' effects, check, and write floats into the tensors of the group's linears
 
 The compiled library and torch do the same float64 operations in the same order, so their bits agree. The bits of a row
 depend on that row only. Do not use the floats of rows that `decode` refuses.
@@ -103,7 +103,7 @@ def decode(
 
     Args:
         answer: int32 `[r, o]`, contiguous.
-        outputs: float matrices `[r, w_k]` on the CPU, one dtype, for the columns of each sibling; written.
+        outputs: float matrices `[r, w_k]` on the CPU, one dtype, for the columns of each linear of the group; written.
         scale: float64 `[r]` from `encode`.
         effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^ring_bits.
         channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).

@@ -1,7 +1,7 @@
 """Quantises weights to integers. Every party gets the same bits.
 
-Per output channel, symmetric: `s_o = max|W[o]| / (2^(b-1) - 1)`, `Wq = round(W / s_o)`, in float64 on the CPU.
-Siblings that share an input are one group: their matrices are stacked along the output dimension.
+Per output channel, symmetric: `s_o = max|W[o]| / (2^(b-1) - 1)`, `Wq = round(W / s_o)`, in float64 on the CPU. Linears
+that share an input are one layer group: their matrices are stacked along the output dimension.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ class QuantisedGroup:
 
         Args:
             experts: number of matrices.
-            along_outputs: True if they are joined along the outputs, False along the inputs.
+            along_outputs: True if the matrices are joined along the outputs, False along the inputs.
         """
         matrices = self.weight.chunk(experts, dim=0 if along_outputs else 1)
         outputs, inputs = matrices[0].shape

@@ -77,7 +77,7 @@ RANGE = 1 << 31
 """Every true product is smaller than this in absolute value, and so is every entry of a quantised row."""
 
 SPREAD: Final = 12.0
-"""kappa: the standard deviations of an output that fit a narrow ring."""
+"""kappa, the number of standard deviations of an output that fit a narrow ring."""
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40
@@ -94,7 +94,7 @@ class Bound:
         weight_absmax: max |Wq| over the whole matrix.
         weight_norm: max over output channels of the channel's 2-norm.
         ring_bits: w, bits of the integers on the wire.
-        spread: kappa; a narrow ring holds so many standard deviations of an output.
+        spread: kappa, the number of standard deviations of an output that fit a narrow ring.
     """
 
     inputs: int
@@ -141,7 +141,7 @@ class Bound:
         return replace(self, ring_bits=ring_bits)
 
     def halved(self) -> Self:
-        """The bound for rows at half the scale, of which fewer entries wrap."""
+        """The bound for rows at half the scale: fewer entries of their products wrap."""
         return replace(self, spread=2 * self.spread)
 
     def with_headroom(self, bits: int) -> Self:

@@ -1,6 +1,6 @@
 """Rows sorted by expert, and the number of rows of each expert of a stack.
 
-`counts` has one number per expert. Row numbers `counts[0] + ... + counts[k - 1]` onwards belong to expert k.
+`counts` has one number per expert. The rows of expert k begin at row `counts[0] + ... + counts[k - 1]`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def clip(counts: Counts, first: int, rows: int) -> Counts:
 
 
 def pick(counts: Counts, numbers: Sequence[int]) -> Counts:
-    """The counts of the rows `numbers` alone, ascending."""
+    """The counts of the rows with these ascending numbers alone."""
     experts = np.searchsorted(np.cumsum(counts), numbers, side="right")
     return tuple(np.bincount(experts, minlength=len(counts)).tolist())
 
@@ -45,7 +45,7 @@ def merge(parts: Sequence[Counts]) -> tuple[Counts, Tensor]:
         parts: the counts of each request; their rows stand one request after the other.
 
     Returns:
-        The counts of all rows, and int64 `[r]`: the row that comes first when they are sorted, the second, and so on.
+        The counts of all rows, and the order int64 `[r]` that sorts them: `rows[order]`.
     """
     table = np.array(parts, dtype=np.int64)
     experts = np.repeat(np.tile(np.arange(table.shape[1]), len(parts)), table.reshape(-1))

@@ -7,8 +7,9 @@ knows `t @ R = xq @ V` modulo p = 2^61 - 1 for a secret column R, so the differe
 
     c = t @ R - y @ R = 2^w (k @ R)      modulo p.
 
-If one entry wrapped, c is one of the 2 J o residues `j 2^w R_o`. If two did, c minus one of them is another one. Both
-are looked up. What is found is accepted only if a second, independent column agrees, which is used for nothing else.
+If one entry wrapped, c is one of the 2 J o residues `j 2^w R_o`. If two entries wrapped, c is the sum of two of these
+residues. `Corrector` looks up both cases. It accepts a candidate only if a second, independent column agrees; that
+column is used for nothing else.
 
 Soundness. Let y be any vector of signed residues, made by a provider's error or not. The candidates are the vectors k
 with at most two non-zero entries of at most J: fewer than `N = (2 J o + 1)^2 / 2 + 1`. For each of them with
@@ -39,7 +40,7 @@ Wrap = tuple[int, int]
 
 
 def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:
-    """The numbers of the rows, int32 `[r, o]` of true products, of which too many entries leave the ring."""
+    """The numbers of the rows of true products, int32 `[r, o]`, of which too many entries wrap to be corrected."""
     half = 1 << ring_bits - 1
     outside = (products < -half) | (products >= half)
     rows: list[int] = (outside.sum(dim=1) > MOST_ENTRIES).nonzero()[:, 0].tolist()
@@ -69,15 +70,15 @@ class Corrector:
     ) -> Tensor | None:
         """The true product of which y holds the residues; None if more than `entries` entries wrapped.
 
-        To look for one entry takes microseconds, and for two entries tens of milliseconds.
+        A search for one entry takes microseconds, a search for two entries takes tens of milliseconds.
 
         Args:
             y: int32 `[o]`, signed residues modulo 2^ring_bits.
             expected: the residue `t @ R` of the true product.
-            second: returns an independent check of the true product. Called if there is an explanation.
+            second: returns an independent check of the true product. Called for each candidate.
             entries: 1 or 2.
         """
-        for candidate in self._explanations((expected - int(dot(y[None], self._column))) % PRIME, entries):
+        for candidate in self._candidates((expected - int(dot(y[None], self._column))) % PRIME, entries):
             column, residue = second()
             other = (residue - int(dot(y[None], column))) % PRIME
             if sum((k << self._bits) * int(column.values[entry]) for entry, k in candidate) % PRIME == other:
@@ -87,7 +88,7 @@ class Corrector:
                 return t
         return None
 
-    def _explanations(self, difference: int, entries: int) -> Iterator[list[Wrap]]:
+    def _candidates(self, difference: int, entries: int) -> Iterator[list[Wrap]]:
         if not difference:
             yield []
             return

@@ -101,7 +101,7 @@ def issue_to_key(
     operator: str | None = None,
 ) -> x509.Certificate:
     """Issues a certificate for an existing public key, without writing a file. Arguments and errors as for `issue`."""
-    who = subject(name, unit=kind, operator=operator)
+    owner = subject(name, unit=kind, operator=operator)
     names: list[x509.GeneralName]
     if kind is reading.Kind.TENANT:
         if hosts:
@@ -112,7 +112,7 @@ def issue_to_key(
     else:
         names = [_host(host) for host in hosts or DEFAULT_HOSTS]
     extensions = [x509.SubjectAlternativeName(names), *_leaf_usage(kind)]
-    return _sign(who, public_key=public_key, extensions=extensions, days=days, signer=signer)
+    return _sign(owner, public_key=public_key, extensions=extensions, days=days, signer=signer)
 
 
 def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
@@ -197,7 +197,7 @@ def _renewed(
 
 
 def _sign(
-    who: x509.Name,
+    owner: x509.Name,
     *,
     public_key: LeafKey,
     extensions: Sequence[x509.ExtensionType],
@@ -206,13 +206,13 @@ def _sign(
 ) -> x509.Certificate:
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
-    not_after, issuer = clock.now() + timedelta(days=days), who
+    not_after, issuer = clock.now() + timedelta(days=days), owner
     if isinstance(signer, reading.Identity):
         authority, signer = _load_authority(signer)
         not_after, issuer = min(not_after, authority.not_valid_after_utc), authority.subject
     builder = (
         x509.CertificateBuilder()
-        .subject_name(who)
+        .subject_name(owner)
         .issuer_name(issuer)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())

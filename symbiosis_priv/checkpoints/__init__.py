@@ -3,7 +3,7 @@
 checkpoint  tensors of a checkpoint folder, read from safetensors
 vetting     what a checkpoint folder may not contain
 metadata    the operations that read a tensor's metadata and none of its values
-layers      layer groups, and the layers that people count
+layers      layer groups, and layers (transformer blocks)
 discovery   finds the linears of a model, and which of them share an input
 manifest    the digest that pins a quantised model
 stacks      the matrices of all experts of a layer as one matrix

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # commands look at a folder before they load torch
     from torch import Tensor
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
-_LONGEST_NAME = 1024  # of a tensor; transformers matches names with patterns and reads numbers from them
+_LONGEST_NAME = 1024  # characters: transformers matches tensor names with patterns and reads numbers from them
 T = TypeVar("T")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

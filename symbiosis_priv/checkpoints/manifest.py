@@ -1,7 +1,7 @@
 """The manifest: which layer groups a quantised base model has, and the digest that fixes it.
 
-It lists every layer group with the SHA-256 of its integers, scales and bias; `federation.toml` pins the digest of the
-manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
+A manifest lists every layer group with the SHA-256 of its integers, scales and bias; `federation.toml` pins the digest
+of the manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
 """
 
 import functools

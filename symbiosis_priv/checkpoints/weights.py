@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a prov
 log = logging.getLogger(__name__)
 
 _DISCOVERY = 3  # raised when `discover` finds other layer groups than before, so that no old manifest is read
-_MAX_MANIFEST = 1 << 30  # bytes; it has a few hundred for each layer group
+_MAX_MANIFEST = 1 << 30  # bytes; a layer group takes a few hundred bytes
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class WeightStore:
             pass
 
     def quantised(self, entry: GroupEntry) -> QuantisedGroup:
-        """Quantise one group of a manifest. CheckpointError if this checkpoint does not hold its weights."""
+        """Quantise one group of a manifest. Raises `CheckpointError`: this checkpoint does not hold its weights."""
         with Checkpoint(self.path) as checkpoint:
             group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
         if group.digest() != entry.digest:
@@ -197,7 +197,7 @@ class WeightStore:
             kernel=self._kernel,
             shardable=self._shardable,
             part=_part(entry),
-            memory=self._choices,
+            results=self._choices,
         )
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
@@ -217,20 +217,20 @@ class WeightStore:
             weight = weight.t().contiguous()
         if self._kernel == "auto":
             device, shardable = torch.device(self.device), self._shardable
-            self._remember(
+            self._write_to_cache(
                 lambda: tune(
                     weight,
                     weight_bits=self.weight_bits,
                     device=device,
                     shardable=shardable,
                     part=_part(entry),
-                    memory=self._choices,
+                    results=self._choices,
                 )
             )
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
-        self._remember(lambda: packed.write(self._cache, _key(entry), made, products))
+        self._write_to_cache(lambda: packed.write(self._cache, _key(entry), made, products))
         if (matrix := self._mapped(entry)) is not None:
             return matrix
         matrix = RingMatrix.of_packed(made, choice, device=self.device)
@@ -354,7 +354,7 @@ class WeightStore:
         if path != self._read_for:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
         manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
-        self._remember(lambda: write_atomically(path, manifest.to_json()))
+        self._write_to_cache(lambda: write_atomically(path, manifest.to_json()))
         self._manifest = manifest
         return manifest
 
@@ -387,11 +387,11 @@ class WeightStore:
         tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
         if group.bias is not None:
             tensors["bias"] = group.bias
-        self._remember(
+        self._write_to_cache(
             lambda: replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
         )
 
-    def _remember(self, write: Callable[[], None]) -> None:
+    def _write_to_cache(self, write: Callable[[], None]) -> None:
         """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything
         again."""
         try:

@@ -11,7 +11,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 460, 260, 56, 44, 30, 14
 
 @dataclass(frozen=True)
 class Axis:
-    """A labelled axis with its range; `log` for powers of ten."""
+    """A labelled axis with its range; logarithmic if `log`."""
 
     label: str
     low: float

@@ -112,14 +112,15 @@ def check_choice(federation: Federation) -> None:
         others = [helper for helper in helpers if federation.admissible(executor, [helper])]
         layers = _turning_points(executor.layers, helpers)
         found = {layer: federation.companies_of([h for h in others if _may_serve(h, layer)]) for layer in layers}
-        short = {layer: there for layer, there in found.items() if there < k}
+        short = {layer: companies for layer, companies in found.items() if companies < k}
         # The layers of an executor may be unknown. Then the check requires enough helpers at one layer at least.
         if short and (executor.layers is not None or len(short) == len(found)):
-            layer, there = next(iter(short.items()))
+            layer, companies = next(iter(short.items()))
             where = f" at layer {layer}" if any(helper.layers for helper in helpers) else ""
             raise RoleConflictError(
-                f"executor {executor.name!r} has helpers of {there} companies other than its own{where}, but [pads] "
-                f"helpers = {k} needs {k} different companies for each pad: add helpers of other companies, or lower it"
+                f"executor {executor.name!r} has helpers of {companies} companies other than its own{where}, but "
+                f"[pads] helpers = {k} needs {k} different companies for each pad: add helpers of other companies, or "
+                f"lower it"
             )
 
 

@@ -81,6 +81,7 @@ class Registries:
     Args:
         addresses: `host:port` of registries; all of them are asked.
         authority: file with the authority's certificate, or several while one replaces another.
+        revoked: list of revoked certificates; None revokes nothing.
     """
 
     addresses: tuple[str, ...]

@@ -280,7 +280,7 @@ class LocalFederation:
         )
 
     def _rounds(self) -> list[list[_Provider]]:
-        """The providers in the order of their starts: a helper that relays is told the executors' addresses."""
+        """The providers in the order of their starts: helpers that relay need the executors' addresses first."""
         everyone = list(self._providers.values())
         if not self._relay:
             return [everyone]

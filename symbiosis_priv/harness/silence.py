@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def silenced(name: str) -> Iterator[None]:
-    """Log no warnings and no errors of a package or module inside this block: the block provokes them."""
+    """Drop the warnings and errors of a package or module inside this block, which provokes them."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -56,7 +56,7 @@ def float_rows(
     Args:
         width: features, or a strategy for them.
         count: rows, or a strategy for them; `row_counts()` if None.
-        dtypes: what to draw from.
+        dtypes: the dtypes to draw from.
         largest: limit of magnitudes (the float path can overflow when the ring does not).
     """
     shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))

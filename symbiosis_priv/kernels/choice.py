@@ -54,7 +54,7 @@ def choose(
     kernel: str = "auto",
     shardable: bool = False,
     part: int = 0,
-    memory: Path | None = None,
+    results: Path | None = None,
 ) -> Choice:
     """The measured choice for this shape class, or the choice that is probably fastest.
 
@@ -63,17 +63,17 @@ def choose(
         kernel: "auto", or a name in `KERNELS`.
         shardable: with "auto", choose only layouts that can be split by output channel.
         part: outputs of each part that products are taken of (`Kernel.part`); 0 if only of the whole.
-        memory: the file that `tune` writes.
+        results: the file that `tune` writes.
 
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
     """
     found = _exact_for(shape, device, kernel, shardable=shardable, part=part)
-    if kernel == "auto" and memory is not None:
-        remembered = _recall(memory).get(_shape_class(shape, weight_bits, device, shardable=shardable))
-        usable = {k.name for k in found if remembered and k.layout == remembered.layout}
-        if remembered and remembered.kernels.keys() == _CLASSES and usable.issuperset(remembered.kernels.values()):
-            return remembered
+    if kernel == "auto" and results is not None:
+        stored = _read_results(results).get(_shape_class(shape, weight_bits, device, shardable=shardable))
+        usable = {k.name for k in found if stored and k.layout == stored.layout}
+        if stored and stored.kernels.keys() == _CLASSES and usable.issuperset(stored.kernels.values()):
+            return stored
     layout = found[0].layout
     few, *_, many = [found[0], *(k for k in found if k.layout == layout)]
     names = {"few": few.name, "many": many.name}
@@ -81,7 +81,7 @@ def choose(
 
 
 def tune(
-    weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, part: int = 0, memory: Path
+    weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, part: int = 0, results: Path
 ) -> None:
     """Time the candidates on part of a matrix, and store the fastest. Does nothing if there is a result or one
     candidate only.
@@ -89,11 +89,11 @@ def tune(
     Args:
         weight: int16 `[o, d]` on the CPU.
         shardable, part: as for `choose`.
-        memory: a file in the cache folder.
+        results: a file in the cache folder.
     """
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
     found = _exact_for(weight.shape, device, "auto", shardable=shardable, part=part)
-    if len(found) == 1 or key in _recall(memory):
+    if len(found) == 1 or key in _read_results(results):
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
     sample = weight[: max(1, timed // weight.shape[1])]
@@ -109,7 +109,7 @@ def tune(
     layout = min(best, key=lambda name: math.prod(seconds for _, seconds in best[name].values()))
     choice = Choice(layout, {row_class: name for row_class, (name, _) in best[layout].items()})
     log.info("kernels for %s: %s", key, choice)
-    write_atomically(memory, msgspec.json.encode(_recall(memory) | {key: choice}))
+    write_atomically(results, msgspec.json.encode(_read_results(results) | {key: choice}))
 
 
 def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, part: int) -> list[Kernel]:
@@ -158,9 +158,9 @@ def _empty_cache(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _recall(memory: Path) -> dict[str, Choice]:
+def _read_results(results: Path) -> dict[str, Choice]:
     try:
-        return msgspec.json.decode(read_limited(memory, _MAX_CHOICES), type=dict[str, Choice])
+        return msgspec.json.decode(read_limited(results, _MAX_CHOICES), type=dict[str, Choice])
     except (OSError, *UNDECODABLE):  # missing or damaged: it will be measured again
         return {}
 

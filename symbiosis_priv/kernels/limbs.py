@@ -1,10 +1,9 @@
 """Kernels for int8 matrix units (CUDA tensor cores, AMX): rows are split into four balanced int8 limbs, weights into
 one or two int8 digits.
 
-Pairs whose shift is 32 or more are 0 modulo 2^32, which leaves seven int8 products for 9 to 15 weight bits, four for up
-to 8. The units need
-the second matrix in column order. The digits are stored in that order for the forward direction, and transposed block
-by block for the backward direction.
+Pairs whose shift is 32 or more are 0 modulo 2^32. Seven int8 products remain for 9 to 15 weight bits, four for up to 8.
+The units need the second matrix in column order. The digits are stored in that order for the forward direction, and
+transposed block by block for the backward direction.
 """
 
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ from symbiosis_priv.kernels.choice import Choice, choose
 from symbiosis_priv.kernels.kernel import Kernel, Packed
 from symbiosis_priv.kernels.registry import KERNELS, kernel_of
 
-_CPU_ROWS = 256  # bytes of one product on a CPU: limits a kernel's own buffers
+_CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
 
 
 class RingMatrix:
@@ -62,7 +62,7 @@ class RingMatrix:
         packed weights are the transposed stack."""
         stack = copy.copy(self)
         stack.experts, stack._turned = experts, turned
-        stack._note_columns()
+        stack._set_columns()
         return stack
 
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class RingMatrix:
         self.experts, self._turned = 1, False
         self._choice = choice
         self._packed = packed.to(device)
-        self._note_columns()
+        self._set_columns()
         for name in set(choice.kernels.values()):
             KERNELS[name].prepare(self._packed)
 
@@ -82,7 +82,7 @@ class RingMatrix:
         """The columns of a product's rows and of its result, for the whole matrix or for one expert's."""
         return self._columns[direction, by_expert]
 
-    def _note_columns(self) -> None:
+    def _set_columns(self) -> None:
         packed, experts = self._packed, self.experts
         self._columns = {
             (direction, by_expert): Widths.of(
@@ -131,8 +131,8 @@ class RingMatrix:
         height = self._packed.outputs // self.experts
         for expert, segment in segments(counts):
             start = expert * height
-            mine = self.chosen(count).part(self._packed, start, start + height)
-            self._multiply(mine, rows[segment], direction, out[segment])
+            matrix = self.chosen(count).part(self._packed, start, start + height)
+            self._multiply(matrix, rows[segment], direction, out[segment])
         return out
 
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:

@@ -64,7 +64,7 @@ def brief_library() -> ctypes.PyDLL:
     """The library, called without releasing the GIL: for work that takes less time than reacquiring the GIL.
     Call it only if `library()` is not None.
     """
-    return _load_holding()
+    return _load_with_gil()
 
 
 def isas() -> tuple[Isa, ...]:
@@ -120,7 +120,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _load_holding() -> ctypes.PyDLL:
+def _load_with_gil() -> ctypes.PyDLL:
     lib = ctypes.PyDLL(str(_LIBRARY))
     _declare(lib)
     return lib

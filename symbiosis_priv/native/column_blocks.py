@@ -10,8 +10,8 @@ from torch import Tensor
 from symbiosis_priv.native.parallel import for_each_slice
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
-_NO_MEMORY = -1  # the same
-_SHARE = 1 << 18  # number of entries that is worth another thread
+_NO_MEMORY = -1  # as in passes.h
+_SHARE = 1 << 18  # entries: fewer are not worth another thread
 
 
 def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:

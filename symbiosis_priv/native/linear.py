@@ -1,4 +1,4 @@
-"""A float linear whose rows have the same bits with any other rows, with the compiled library (local.h)."""
+"""A float linear, with the compiled library (local.h). The bits of a row do not depend on the other rows."""
 
 import torch
 from torch import Tensor

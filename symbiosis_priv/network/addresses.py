@@ -1,5 +1,5 @@
-"""Parses `host:port`, listens there, recognises IP addresses to which a registry must not lead a connection, and checks
-`Host` headers."""
+"""Parses `host:port`, opens listening sockets, finds IP addresses that a registry must not list, and checks `Host`
+headers."""
 
 import ipaddress
 import socket

@@ -1,8 +1,8 @@
 """A block of relayed effects: its id, and the statement that its helper signs.
 
 The id is derived from the seed and from everything that determines the block. So a helper that signs an id has agreed
-to one matrix only. If ids were chosen, an executor and another tenant could order another matrix under the same id,
-and would have the helper's signature of it.
+to one matrix only. If tenants chose ids, an executor could order another matrix under the same id, together with
+another tenant, and would have the helper's signature of it.
 
 The signature is evidence between the parties: an executor accepts no block without it, and a tenant that finds a wrong
 row tests the block against it. So the statement names everything that decides which matrix the block must be: rows and

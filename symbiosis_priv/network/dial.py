@@ -76,7 +76,7 @@ class ClientConnection:
         self._socket: socket.socket | None = None
         self._stream: FrameStream | None = None
         self._shut = False
-        self._heard = False  # a refused certificate is reported at the first read, see `tls`
+        self._received = False  # a refused certificate is reported at the first read, see `tls`
 
     @property
     def tls(self) -> ssl.SSLObject | None:
@@ -142,7 +142,7 @@ class ClientConnection:
         assert self._stream is not None
         head = partial(self._stream.receive_head, max_payload=max_payload, deadline=deadline)
         header, payload_size = self._guarded(head)
-        self._heard = True
+        self._received = True
         self._traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
         return header, payload_size
 
@@ -191,8 +191,8 @@ class ClientConnection:
         raise refusal
 
     def _addresses(self, deadline: float) -> Sequence[_Found]:
-        """Resolve the host name, in a separate thread: `getaddrinfo` has no deadline, and the name's owner may run the
-        servers that answer for it."""
+        """Resolve the host name, in a separate thread: `getaddrinfo` has no deadline, and the owner of the name may run
+        its DNS servers."""
         found: Future[Sequence[_Found]] = Future()
 
         def look_up() -> None:
@@ -225,7 +225,7 @@ class ClientConnection:
     def _lost(self, error: OSError) -> Exception:
         if isinstance(error, TimeoutError):
             return DeadlineExceededError(f"connection to {self._name} broke: {error}")
-        if not self._heard:
+        if not self._received:
             return tls.handshake_error(error, peer=self._name, pins=self._pins)
         return ConnectionLostError(f"connection to {self._name} broke: {error}")
 

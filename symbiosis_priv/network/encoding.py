@@ -76,14 +76,15 @@ class Encoding:
         else:
             matrix -= _ordered(np.frombuffer(payload, dtype=np.int32)).reshape(matrix.shape)
 
-    def space(self, matrix: NDArray[Any]) -> memoryview:
-        """The part of a contiguous matrix's memory that receives its payload. Call `settle` once it is full."""
+    def payload_space(self, matrix: NDArray[Any]) -> memoryview:
+        """The part of a contiguous matrix's memory that receives its payload. Call `unpack_in_place` once it is
+        full."""
         return matrix.data.cast("B")[-self.size(1, matrix.size) :] if matrix.size else memoryview(bytearray())
 
-    def settle(self, matrix: NDArray[Any]) -> None:
-        """Turn the payload that fills `space(matrix)` into the matrix, in place."""
+    def unpack_in_place(self, matrix: NDArray[Any]) -> None:
+        """Turn the payload that fills `payload_space(matrix)` into the matrix, in place."""
         if self.item_bits == _NARROW:
-            _unpack24(np.frombuffer(self.space(matrix), dtype=np.uint8), matrix)
+            _unpack24(np.frombuffer(self.payload_space(matrix), dtype=np.uint8), matrix)
         elif sys.byteorder == "big":
             matrix.byteswap(inplace=True)
 

@@ -22,19 +22,19 @@ from typing import Final
 
 import numpy as np
 
-_AT_ONCE: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
-_AT_ONCE_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
-_BEGUN: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
+_CHUNK: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
+_CHUNK_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
+_PARTIAL_RECORD: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
 _GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes have arrived
 _TIMEVAL: Final = struct.Struct("@ll")
-_LATE: Final = "timed out"
+_TIMED_OUT: Final = "timed out"
 
 
 class _Arrived(threading.local):
     """Each thread's memory for bytes that have arrived and are fed to TLS at once."""
 
     def __init__(self) -> None:
-        self.buffer = np.empty(_AT_ONCE, dtype=np.uint8).data  # not cleared, as a bytearray would be
+        self.buffer = np.empty(_CHUNK, dtype=np.uint8).data  # not cleared, as a bytearray would be
 
 
 _arrived = _Arrived()
@@ -55,7 +55,7 @@ class RecordStream:
         self.raw = raw
         self._timeout = -1.0  # timeout of the socket
         self._flags = 0
-        self._at_once = _AT_ONCE_SERVER if host is None else _AT_ONCE
+        self._chunk = _CHUNK_SERVER if host is None else _CHUNK
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
         """The negotiated TLS parameters; not for reading or writing."""
@@ -110,7 +110,7 @@ class RecordStream:
         the same bytes must be passed again."""
         until = self._begin(timeout)
         if not self._encrypted:
-            part = data[: self._at_once // 2]
+            part = data[: self._chunk // 2]
             while self._encrypted < len(part):
                 self._encrypted += self.tls.write(part[self._encrypted :])
         self._flush(until)
@@ -153,12 +153,12 @@ class RecordStream:
         """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream. If many bytes are
         `promised`, the call waits up to `_GATHER_S` until a full read has arrived: waking the thread for a few bytes
         costs more than the wait."""
-        to_arrive = promised - self._incoming.pending - _BEGUN
-        much = to_arrive >= self._at_once
-        if (size := self._at_once if much else 1) != self._awaited:
+        to_arrive = promised - self._incoming.pending - _PARTIAL_RECORD
+        much = to_arrive >= self._chunk
+        if (size := self._chunk if much else 1) != self._awaited:
             self._await(size)
-        # A read that has taken a part waits for as many bytes again, which may never come. So first wait for all of
-        # them, and not for long: a peer that found the window full sends no more before a read makes room.
+        # After a partial read, the kernel waits for `size` bytes again, which may never come. So wait here until all
+        # have arrived, but not for long: a peer whose window is full sends no more before a read makes room.
         until = time.monotonic() + self._timeout
         while much and not self._arrival.poll(1e3 * min(_GATHER_S, self._timeout)):
             with contextlib.suppress(BlockingIOError):
@@ -167,10 +167,10 @@ class RecordStream:
         try:
             return self._feed(self._flags)
         except BlockingIOError as error:
-            raise TimeoutError(_LATE) from error
+            raise TimeoutError(_TIMED_OUT) from error
 
     def _feed(self, flags: int) -> int:
-        count = self.raw.recv_into(_arrived.buffer, self._at_once, flags)
+        count = self.raw.recv_into(_arrived.buffer, self._chunk, flags)
         self._incoming.write(_arrived.buffer[:count])
         return count
 
@@ -187,7 +187,7 @@ class RecordStream:
             try:
                 self._to_send = self._to_send[self.raw.send(self._to_send, self._flags) :]
             except BlockingIOError as error:
-                raise TimeoutError(_LATE) from error
+                raise TimeoutError(_TIMED_OUT) from error
             if self._to_send:
                 _check_time(until)
 
@@ -199,4 +199,4 @@ def _timeval(seconds: float) -> bytes:
 
 def _check_time(until: float) -> None:
     if time.monotonic() > until:
-        raise TimeoutError(_LATE)
+        raise TimeoutError(_TIMED_OUT)

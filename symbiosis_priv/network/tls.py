@@ -73,7 +73,7 @@ class _Verify(IntEnum):
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
-    """The identity of a tenant: its name and the key that signed its certificate. Authorities may use the same names.
+    """The identity of a tenant: its name and the key that signed its certificate. Two authorities may sign one name.
 
     Compare and count whole identities. `str()` is a short form for people, `alice@sha256:0123456789abcdef`.
 
@@ -103,7 +103,7 @@ def server_context(
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     _check_own(certificate, key, kind=Kind.PROVIDER, prepare=True)
-    pinned = [_dialling(path) for path in helpers]
+    pinned = [_load_connecting(path) for path in helpers]
     for path in helpers:
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
@@ -116,7 +116,7 @@ def server_context(
     context.verify_mode = ssl.CERT_REQUIRED
     if pinned:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an authority may have issued them
-    return _showing(_trusting(context, [*trusted, *pinned]), certificate=certificate, key=key)
+    return _with_certificate(_with_trusted(context, [*trusted, *pinned]), certificate=certificate, key=key)
 
 
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
@@ -133,7 +133,7 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     """
     _check_own(certificate, key, kind=kind)
     if kind is Kind.PROVIDER:
-        _dialling(certificate)
+        _load_connecting(certificate)
     for path in (pin for pin in pins if isinstance(pin, Path)):
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
     pinned = [load_pin(pin) for pin in pins]
@@ -145,7 +145,7 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     # A pin may be a leaf certificate that an authority issued: trust the leaf without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return _showing(_trusting(context, pinned), certificate=certificate, key=key)
+    return _with_certificate(_with_trusted(context, pinned), certificate=certificate, key=key)
 
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
@@ -153,14 +153,14 @@ def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     only read. The federation's authority has issued the certificate for the registry's hosts. Raises `CertificateError`
     if a file is missing, expired, of the wrong kind, or the key does not fit."""
     _check_own(certificate, key, kind=Kind.PROVIDER)
-    return _showing(_context(ssl.PROTOCOL_TLS_SERVER), certificate=certificate, key=key)
+    return _with_certificate(_context(ssl.PROTOCOL_TLS_SERVER), certificate=certificate, key=key)
 
 
 def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
     """The context of a registry's client: TLS 1.3 only, host name checked, no client certificate, and no trust in any
     certificate except these authorities.
     """
-    return _trusting(_context(ssl.PROTOCOL_TLS_CLIENT), authorities)
+    return _with_trusted(_context(ssl.PROTOCOL_TLS_CLIENT), authorities)
 
 
 def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
@@ -226,8 +226,8 @@ def handshake_error(
     )
 
 
-def _dialling(path: Path) -> x509.Certificate:
-    """A provider's certificate with which it can also connect to another provider."""
+def _load_connecting(path: Path) -> x509.Certificate:
+    """Load a provider's certificate that can also be the client's of a connection to another provider."""
     certificate = load_pin(path)
     if ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
         raise CertificateError(
@@ -283,12 +283,12 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
     return context
 
 
-def _trusting(context: ssl.SSLContext, trusted: Sequence[x509.Certificate]) -> ssl.SSLContext:
+def _with_trusted(context: ssl.SSLContext, trusted: Sequence[x509.Certificate]) -> ssl.SSLContext:
     context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
     return context
 
 
-def _showing(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SSLContext:
+def _with_certificate(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SSLContext:
     try:
         # An empty password makes an encrypted key an error; without one OpenSSL would prompt on the terminal.
         context.load_cert_chain(certificate, key, password="")

@@ -26,8 +26,8 @@ Relay of effects. A tenant may order that a helper sends its effect e to the exe
 the same seed. The matrix e + m is a block. The tenant asks the executor for a `Permit` and passes its token to the
 helper (`Effect.relay`). The helper sends the signed block to the executor (`Deposit`) and answers the tenant without a
 payload. `Execute.blocks` names the rows of blocks that the executor subtracts from its answer. The tenant fetches a
-block (`FetchBlock`) only to find out who caused a wrong answer. A tenant that relays says hello with `RELAY_VERSION`.
-Requests and answers without relay have the same bytes as before.
+block (`FetchBlock`) only to find out which provider caused a wrong answer. A tenant that relays says hello with
+`RELAY_VERSION`. Requests and answers without relay have the same bytes as before.
 """
 
 import functools
@@ -81,7 +81,7 @@ def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
 
 
 def version_of(ring_bits: RingBits, *, relay: bool = False) -> int:
-    """The version with which a tenant says hello: the lowest one that has what the tenant uses."""
+    """The version in a tenant's `Hello`: the lowest one with everything that the tenant uses."""
     if relay:
         return RELAY_VERSION
     return VERSION if ring_bits == RING32.item_bits else NARROW_VERSION
@@ -98,7 +98,7 @@ Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_B
 Fingerprint = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
 """`certificates.reading.fingerprint` of a provider's certificate."""
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=144)]
-"""By the key of a provider's certificate: Ed25519, or ECDSA in DER."""
+"""A signature by the key of a provider's certificate: Ed25519, or ECDSA in DER."""
 
 
 class ErrorCode(StrEnum):
@@ -308,7 +308,7 @@ class Permit(Message, frozen=True, tag="permit"):
 
 
 class Deposit(Binding, frozen=True, kw_only=True, tag="deposit"):
-    """A block, from a helper to an executor. `nonce` is the block's id, `signature` the helper's, of
+    """A block, from a helper to an executor. `nonce` is the block's id; `signature` is the helper's signature of
     `block_statement.statement`. Payload: `[rows, outputs]` of `e + m`."""
 
     permit: Token
@@ -322,7 +322,7 @@ class Deposited(Message, frozen=True, tag="deposited"):
 
 
 class FetchBlock(Message, frozen=True, tag="fetch_block"):
-    """Ask an executor for a block of the tenant, to find out who caused a wrong answer."""
+    """Ask an executor for a block of the tenant, to find out which provider caused a wrong answer."""
 
     block: Nonce
 
@@ -379,7 +379,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
-    """Prefix and header of a frame. The payload's bytes follow them unchanged."""
+    """Prefix and header of a frame. The payload's bytes follow them unchanged. Raises `FrameTooLargeError`: header or
+    payload exceeds its limit."""
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
         raise FrameTooLargeError(f"header of {len(header)} or payload of {payload_bytes} bytes is over the limit")
@@ -402,8 +403,7 @@ def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
-    """Parse a header of these messages, or of other messages in the same frames. Raises `ProtocolError`: not a valid
-    header."""
+    """Parse the header of a frame with messages of one protocol. Raises `ProtocolError`: not a valid header."""
     try:
         return decoder.decode(header)
     except UNDECODABLE as error:

@@ -22,8 +22,7 @@ _MOST_TIMES_USUAL: Final = 4.0
 
 
 class Served(NamedTuple):
-    """The operators that serve a layer, at most 2 because the rule counts no further ones; and the sum of their
-    capacities."""
+    """The number of operators that serve a layer, at most 2, and the sum of their capacities."""
 
     operators: int = 0
     capacity: float = 0.0

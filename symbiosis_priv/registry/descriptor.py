@@ -37,7 +37,7 @@ from symbiosis_priv.registry.trust import Trust
 MAX_BYTES: Final = 4096
 """Size limit of a signed descriptor."""
 MAX_CERTIFICATE: Final = 2048
-"""Size limit of the certificate in it, bytes of DER."""
+"""Size limit of the certificate in a descriptor, in bytes of DER."""
 MAX_LIFETIME_S: Final = 86_400
 MAX_LAYERS: Final = 1 << 16
 CLOCK_TOLERANCE_S: Final = 60

@@ -357,9 +357,9 @@ class Channel:
         meanwhile()
         encoding = message.encoding
         entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
-        reply, filled = self._receive(connection, encoding.space(entries), deadline, message)
+        reply, filled = self._receive(connection, encoding.payload_space(entries), deadline, message)
         if filled:
-            encoding.settle(entries)
+            encoding.unpack_in_place(entries)
         answer = torch.from_numpy(entries)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if filled else None)

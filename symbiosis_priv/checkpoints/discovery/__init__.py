@@ -10,10 +10,9 @@ tracing       runs the model and records the calls of linears and experts, with 
 skeleton      `discover`: the layer groups of a checkpoint
 
 Both sides run the discovery on the checkpoint's config alone: the architecture is built without memory for its weights
-and run on small inputs. Linears of one block that receive the *same tensor* are siblings and form one group, whatever
-their names are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that
-both sides found the same groups.
-These stay with the tenant: embeddings, a tied LM head, heads of other tasks (classifiers), linears whose weight the
-model uses in another way (PyTorch's own attention module), and linears that no run reaches (cross-attention of a
-decoder without an encoder).
+and run on small inputs. Linears of one block that receive the *same tensor* form one layer group, whatever their names
+are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that both sides
+found the same groups. These stay with the tenant: embeddings, a tied LM head, heads of other tasks (classifiers),
+linears whose weight the model uses in another way (PyTorch's own attention module), and linears that no run reaches
+(cross-attention of a decoder without an encoder).
 """

@@ -40,7 +40,8 @@ def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Answers transformers, which makes an empty tensor to ask for the device: parameters on meta get no values."""
+    """Tells transformers that it builds on the meta device, so that it computes no initial values. transformers finds
+    the device by making an empty tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.tensor and args == ([],) and not kwargs:

@@ -1,10 +1,11 @@
 """Finds the mixtures of experts in a model, and the expert stacks that can be offloaded.
 
-The expert of a row depends on the row. So no linear of a single expert is ever offloaded: a provider would see
-from the row counts how rows are routed. What can be offloaded are whole stacks (`GroupSpec.experts`), of the classes
-that transformers calls through its experts interface (`transformers.integrations.moe`): their routing, gate and sum are
-separate from their products. Routers stay with the tenant. Other classes of experts (Llama 4, DBRX, JetMoe, NLLB-MoE,
-Switch Transformers, ...) stay with the tenant as a whole.
+The experts of a row depend on the row. A single expert is never a layer group of its own: the row counts of requests
+would show a provider how rows are routed. Whole stacks are layer groups (`GroupSpec.experts`): a tenant can multiply
+every row by all experts, or send `counts`. Only the classes that transformers calls through its experts interface
+(`transformers.integrations.moe`) are offloaded: their routing, gate and sum are separate from their products. Routers
+stay with the tenant. Other classes of experts (Llama 4, DBRX, JetMoe, NLLB-MoE, Switch Transformers, ...) stay with the
+tenant as a whole.
 """
 
 from torch import nn

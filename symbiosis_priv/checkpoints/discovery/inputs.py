@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 Inputs = dict[str, Any]
 
-_TOKENS = 8  # Funnel halves their number twice
+_TOKENS = 8  # Funnel halves the number of tokens twice
 _SIDE = 4  # pixels of a side, for an image that is given in patches
 _SAMPLES = 16_000  # one second of sound
 _FRAMES = 3_000  # frames of a spectrogram: 30 seconds
@@ -26,7 +26,7 @@ def inputs_of(function: Callable[..., Any], config: PreTrainedConfig, main: str 
 
     Args:
         function: the function; the names of its parameters say what it takes.
-        main: the one input to make; all that the function takes if None, or if the function does not take it.
+        main: the only input to make; if None, or if the function does not take it, all inputs of the function.
     """
     parameters = inspect.signature(function).parameters
     sizes = _Sizes(config)

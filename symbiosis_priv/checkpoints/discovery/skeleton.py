@@ -134,7 +134,7 @@ def tied_head(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _untied_head(model: PreTrainedModel) -> dict[str, str]:
-    """Give a tied LM head parameters of its own. Returns `tied_head`."""
+    """Give a tied LM head parameters of its own. Returns what `tied_head` returned before."""
     tied = tied_head(model)
     for parameter in tied:
         owner, _, leaf = parameter.rpartition(".")

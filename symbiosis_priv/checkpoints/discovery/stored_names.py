@@ -84,7 +84,8 @@ class StoredNames:
         self._offloaded = frozenset(member for group in groups for member in group.members)
 
     def parameter(self, stored: str) -> str:
-        """The parameter that a stored tensor is, or is the first part of; a name of no parameter if there is none."""
+        """The name of the parameter that a stored tensor is, or is the first part of; without such a parameter, any
+        name."""
         return self._renamed(stored)[0]
 
     def by_parameter(self, stored: Iterable[str]) -> dict[str, Source]:

@@ -42,7 +42,7 @@ class Call:
 def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[list[Call], set[str]]:
     """Run a model and, where this leaves modules out, its parts: once in inference and once in training.
 
-    Experts are called and not run: they look at routes.
+    The forward pass of experts is replaced, because it depends on the values of routes.
 
     Args:
         modules: the linears and the modules of expert stacks to look for, by name.
@@ -146,9 +146,9 @@ class _Trace(TorchFunctionMode):
 
 
 def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
-    """Run the model on its main input, then on all its inputs, and what is not reached then by its own functions.
-    Returns the runs that went through. Models of several modalities skip the towers that get no input, and want as many
-    image tokens as there are features. So their `get_image_features` and the like run on their own."""
+    """Run the model on its main input, then on all its inputs, and then each part that no run has reached. Returns the
+    runs without an error. Models of several modalities skip the towers that get no input, and require as many image
+    tokens as there are features. So functions such as `get_image_features` run on their own."""
     runs: list[_Run] = []
     failures: list[str] = []
 

@@ -65,7 +65,7 @@ def memory(tmp_path: Path) -> Path:
 
 def used(memory: Path | None, *, kernel: str = "auto") -> set[str]:
     """Names of the kernels of every class."""
-    return set(choose(SHAPE, weight_bits=10, device=CPU, kernel=kernel, memory=memory).kernels.values())
+    return set(choose(SHAPE, weight_bits=10, device=CPU, kernel=kernel, results=memory).kernels.values())
 
 
 SPOILERS: dict[str, Callable[[Tensor], object]] = {
@@ -82,7 +82,7 @@ def test_an_inexact_kernel_is_left_out(
 ) -> None:
     planted = plant(SPOILERS[fault])
     with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
-        tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+        tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert planted not in candidates(CPU)
     assert "planted" not in used(memory)
     assert "kernel planted is not exact" in caplog.text
@@ -110,7 +110,7 @@ def test_a_kernel_that_cannot_run_is_left_out_with_a_warning(
 
 def test_a_kernel_that_is_inexact_for_a_shape_only_is_left_out(plant: Callable[..., Planted], memory: Path) -> None:
     planted = plant(lambda y: y.add_(y.shape[1] == SHAPE[0]))
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert planted in candidates(CPU)
     assert "planted" not in used(memory)
 
@@ -118,10 +118,10 @@ def test_a_kernel_that_is_inexact_for_a_shape_only_is_left_out(plant: Callable[.
 def test_an_exact_and_faster_kernel_is_chosen_and_remembered(plant: Callable[..., Planted], memory: Path) -> None:
     """The control: the planted kernel is refused only because of its fault."""
     planted = plant()
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert used(memory) == {"planted"}
     measured = len(planted.counts)
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert len(planted.counts) == measured
     assert used(None) != {"planted"}  # without a memory file, choosing never measures
     assert len(planted.counts) == measured
@@ -130,18 +130,18 @@ def test_an_exact_and_faster_kernel_is_chosen_and_remembered(plant: Callable[...
 def test_an_incomplete_measurement_is_not_used(plant: Callable[..., Planted], memory: Path) -> None:
     """The file is of another release, or damaged."""
     plant()
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     ((key, whole),) = json.loads(memory.read_text()).items()
     half = {"forward few": "planted"}
     parts: list[dict[str, object]] = [{"kernels": {}}, {"kernels": half}, {"layout": "nonsense", "kernels": {}}]
     for part in parts:
         memory.write_text(json.dumps({key: whole | part}))
-        assert choose(SHAPE, weight_bits=10, device=CPU, memory=memory) == choose(SHAPE, weight_bits=10, device=CPU)
+        assert choose(SHAPE, weight_bits=10, device=CPU, results=memory) == choose(SHAPE, weight_bits=10, device=CPU)
 
 
 def test_a_slower_kernel_is_not_chosen(plant: Callable[..., Planted], memory: Path) -> None:
     plant(lambda _: time.sleep(0.02))
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert memory.is_file()
     assert "planted" not in used(memory)
 
@@ -151,7 +151,7 @@ def test_a_remembered_kernel_that_no_longer_exists_is_not_used(
 ) -> None:
     default = used(None)
     plant()
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     monkeypatch.delitem(KERNELS, "planted")
     assert used(memory) == default
 
@@ -160,10 +160,10 @@ def test_a_shardable_kernel_is_chosen_although_another_is_faster(plant: Callable
     planted = plant()
     planted.block = None  # type: ignore[assignment, misc]
     for shardable in (True, False):
-        tune(WEIGHT, weight_bits=10, device=CPU, shardable=shardable, memory=memory)
+        tune(WEIGHT, weight_bits=10, device=CPU, shardable=shardable, results=memory)
     assert used(memory) == {"planted"}
     for where in (memory, None):
-        found = choose(SHAPE, weight_bits=10, device=CPU, shardable=True, memory=where)
+        found = choose(SHAPE, weight_bits=10, device=CPU, shardable=True, results=where)
         assert all(KERNELS[name].block is not None for name in found.kernels.values())
 
 
@@ -176,14 +176,14 @@ def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[...,
     memory.parent.mkdir()
     memory.write_bytes(content)
     assert used(memory)
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert used(memory) == {"planted"}
 
 
 def test_a_single_candidate_is_not_measured(memory: Path) -> None:
     if len(candidates(CPU)) > 1:
         pytest.skip("several candidates on this CPU")
-    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert not memory.exists()
 
 

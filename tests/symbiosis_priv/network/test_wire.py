@@ -461,8 +461,8 @@ def test_narrow_payloads_hold_the_low_24_bits(name: str, data: st.DataObject, wi
     with build(name):
         sent = wire.RING24.pack(matrix)
         got = wire.RING24.unpack(bytearray(sent), rows=count)
-        wire.RING24.space(into.numpy())[:] = sent
-        wire.RING24.settle(into.numpy())
+        wire.RING24.payload_space(into.numpy())[:] = sent
+        wire.RING24.unpack_in_place(into.numpy())
     assert len(sent) == wire.RING24.size(count, width) == 3 * matrix.numel()
     assert torch.equal(into, matrix << 8 >> 8)
     assert torch.equal(got.view(-1), into.view(-1))

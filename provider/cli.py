@@ -48,10 +48,10 @@ def serve(
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")
 
-    def tell(_: str) -> None:
-        log.info("starting", provider=settings.name)
+    def tell(progress: str) -> None:
+        log.info("starting", provider=settings.name, progress=progress)
 
-    with terminal.progress_bar("quantising") as progress, ExitStack() as starting:
+    with terminal.progress_bar("quantising", tell=tell) as progress, ExitStack() as starting:
         starting.enter_context(terminal.working("starting", tell=tell))
         from provider import serve as server
 
@@ -75,20 +75,22 @@ def manifest(
     no_experts: NoExperts = False,
 ) -> None:
     """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
-    from provider.announce.placement import unplaced
     from provider.config.provider_toml import load
-    from provider.products.model import open_store
     from symbiosis_priv.checkpoints.checkpoint import resolve
     from symbiosis_priv.checkpoints.layers import Scope
-    from symbiosis_priv.checkpoints.weights import WeightStore
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
-    if config is not None:
-        store = open_store(unplaced(load(config)))
+    settings = None if config is None else load(config)
+    folder = resolve(str(model) if settings is None else settings.model.checkpoint)
+    with terminal.working("loading torch"):
+        from provider.announce.placement import unplaced
+        from provider.products.model import open_store
+        from symbiosis_priv.checkpoints.weights import WeightStore
+    if settings is not None:
+        store = open_store(unplaced(settings))
     else:
-        scope = Scope(tied_head=tied_head, experts=not no_experts)
-        store = WeightStore(resolve(str(model)), weight_bits=weight_bits, scope=scope)
+        store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head, experts=not no_experts))
     with terminal.progress_bar("quantising") as progress:
         found = store.manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
@@ -197,7 +199,8 @@ def init(
 
     if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
         checkpoint = os.path.relpath(checkpoint, path.parent)
-    text = template(name=name, roles=[role], checkpoint=checkpoint, layers=layers, listen=listen)
+    revoked = "keys/revoked.txt" if (path.parent / "keys/revoked.txt").exists() else None
+    text = template(name=name, roles=[role], checkpoint=checkpoint, layers=layers, listen=listen, revoked=revoked)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

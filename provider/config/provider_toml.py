@@ -27,7 +27,7 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
         ConfigError: unreadable, an unknown or missing key, a value out of its range; the message names the key.
     """
     path = Path(path)
-    config = load_toml(path, ProviderConfig, whole=whole)
+    config = load_toml(path, ProviderConfig, made_by="symbiosis-priv provider init", whole=whole)
     if config.usage.database is None:
         usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)
@@ -45,10 +45,14 @@ def template(
     checkpoint: str = "model",
     layers: str | None = None,
     listen: str = DEFAULT_LISTEN,
+    revoked: str | None = None,
 ) -> str:
     """A provider.toml with these values. Every other key is commented out, with its default or an example.
 
     The explanations come from the docstrings in `provider.config.schema`.
+
+    Args:
+        revoked: the list of revoked certificates; None if there is none yet.
 
     Raises:
         ConfigError: a value that provider.toml does not allow.
@@ -63,6 +67,7 @@ def template(
         "tls.certificate": f"keys/{name}.pem",
         "tls.key": f"keys/{name}.key",
         "tls.tenant_authority": "keys/authority.pem",
+        "tls.revoked": revoked,
     }
     text = _HEAD + _keys(ProviderConfig, "", given)
     for field in msgspec.structs.fields(ProviderConfig):

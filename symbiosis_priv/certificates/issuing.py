@@ -153,11 +153,10 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     old = reading.load_certificates(certificate)[0]
     current = reading.pair(certificate.parent, certificate.stem)
     previous = reading.pair(certificate.parent, certificate.stem + PREVIOUS)
-    # If the key does not fit, it is lost, or an interrupted rotation has already kept the old pair.
-    if _fits(current, old):
+    if _fits(current, old):  # if not, the key is lost, or an interrupted rotation has already kept it
         replace_file(previous.key, read_file(current.key), mode=0o600)
-        earlier = [c for c in current_certificates(previous.certificate) if c != old]
-        replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
+    earlier = [c for c in current_certificates(previous.certificate) if c != old]
+    replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
     replace_file(current.key, key_bytes, mode=0o600)
     replace_file(current.certificate, certificate_pem(new), mode=0o644)
     if prepared:

@@ -173,14 +173,22 @@ def rotate(
     days: Days = 365,
 ) -> None:
     """Replace a certificate and its key, by the next pair if it exists. The old pair is kept as NAME.previous."""
-    path = _identity(directory, name).certificate
+    own = _identity(directory, name)
+    path = own.certificate
     old = reading.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
     prepared = reading.pair(directory, f"{name}.next").certificate.exists()
+    if signer is not None and signer.key.exists() and not own.key.exists():  # signed here for a key elsewhere
+        kind = " --provider" if reading.kind_of(old) is Kind.PROVIDER else ""
+        raise CertificateError(
+            f"{own.key} does not exist, so {path} is the copy of a certificate whose key is on another machine: its "
+            f"owner runs `symbiosis-priv keys request{kind} --name {name}` there, and you sign the request (with "
+            f"--renew if the owner has lost the key)"
+        )
     if signer is not None and not signer.key.exists() and not prepared:
         raise CertificateError(
             f"{path} was issued by an authority whose key is not in {directory} as {authority}.key: "
-            f"{reading.how_to_renew(_identity(directory, name))}; or pass --authority"
+            f"{reading.how_to_renew(own)}; or pass --authority"
         )
     make = issuing.prepare_rotation if prepare else issuing.rotate
     identity = make(path, authority=signer, days=days)
@@ -218,8 +226,11 @@ def revoke(
     following = path.with_name(f"{path.stem}{NEXT}.pem")
     others = [other for other in (path.with_name(f"{path.stem}{PREVIOUS}.pem"), following) if other.exists()]
     listed = file or directory / _REVOKED
-    for shown in revocation.revoke(listed, [path, *others]):
+    added = revocation.revoke(listed, [path, *others])
+    for shown in added:
         terminal.say(f"revoked {shown}")
+    if not added:
+        terminal.say(f"{listed} already has every certificate of {name}")
     if following in others:
         _next(f"{following} is revoked too: remove it and its key before you rotate.")
     if reading.describe(path).kind == Kind.PROVIDER:

@@ -52,8 +52,8 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
         raise CertificateError(
-            f"{path} exists and is never overwritten: choose another name or directory, or renew it with "
-            f"`symbiosis-priv keys rotate`"
+            f"{path} exists and is never overwritten: use it, or choose another name or directory. `symbiosis-priv "
+            f"keys rotate` renews the pair of a provider or a tenant"
         ) from None
     except OSError as error:
         raise CertificateError(f"cannot create {path}: {error.strerror}; choose another directory") from error

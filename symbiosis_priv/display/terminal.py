@@ -65,9 +65,18 @@ def progress(time: ProgressColumn, *, of: Console) -> Progress:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, on a terminal only: from the first call of the function (done, total) until all is done."""
-    bar = progress(TimeRemainingColumn(), of=console(stderr=True))
+def progress_bar(label: str, *, tell: Callable[[str], None] | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, from the first call of the function (done, total) until all is done. Without a terminal, a line
+    every four seconds.
+
+    Args:
+        tell: called with each line; None prints to stderr.
+    """
+    shown = console(stderr=True)
+    if not shown.is_terminal:
+        yield _lines(label, tell or _to_stderr)
+        return
+    bar = progress(TimeRemainingColumn(), of=shown)
     task = bar.add_task(label, total=None)
 
     def update(done: int, total: int) -> None:
@@ -80,6 +89,18 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield update
     finally:
         bar.stop()
+
+
+def _lines(label: str, tell: Callable[[str], None]) -> Callable[[int, int], None]:
+    due = time.monotonic() + _AGAIN_S
+
+    def update(done: int, total: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + _AGAIN_S
+            tell(f"{label}: {done} of {total}")
+
+    return update
 
 
 def table(

@@ -37,6 +37,7 @@ authority = "keys/federation.pem"   # signs certificates that name the executor 
 `parties` (rule 11) and `federation` (rule 8) check the entries against each other.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -61,6 +62,7 @@ from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.system.toml import load_toml
 
 _FEWEST_MEMBERS = 2
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -69,11 +71,18 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Model(_Section, frozen=True):
-    digest: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+    digest: str
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
     tied_head: bool = False
     experts: bool = True
     ring_bits: RingBits = DEFAULT_RING_BITS
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.digest):
+            raise ValueError(
+                f"digest = {self.digest!r} is not sha256: and 64 hexadecimal digits; `symbiosis-priv provider manifest "
+                f"MODEL` prints the digest of your own copy"
+            )
 
 
 class _Tenant(_Section, frozen=True):
@@ -131,7 +140,7 @@ def load_federation(path: str | Path) -> Federation:
         CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
     path = Path(path)
-    file = load_toml(path, _File)
+    file = load_toml(path, _File, made_by="symbiosis-priv federation init")
     peers = [_peer(entry, path) for entry in file.provider]
     federation = Federation(
         model_digest=file.model.digest,

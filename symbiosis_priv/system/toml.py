@@ -17,9 +17,10 @@ MAX_BYTES = 16 << 20
 T = TypeVar("T")
 
 
-def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
+def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -> T:
     """Read a TOML file into a typed, closed structure. Fields of type `Path` are read relative to the file. With
-    `whole`, a file that ends in the middle of a line is refused: half a file may be a valid one, with fewer limits."""
+    `whole`, a file that ends in the middle of a line is refused: half a file may be a valid one, with fewer limits.
+    `made_by` is the command that writes such a file, for the message about a missing one."""
     try:
         text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
         if whole and not text.endswith("\n"):
@@ -29,7 +30,7 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
             )
         data: dict[str, Any] = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
+        raise ConfigError(f"{path} does not exist; check the path, or write the file with `{made_by}`") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -47,23 +48,27 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
     try:
         return msgspec.convert(data, kind, dec_hook=relative)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}{_known_fields(kind, str(error))}") from error
+        raise ConfigError(f"{path}: {error}{_allowed(kind, str(error))}") from error
 
 
-def _known_fields(kind: type, message: str) -> str:
-    """The known fields, as text for a message, at the place where msgspec found an unknown one; "" for other messages.
+def _allowed(kind: type, message: str) -> str:
+    """The known fields, or the allowed values, as text for a message, at the place where msgspec found an unknown one;
+    "" for other messages.
 
     msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the file there is none.
     """
-    if "unknown field" not in message:
+    if "unknown field" not in message and "Invalid enum value" not in message:
         return ""
     place = message.rpartition(" at `$")[2] if " at `$" in message else ""
     found = _alternatives(inspect.type_info(kind))
     for name in re.findall(r"\.(\w+)|\[", place):
         inner = [_inside(one, name) for one in found]
         found = [alternative for one in inner if one is not None for alternative in _alternatives(one)]
-    names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
-    return f"; known are {', '.join(names)}"
+    if "unknown field" in message:
+        names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
+        return f"; known are {', '.join(names)}"
+    values = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
+    return f"; choose one of {', '.join(map(repr, values))}"
 
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +81,22 @@ def _notes_shown() -> Iterator[None]:
 
 @contextmanager
 def _training_progress() -> Iterator[OnProgress]:
-    """Context manager: show steps and loss on stderr, as a bar on a terminal, else as lines."""
+    """Context manager: show steps and loss on stderr, and what happens before and after them."""
+    with ExitStack() as stage, _shown_steps() as show:
+        stage.enter_context(terminal.working("loading and evaluating the model"))
+
+        def update(done: int, total: int, loss: float) -> None:
+            stage.close()
+            show(done, total, loss)
+            if done == total:
+                stage.enter_context(terminal.working("evaluating the adapter"))
+
+        yield update
+
+
+@contextmanager
+def _shown_steps() -> Iterator[OnProgress]:
+    """Context manager: a bar on a terminal, else lines."""
     console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield _Lines()

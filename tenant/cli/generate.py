@@ -67,7 +67,8 @@ def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[A
         from tenant.model.hf import backend_of
         from tenant.training import generate as generation
 
-    loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=adapter)
+    with terminal.working("loading the model"):
+        loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=adapter)
     try:
         yield loaded, tokenizer
         ledger = ledgers.ledger_of(loaded)

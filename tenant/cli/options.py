@@ -61,7 +61,8 @@ class Remote:
         """Check the files before torch is imported. Raises `SymbiosisError` if the federation file or the full
         checkpoint is missing or invalid."""
         if self.federation is None:
-            self.config()  # refuses masking that needs a federation
+            with terminal.working("loading torch"):
+                self.config()  # refuses masking that needs a federation
         else:
             load_federation(self.federation)
         if self.checkpoint is not None:

@@ -124,4 +124,4 @@ def check_installed() -> None:
     """Refuse to start without the packages of the extra `serve`."""
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} is not installed; run: pip install symbiosis-priv[serve]")
+        raise ConfigError(f"{', '.join(missing)} is not installed; run: pip install 'symbiosis-priv[serve]'")

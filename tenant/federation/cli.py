@@ -95,11 +95,13 @@ def init(
 
 
 def _digest(model: str, weight_bits: int, scope: Scope) -> str:
-    import torch  # importing torch would delay --help
+    folder = resolve(model)
+    with terminal.working("loading torch"):
+        import torch
 
-    from symbiosis_priv.checkpoints.weights import WeightStore
+        from symbiosis_priv.checkpoints.weights import WeightStore
 
-    store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
+    store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
         return store.assemble(entries).digest
@@ -128,7 +130,8 @@ def check(
     preparation = _preparation(loaded, model)
     found = _found(loaded, timeout)
     everybody = replace(loaded, peers=(*loaded.peers, *found.executors))
-    findings = probe_all(everybody, preparation, timeout=timeout)
+    with terminal.working("asking the providers"):
+        findings = probe_all(everybody, preparation, timeout=timeout)
     _show(everybody, findings, preparation, found)
 
 

@@ -67,7 +67,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
         alone = " or ".join(repr(scheme.name) for scheme in registered() if not scheme.roles)
         if remote and self.federation is None:
             raise ConfigError(
-                f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = {alone} does not)"
+                f"masking = {self.masking!r} needs {self.option('federation', 'federation.toml')} (masking = {alone} "
+                f"does not)"
             )
         if remote and self.weight_bits is not None:
             raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")

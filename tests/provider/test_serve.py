@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from provider import serve as server
 from provider.cli import app
+from provider.config import provider_toml
 from provider.config.schema import ExecutorConfig
 from provider.executor import supervisor
 from provider.executor.client import ExecutorRequester
@@ -32,6 +33,7 @@ from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
 from provider.executor.supervisor import ProcessExecutor, make
 from provider.serve import Provider
+from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
 from tests.waiting import until
@@ -309,6 +311,11 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     assert isinstance(run.invoke(app, ["init", str(path)]).exception, ConfigError)
     assert run.invoke(app, ["init", str(tmp_path / "part.toml"), "--layers", "0-15"]).exit_code == 0
     assert '\nlayers = "0-15"' in (tmp_path / "part.toml").read_text(encoding="utf-8")
+    (tmp_path / "other" / "keys").mkdir(parents=True)
+    revocation.create_list(tmp_path / "other" / "keys" / "revoked.txt")
+    assert run.invoke(app, ["init", str(tmp_path / "other" / "provider.toml")]).exit_code == 0
+    revoked = [provider_toml.load(file).tls.revoked for file in (path, tmp_path / "other" / "provider.toml")]
+    assert revoked == [None, tmp_path / "other" / "keys" / "revoked.txt"]
     text = path.read_text(encoding="utf-8")
     text = text.replace('"model"', json.dumps(configure().model.checkpoint))
     text = text.replace('# cache = "cache"', f"cache = {json.dumps(str(configure().model.cache))}")

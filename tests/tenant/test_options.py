@@ -29,7 +29,7 @@ def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
     if masking == "simulate":
         RemoteConfig(masking=masking)
     else:
-        with pytest.raises(ConfigError, match=r"needs federation = 'federation.toml'"):
+        with pytest.raises(ConfigError, match=r"needs RemoteConfig\(federation='federation.toml'\)"):
             RemoteConfig(masking=masking)
 
 

@@ -244,6 +244,19 @@ def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_pat
         run("rotate", "--name", "alice", "--directory", tenant)
 
 
+@pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
+def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, authority: Identity, kind: Kind) -> None:
+    """The key is elsewhere: a new key here would take over the name, and refuse the owner's next request."""
+    request = signing_requests.create_request(tmp_path / "own", name="alice", kind=kind)
+    signer: list[str | Path] = ["--directory", authority.certificate.parent]
+    details = ["--operator", "Alpha GmbH", "--host", "a.example"] if kind is Kind.PROVIDER else []
+    run("sign", request, *signer, *details)
+    for prepare in ([], ["--prepare"]):
+        with pytest.raises(CertificateError, match=f"keys request{' --provider' * bool(details)} --name alice"):
+            run("rotate", "--name", "alice", *signer, *prepare)
+    run("sign", request, *signer, *details)
+
+
 @pytest.mark.parametrize("signed_here", [True, False])
 @pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
 def test_the_command_that_an_expired_certificate_names_renews_it(
@@ -301,6 +314,17 @@ def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, autho
     assert load_revoked(folder / "revoked.txt") == marks
     assert "helpers" in output
     assert "alice.next.pem is revoked too" in " ".join(output.split())
+
+
+def test_the_certificate_of_a_lost_key_is_revoked(tmp_path: Path, authority: Identity) -> None:
+    alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    given = [mark_of(reading.load_certificates(alice.certificate)[0])]
+    alice.key.unlink()
+    issuing.rotate(alice.certificate, authority=authority)
+    given.append(mark_of(reading.load_certificates(alice.certificate)[0]))
+    assert "already has" not in run("revoke", "--name", "alice", "--directory", tmp_path)
+    assert load_revoked(tmp_path / "revoked.txt") == set(given)
+    assert "already has" in run("revoke", "--name", "alice", "--directory", tmp_path)
 
 
 def test_an_expired_certificate_is_not_kept(

@@ -27,7 +27,7 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {"digest": "sha256:ff"}}, "model.digest"),
+        ({"model": {"digest": "sha256:ff"}}, "digest = 'sha256:ff' .* 64 hexadecimal digits"),
         ({"model": {"weight_bits": 40}}, "model.weight_bits"),
         ({"model": {"weigth_bits": 10}}, "weigth_bits"),
         ({"alpha": {"role": "boss"}}, r"provider\[0\].role"),

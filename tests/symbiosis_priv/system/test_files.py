@@ -95,7 +95,7 @@ def test_pipes_devices_and_large_files_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="larger"):
         read_limited(path, 1 << 20)
     with pytest.raises(ConfigError, match="larger"):
-        load_toml(path, dict)
+        load_toml(path, dict, made_by="nothing")
     assert len(list(Path("/dev/fd").iterdir())) == open_files
 
 

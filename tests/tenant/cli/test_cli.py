@@ -156,7 +156,13 @@ main({arguments})
         try:
             assert process.stderr is not None
             assert process.stderr.readline().startswith("loading torch")
-            assert re.match(r"step 1 of 9999, loss \d", next(line for line in process.stderr if line[:4] == "step"))
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("step"):
+                    break
+            assert "loading and evaluating the model ...\n" in lines
+            assert re.match(r"step 1 of 9999, loss \d", lines[-1])
             process.send_signal(number)
             assert process.wait(60) == status
             shown = process.stderr.read()

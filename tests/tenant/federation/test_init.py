@@ -75,7 +75,7 @@ def test_the_digest_comes_from_the_tenants_checkpoint(folder: Path, save_llama: 
     [
         ([*ALPHA, *BETA], ConfigError, "name the model: --digest"),
         ([*ALPHA, *BETA, "--digest", DIGEST, "--model", "m"], ConfigError, "name the model: --digest"),
-        ([*ALPHA, *BETA, "--digest", "sha256:7"], ConfigError, "model.digest"),
+        ([*ALPHA, *BETA, "--digest", "sha256:7"], ConfigError, "digest = 'sha256:7'"),
         (["--executor", "a:1,keys/alpha.pem", "--digest", DIGEST], ConfigError, "write ADDRESS,CERTIFICATE,OPERATOR"),
         (["--executor", "a,keys/alpha.pem,A", "--digest", DIGEST], ConfigError, "not host:port"),
         (["--executor", "a:1,keys/none.pem,A", "--digest", DIGEST], CertificateError, "none.pem"),

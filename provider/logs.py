@@ -85,7 +85,7 @@ class EventLog:
     def failure(self, event: str, error: BaseException, **fields: Field) -> None:
         """Log a bug or an exhausted machine: the exception's type and place.
 
-        The exception's message might quote content. It is logged only if it is about the operator's own files and
+        The exception's message might quote content, so it is logged only for errors of the operator's own files and
         options.
         """
         frames = traceback.extract_tb(error.__traceback__)

@@ -9,7 +9,7 @@ class Refusal(SymbiosisError):
 
     Args:
         code: sent to the tenant.
-        detail: sent to the tenant. It names no other tenant.
+        detail: sent to the tenant; names no other tenant.
         limit: the tenant's quota, if the request exceeds it.
     """
 

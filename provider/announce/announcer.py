@@ -1,5 +1,6 @@
 """Announces this executor to registries: at the start, before each descriptor expires, when the certificate changes,
-and at the end. The announcer tries again if a registry cannot be reached; the executor serves tenants meanwhile.
+and at the end. The announcer tries again if a registry cannot be reached. The executor serves tenants with or without
+registries.
 """
 
 import random

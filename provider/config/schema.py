@@ -86,14 +86,15 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on tenants. They bound all memory and connections that clients can take.
+    """Limits on all memory and connections that clients can take.
 
     Args:
-        max_rows: rows of one request.
-        max_payload_mib: bytes of one request's or one reply's matrix.
-        max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is. A quarter
-            is kept for small requests, which never wait for large ones: an equal part for every connection.
-        max_inflight_mib_per_tenant: one tenant's share of the other three quarters.
+        max_rows: largest number of rows of a request.
+        max_payload_mib: largest matrix of a request or a reply, in MiB.
+        max_inflight_mib: MiB for the matrices of all requests and replies, reserved before memory is allocated. A
+            quarter is kept for small requests, with an equal part for every connection, so they never wait for large
+            ones.
+        max_inflight_mib_per_tenant: one tenant's limit within the other three quarters, in MiB.
         max_connections: authenticated connections. One more closes the idlest connection of the tenant that has the
             most, if its own tenant has fewer; else it is refused.
         max_connections_per_tenant: one tenant's limit.
@@ -234,7 +235,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on each tenant; no limit if left out. They are read again on SIGHUP or when this file changes.
+    """Limits on each tenant; no limit if left out. The provider reads them again on SIGHUP or when this file changes.
 
     Args:
         weight: the tenant's share of a busy executor, relative to other tenants.
@@ -271,8 +272,8 @@ class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. It has no
-    authentication: keep it on loopback or on a private network.
+    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. The address
+    has no authentication: keep it on loopback or on a private network.
 
     Args:
         listen: `host:port`; nothing listens if left out.
@@ -293,12 +294,12 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Args:
         announce: addresses of registries; nothing is announced if left out.
-        authority: the federation's authority. It has issued this provider's certificate, with the operator's name.
+        authority: the federation's authority, which has certified this provider and its operator's name.
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
         capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
-        lifetime_s: validity of an announcement. It is renewed after a third of this time.
+        lifetime_s: validity of an announcement; the provider renews it after a third of this time.
     """
 
     announce: tuple[str, ...] = ()
@@ -338,8 +339,9 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         to: as a helper, the executors that blocks may be sent to. No other address is ever dialled. While an executor
             changes its certificate, list it with both.
-        helpers: as an executor, the certificates of the helpers whose blocks are accepted. They open nothing else.
-        memory_mib: as an executor, the memory for blocks. No tenant gets more of it than what stays free.
+        helpers: as an executor, the certificates of the helpers whose blocks are accepted. A helper can send only
+            blocks.
+        memory_mib: as an executor, the memory for blocks. No tenant gets more than what stays free.
     """
 
     to: tuple[RelayTarget, ...] = ()

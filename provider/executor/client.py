@@ -1,7 +1,7 @@
 """The gateway's client of the executor: one request at a time, with a deadline.
 
 The supervisor restarts an executor that has ended. The ended executor's requests are refused with BUSY, and so are new
-requests until the restart is complete: the tenant may ask another provider meanwhile.
+requests until the restart is complete: the tenant may ask another provider.
 """
 
 import threading

@@ -83,7 +83,7 @@ class ExecutorHandle(ABC):
                 self._hung()
 
     def _answers(self, *, within: float) -> bool:
-        """Ask for a report. Returns False if none comes in time, or if the executor restarts or stops meanwhile."""
+        """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""
         generation, deadline = self.generation, time.monotonic() + within
         with contextlib.closing(self.open_channel()) as channel:
             channel.send(ReportRequest())

@@ -24,7 +24,7 @@ class _Slice(Generic[J]):
 
 
 class KeystreamMaker(Generic[J]):
-    """Makes keystream slices in a thread of its own.
+    """Makes keystream slices in one thread.
 
     Args:
         wake: called in this thread after each slice.

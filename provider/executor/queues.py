@@ -52,8 +52,7 @@ class ExecutorAnswer(NamedTuple):
         failure: the frame of a `Failure`, ready for the wire; empty if there is a product.
         payload: the product, or a report.
         rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
-        after: the receiver calls it once the answer is sent. It does work of the executor for which no tenant should
-            wait.
+        after: work of the executor that the receiver does after it has sent the answer, so that no tenant waits for it.
     """
 
     failure: bytes

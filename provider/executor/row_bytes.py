@@ -34,7 +34,7 @@ def fill(target: memoryview, source: memoryview) -> None:
     """Copy `source` to `target`, which has the same size."""
     if len(source) <= _BRIEF_BYTES:
         target[:] = source
-    else:  # numpy releases the GIL meanwhile
+    else:  # numpy releases the GIL during the copy
         np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
 
 

@@ -15,7 +15,7 @@ class TokenBucket:
         self._tokens, self._when = burst, now
 
     def change(self, *, per_s: float, burst: float) -> None:
-        """Set another rate. It takes effect with the next `tokens` or `delay`."""
+        """Set another rate, which takes effect with the next `tokens` or `delay`."""
         self._per_s, self._burst = per_s, burst
 
     def tokens(self, now: float) -> float:

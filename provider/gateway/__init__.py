@@ -1,4 +1,4 @@
-"""The only code that parses bytes from the network. Read in this order:
+"""The only code that parses what tenants and helpers send. Read in this order:
 
 gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes

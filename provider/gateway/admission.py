@@ -116,7 +116,7 @@ class ByteBudget:
 
 
 class Register:
-    """Each tenant's number of products and connections, and its role (rule 8). Thread-safe."""
+    """Counts the products and connections of each tenant, and keeps its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
         self._visits: Counter[Party] = Counter()

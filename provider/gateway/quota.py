@@ -5,9 +5,9 @@ may leave a bucket in debt: a large request is admitted too, later requests wait
 within the limit. A request that would wait for more than one second is refused (BUSY: the tenant may send the same
 bytes again), so that requests do not pile up. The answer, the log and the metrics name the limit.
 
-Refusals, health reports and requests of zero rows need no product, but they take the gateway's time. Each tenant
-therefore has a rate of such requests, the same for all tenants: the gateway answers them at once, and reads the
-tenant's next request when the rate allows it.
+Refusals, health reports and requests of zero rows need no product, but they take the gateway's time. All tenants
+therefore have the same rate limit for such requests: the gateway answers them at once, and reads the tenant's next
+request when the rate allows it.
 
 A helper sends one row of a block for each row that the tenant multiplies. So the blocks of each helper have the
 tenant's quota to themselves. A block over the quota is refused at once: a block that waits would delay the blocks of

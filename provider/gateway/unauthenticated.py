@@ -2,8 +2,8 @@
 
 The network with the most connections loses one. A network is an IPv4 address, or an IPv6 /64, because one client can
 have all addresses of a /64. Of that network, or of networks with equally many connections, silent connections are
-dropped before connections that have sent something, and the oldest first. So many connections from one network cost the
-clients of another network nothing.
+dropped before connections that have sent something, and the oldest of them first. So many connections from one network
+cost the clients of another network nothing.
 
 A connection that takes too long is dropped too. Its time does not run while it waits for its turn: otherwise many slow
 handshakes would make other clients late.

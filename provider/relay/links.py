@@ -121,7 +121,7 @@ class Links:
         return [link.counts() for link in self._links.values()]
 
     def close(self) -> None:
-        """Close all connections. Those in use are closed after their blocks."""
+        """Close all connections. A connection in use is closed after its block."""
         for link in self._links.values():
             link.close()
 

@@ -10,7 +10,7 @@ from provider.scheduler.waiting import RunnableJobs
 
 
 class Discipline(Generic[J]):
-    """Multiplies every job in a product of its own, in order of fair shares."""
+    """Multiplies every job separately, in order of fair shares."""
 
     def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
         self._policy = policy

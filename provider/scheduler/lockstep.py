@@ -1,9 +1,9 @@
 """`lockstep`: all tenants go through the model in step. This policy exists for comparison.
 
-The scheduler waits until every tenant that was active within `lockstep_wait_s` has a request here. It then multiplies
-all requests for one layer group. Layer groups follow in the order of a training step (forward, then backward) and
-start again at the first one. A tenant that is ahead therefore waits for the tenants behind, and starts its next pass
-through the model when the other tenants have finished theirs.
+The scheduler waits until every tenant that was active within `lockstep_wait_s` has a request here. The scheduler then
+multiplies all requests for one layer group. Layer groups follow in the order of a training step (forward, then
+backward) and start again at the first one. A tenant that is ahead therefore waits for the tenants behind, and starts
+its next pass through the model when the other tenants have finished theirs.
 """
 
 from collections.abc import Hashable

@@ -3,8 +3,8 @@
 * **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
   behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
   lead over the next waiting tenant, and among equal leads the group with the most waiting tenants. The choice delays no
-  product, because the executor has other work meanwhile. A tenant that is more than `max_wait_s` ahead of its fair
-  share is not scheduled first, and a request is passed over for one slice at most.
+  product, because the executor always has other work. A tenant that is more than `max_wait_s` ahead of its fair share
+  is not scheduled first, and a request is passed over for one slice at most.
 * **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
   The saving is the difference between two products and one: the time to read the weights once more, less if the
   products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for

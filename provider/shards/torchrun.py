@@ -59,7 +59,7 @@ def is_here(rank: int) -> bool:
 
 
 def kill() -> None:
-    """Kill torchrun and thereby all ranks of this machine. torchrun itself waits half a minute for a stopped rank.
+    """Kill torchrun, and so all ranks of this machine. torchrun itself waits half a minute for a stopped rank.
 
     Does nothing if `end_with_torchrun` was not called, because the ranks would then continue without torchrun.
     """

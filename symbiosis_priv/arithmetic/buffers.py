@@ -41,7 +41,7 @@ class Buffers:
         return self._unused
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return `size` bytes. They return to the pool when the array and all its views are gone."""
+        """Return an array of `size` bytes. Its memory returns to the pool when the array and all its views are gone."""
         if size < _SMALL:
             return np.empty(size, dtype=np.uint8)
         length = _rounded(size)

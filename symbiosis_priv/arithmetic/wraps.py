@@ -48,7 +48,7 @@ def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:
 
 
 class Corrector:
-    """Corrects rows of products that are checked with the same column R. It makes a table of all wraps of one entry.
+    """Corrects rows of products that are checked with the same column R, with a table of all wraps of one entry.
 
     Args:
         column: R.

@@ -199,9 +199,9 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
 
 
 def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
-    """The command that renews a pair, as text for a message. It depends on the key files in the pair's folder. With
-    `prepare`, it keeps the current pair and creates a next pair, which others can pin first, if `keys rotate` can do
-    so."""
+    """The command that renews a pair, as text for a message. The command depends on the key files in the pair's folder.
+    With `prepare`, the command keeps the current pair and creates a next pair, which others can pin first, if
+    `keys rotate` can do so."""
     path = identity.certificate
     certificate = load_certificates(path)[0]
     options = f"--name {shlex.quote(path.stem)} --directory {shlex.quote(str(path.parent))}"

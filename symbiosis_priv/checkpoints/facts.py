@@ -1,7 +1,7 @@
 """Public facts of a layer group, which a tenant keeps instead of the weights.
 
-They come from one pass over the checkpoint, layer by layer, and are cached under the manifest's digest. Nothing here is
-secret, and a wrong fact can make a product wrong but cannot reveal a row.
+The facts come from one pass over the checkpoint, layer by layer, and are cached under the manifest's digest. They are
+not secret. A wrong fact can make a product wrong, but cannot reveal a row.
 """
 
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ class GroupFacts:
         channel_scale: float64 `[o]`, the weight scales.
         bias: float64 `[o]` or None; the tenant adds it.
         bounds: limits of input rows, per direction.
-        by_expert: for rows that each belong to one expert of a stack; None if the group is not a stack. There,
-            `channel_scale` and `bias` are `[experts, o]`.
+        by_expert: the facts for rows that each belong to one expert of a stack, with `channel_scale` and `bias`
+            `[experts, o]`; None if the group is not a stack.
     """
 
     entry: GroupEntry
@@ -47,7 +47,11 @@ class GroupFacts:
         return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.turned))
 
     def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
-        """These facts of a stack, with the bounds on rows for one expert."""
+        """A copy of these facts of a stack, with `by_expert` set.
+
+        Args:
+            bounds: limits of rows for one expert.
+        """
         experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
         scale, bias = self.channel_scale, self.bias
         if self.entry.turned:  # each expert has as many outputs as the whole matrix

@@ -30,7 +30,7 @@ _QUANTISED = ("quantization_config", "compression_config")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
 _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_replace)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
-_MAX_COUNT = 1 << 14  # limit of experts and the like, because Python builds a module for each
+_MAX_COUNT = 1 << 14  # limit of experts, labels and sizes, because Python builds a module for each
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
 _SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
 _MAX_REPEATS = 2
@@ -144,8 +144,8 @@ def _check_patterns(path: Path, key: str, value: Any) -> None:
 
 
 def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
-    """The sizes that PEFT allocates because of the configuration alone, before it reads the tensors. Each has its
-    limit."""
+    """The sizes that PEFT allocates because of the configuration alone, before it reads the tensors. Returns (size,
+    limit) for each."""
     repeated = config.get("layer_replication")
     tokens = config.get("num_virtual_tokens")
     entries = config.get("theta_d_length")  # length of a vector that Uni-LoRA creates with numpy

@@ -348,8 +348,8 @@ class WeightStore:
         return results
 
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of the entries that `each_group` has made. It is written to the cache for the next start. Raises
-        `CheckpointError`: the checkpoint's files have changed since `each_group` began to read them."""
+        """The manifest of the entries that `each_group` has made, also written to the cache. Raises `CheckpointError`:
+        the checkpoint's files have changed since `each_group` began to read them."""
         path = self._manifest_path()
         if path != self._read_for:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")

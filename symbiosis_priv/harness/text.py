@@ -1,8 +1,8 @@
 """Two synthetic corpora: public prose for the base model, private clinic notes for the tenant.
 
-Both are drawn from a seeded `random.Random`: the same seed gives the same text. Choices follow Zipf's law, as words do,
-so most next tokens have one clearly most likely value. So top-1 agreement between two models does not depend on ties
-between equally likely words.
+The texts are drawn from a seeded `random.Random`: the same seed gives the same text. Choices follow Zipf's law, as
+words do, so most next tokens have one clearly most likely value. So top-1 agreement between two models does not depend
+on ties between equally likely words.
 """
 
 import random

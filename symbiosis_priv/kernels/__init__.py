@@ -1,7 +1,7 @@
 """Exact matrix products modulo 2^32, and the choice between them.
 
-A kernel packs a weight matrix once and multiplies in both directions with that one copy. It takes 1 byte per weight up
-to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
+A kernel packs a weight matrix once and multiplies in both directions with that one copy. The copy takes 1 byte per
+weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
 
     native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
     int32      torch's integer matmul, which wraps (plain)

@@ -1,5 +1,5 @@
-"""Kernels on unchanged weights, int16 or int8 `[o, d]`. They convert one block at a time, and never hold a second full
-copy.
+"""Kernels on unchanged weights, int16 or int8 `[o, d]`. The kernels convert one block at a time, and never hold a
+second full copy.
 
 int32   torch's integer matmul wraps modulo 2^32, so it is exact. CPU only. Fast for few rows.
 fp64    exact while every partial sum is an integer of at most 2^53; longer sums are split.

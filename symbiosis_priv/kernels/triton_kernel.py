@@ -106,7 +106,8 @@ class TritonKernel(DigitKernel):
         return device.type == "cuda"
 
     def prepare(self, packed: Packed) -> None:
-        """Compile the kernel, and time the tiles for this matrix. This takes seconds, the first time on a machine."""
+        """Compile the kernel, and time the tiles for this matrix. The first time on a machine, compiling takes
+        seconds."""
         if packed.data.device.type == "cuda":  # the interpreter compiles nothing
             self.choose(packed, milliseconds=_milliseconds)
 

@@ -1,4 +1,4 @@
-"""Reads and writes of exact sizes over TLS, with deadlines that a slow peer cannot extend. Both sides use it.
+"""Reads and writes of exact sizes over TLS, with deadlines that a slow peer cannot extend, for clients and servers.
 
 Every read of TLS releases the GIL, and with many connections the thread waits to get the GIL back. So a request's
 prefix, header and first rows, which arrive as one TLS record, are read with one call.

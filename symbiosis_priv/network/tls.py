@@ -79,8 +79,8 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
 
     Args:
         name: as in the tenant's certificate.
-        authority: `key_fingerprint` of the signer: an authority, or the tenant itself if its certificate is
-            self-signed and listed. It does not change when an authority's certificate is renewed with the same key.
+        authority: `key_fingerprint` of the signer: an authority, or the tenant itself if its certificate is self-signed
+            and listed. The value stays when an authority's certificate is renewed with the same key.
     """
 
     name: str

@@ -61,7 +61,7 @@ class RegistryClient:
             raise self._mismatched()
 
     def list(self, model_digest: str | None = None) -> list[bytes]:
-        """Signed descriptors of the executors of one model, or of all models. They have not been verified.
+        """Signed descriptors, not verified, of the executors of one model, or of all models.
 
         Raises the errors of `announce`.
         """

@@ -2,7 +2,7 @@
 
 Another user who can write to a folder can rename everything below it and put something else in its place. A folder is
 therefore private only if every folder above it is safe: it belongs to this user or to root, and no other user can write
-to it. Sticky folders such as /tmp are an exception, because nobody can rename another user's entries in them; the next
+to it. Sticky folders such as /tmp are an exception, because no user can rename another user's entries in them; the next
 folder on the path then has to belong to this user or to root.
 
 The walk from the root opens one folder at a time, follows no link, and keeps descriptors. So the folder that was

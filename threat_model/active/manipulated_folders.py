@@ -1,7 +1,7 @@
 """An adversary that writes folders which the tenant loads: checkpoints, adapters and the tenant's cache (rule 10).
 
-The adversary does not change what providers serve, so every answer would pass verification. It attacks the masking, and
-the tensors and facts that the tenant computes with.
+The adversary does not change what providers serve, so every answer would pass verification. The folders attack the
+masking, and the tensors and facts that the tenant computes with.
 """
 
 import json

@@ -16,7 +16,7 @@ the attack takes their median. What remains after W is subtracted has a few larg
 is cut off. The result is BA, up to the invertible factor between B and A.
 
 The outputs of q_proj and k_proj are visible only through the softmax, those of gate_proj and up_proj only through a
-product of both. The linear algebra here cannot read them. That limits this attack; it proves nothing about any scheme.
+product of both. The linear algebra here cannot read them. This is a limit of the attack, and no proof about any scheme.
 """
 
 from collections.abc import Iterator, Mapping

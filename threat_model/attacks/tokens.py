@@ -49,7 +49,7 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
     """Reads tokens from a deeper layer: runs the public model on every possible next token, and keeps the best fit.
 
     The search is greedy: position t is decided after all positions before it, so the cost is vocabulary x length and
-    not vocabulary ^ length. The tenant's adapters are unknown. They change activations, but in a similar way for all
+    not vocabulary ^ length. The tenant's adapters are unknown, but they change activations in a similar way for all
     tokens. So the attack reads all prompts once, fits a linear map from the public model's activations to the received
     ones, and reads every prompt again with that map.
     """

@@ -1,7 +1,7 @@
 """Tests if masked rows are uniform: classical tests on every byte, and a trained distinguisher between two known rows.
 
 A one-time pad over the ring makes rows uniform and independent of the rows under the pad. So every test rejects at its
-own level, and no distinguisher has an advantage. That is a theorem; this attack measures it.
+own level, and no distinguisher has an advantage. This attack measures both.
 """
 
 import math
@@ -81,7 +81,7 @@ class RowScores:
 class Distinguisher(DirectedAttack[ExecutorView, RowScores]):
     """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows.
 
-    This is a distinguishing game: the adversary picks two rows, the tenant masks one of them at random, thousands of
+    In the distinguishing game, the adversary picks two rows, and the tenant masks one of them at random, thousands of
     times.
     """
 

@@ -115,7 +115,7 @@ def _flood(abuser: Client) -> None:
 
 
 def _flood_blocks(abuser: Client) -> None:
-    """Send blocks, one after the other, that nobody uses."""
+    """Send unused blocks, one after the other."""
     helper, executor = fingerprint(abuser.helper.certificate), fingerprint(abuser.peer.pins[0])
     key, payload = abuser.helper.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
     with (

@@ -1,10 +1,10 @@
 """`bench ranks`: measures how a killed or hanging rank of a sharded executor affects tenants.
 
-Each tenant is a process with its own session. It requests one product after the other and compares each answer with the
-product that it has computed itself. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider
-must detect the loss, name the rank, and restart the group. With one group, all tenants wait for the restart; with two
-groups, they can use the other group. In practice a second group has its own machine. So the restarting group has low
-priority here, unless `apart` is False, and its restart takes longer.
+Each tenant is a process with its own session. The tenant requests one product after the other and compares each answer
+with its own product. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider must detect the
+loss, name the rank, and restart the group. With one group, all tenants wait for the restart; with two groups, they can
+use the other group. In practice a second group has its own machine. So the restarting group has low priority here,
+unless `apart` is False, and its restart takes longer.
 """
 
 import contextlib

@@ -196,8 +196,7 @@ class CheckpointOracle(Oracle):
 
 
 class PreparedOracle(Oracle):
-    """Checks answers with the verification keys of the tenant's sessions. It finds wrong rows, but computes no
-    products.
+    """Checks answers with the verification keys of the tenant's sessions. Finds wrong rows, but computes no products.
 
     No keys are stored for arbitrary rows of a stack of experts (`tenant.core.verifier`).
     """

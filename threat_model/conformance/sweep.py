@@ -32,9 +32,9 @@ def check_every_layer(subject: Subject, run: Run) -> None:
     altered, the answer differs by `x_i * D[o, i]`, which is not 0: the check finds a single altered weight with
     certainty. (A sparse row detects it only with a non-zero entry there. A uniform row misses a change by 2^v with
     probability 2^-(32-v).) Several altered weights of a channel could cancel in the first row, so two uniform rows
-    follow. They both miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42 because
-    |D| < 2^12. A helper multiplies rows that it expands from a seed, so it gets four uniform rows, which miss with
-    probability 2^-84 at most.
+    follow. Both uniform rows miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42
+    because |D| < 2^12. A helper multiplies rows that it expands from a seed, so it gets four uniform rows, which miss
+    with probability 2^-84 at most.
 
     Floats. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns, and zero
     elsewhere. Adding zeros is exact, so the error bound of channel o is at most gamma_33 * 32 * max|W[o]|, forward and

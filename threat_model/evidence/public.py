@@ -1,7 +1,8 @@
 """Public knowledge: the checkpoint, and therefore everything that can be computed from it.
 
 Providers hold the frozen linears; the embeddings, norms and tokenizer of a public base model can be downloaded. So an
-adversary can run the whole base model on any text and read any layer. It does not know the tenant's adapters.
+adversary can run the whole base model on any text and read any layer. The adversary does not know the tenant's
+adapters.
 """
 
 import functools
@@ -154,7 +155,7 @@ class Public:
 
     @functools.cached_property
     def vocabulary_rows(self) -> Tensor:
-        """The inputs of the first group for every token: float32 `[v, d]`. They do not depend on positions."""
+        """The inputs of the first group for every token, independent of the position: float32 `[v, d]`."""
         return self.next_inputs(0, torch.empty((1, 0), dtype=torch.long))[0]
 
 

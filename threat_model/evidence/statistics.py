@@ -74,8 +74,8 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
 def gaussian_channel_bits(noise_scale: float) -> float:
     """Largest number of bits that one masked row reveals about one coordinate. `noise_scale` is relative to its spread.
 
-    This is the capacity of the Gaussian channel, `1/2 log2(1 + 1/scale^2)` (Shannon 1948). It adds up over coordinates
-    and over repeated maskings of a row. It does not apply if noise is reused, or is rounded to float32.
+    The capacity of the Gaussian channel is `1/2 log2(1 + 1/scale^2)` (Shannon 1948). The bits add up over coordinates
+    and over repeated maskings of a row. The bound does not hold if noise is reused, or is rounded to float32.
     """
     return 0.5 * math.log2(1 + noise_scale**-2)
 

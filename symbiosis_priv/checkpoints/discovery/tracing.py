@@ -25,8 +25,8 @@ _FEATURES = re.compile(r"get_(text|image|video|audio)_features")
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The first call of a module in one run of the model. It keeps the input alive, so no other tensor gets its
-    `id`."""
+    """The first call of a module in one run of the model. Keeps the input alive, so that no other tensor gets the
+    input's `id`."""
 
     name: str
     x: Tensor

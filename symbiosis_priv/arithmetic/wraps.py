@@ -22,7 +22,7 @@ as an accepted product is, and an error of a provider that looks like a wrap is 
 Which rows can be corrected is a function of t alone, up to that probability: those with at most two wrapped entries.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Corrector:
 
     def __init__(self, column: Column, *, ring_bits: RingBits, most: int) -> None:
         self._column, self._bits, self._width = column, ring_bits, len(column.values)
-        self._factors = [*range(-most, 0), *range(1, most + 1)]
+        self._factors = torch.tensor([*range(-most, 0), *range(1, most + 1)], dtype=torch.int32, device="cpu")
         step = shifted(column.values, ring_bits)
         multiples = [step]
         for _ in range(most - 1):
@@ -65,22 +65,37 @@ class Corrector:
         negative = [(PRIME - residues).remainder_(PRIME) for residues in reversed(multiples)]
         self._residues, self._places = torch.cat(negative + multiples).sort()
 
-    def corrected(
-        self, y: Tensor, expected: int, second: Callable[[], Check], *, entries: int = MOST_ENTRIES
-    ) -> Tensor | None:
-        """The true product of which y holds the residues; None if more than `entries` entries wrapped.
+    def one_entry(self, y: Tensor, expected: Tensor) -> tuple[list[int], Tensor]:
+        """Undo one wrap in every row of which one entry explains the difference. The second column must confirm it.
 
-        A search for one entry takes microseconds, a search for two entries takes tens of milliseconds.
+        Args:
+            y: int32 `[r, o]`, signed residues modulo 2^ring_bits.
+            expected: int64 `[r]`, the residues `t @ R` of the true products.
+
+        Returns:
+            The numbers of these rows, and what are then their true products: int32 `[n, o]`.
+        """
+        differences = (expected - dot(y, self._column)).remainder_(PRIME)
+        found = torch.searchsorted(self._residues, differences).clamp_(max=len(self._residues) - 1)
+        rows = (self._residues[found] == differences).nonzero()[:, 0]
+        places, t = self._places[found[rows]], y[rows]
+        wraps = self._factors[places // self._width] * (1 << self._bits)
+        t[torch.arange(len(rows), device="cpu"), places % self._width] += wraps
+        return rows.tolist(), t
+
+    def corrected(self, y: Tensor, expected: int, second: Check) -> Tensor | None:
+        """The true product of which y holds the residues; None if more than two entries wrapped.
+
+        A search for two entries takes tens of milliseconds.
 
         Args:
             y: int32 `[o]`, signed residues modulo 2^ring_bits.
             expected: the residue `t @ R` of the true product.
-            second: returns an independent check of the true product. Called for each candidate.
-            entries: 1 or 2.
+            second: an independent check of the true product.
         """
-        for candidate in self._candidates((expected - int(dot(y[None], self._column))) % PRIME, entries):
-            column, residue = second()
-            other = (residue - int(dot(y[None], column))) % PRIME
+        column, residue = second
+        other = (residue - int(dot(y[None], column))) % PRIME
+        for candidate in self._candidates((expected - int(dot(y[None], self._column))) % PRIME):
             if sum((k << self._bits) * int(column.values[entry]) for entry, k in candidate) % PRIME == other:
                 t = y.clone()
                 for entry, k in candidate:
@@ -88,14 +103,13 @@ class Corrector:
                 return t
         return None
 
-    def _candidates(self, difference: int, entries: int) -> Iterator[list[Wrap]]:
+    def _candidates(self, difference: int) -> Iterator[list[Wrap]]:
         if not difference:
             yield []
             return
         first, end = (int(torch.searchsorted(self._residues, difference, right=right)) for right in (False, True))
         yield from ([self._at(place)] for place in range(first, end))
-        if entries > 1:
-            yield from self._pairs(difference)
+        yield from self._pairs(difference)
 
     def _pairs(self, difference: int) -> Iterator[list[Wrap]]:
         rest = (difference - self._residues).remainder_(PRIME)
@@ -107,4 +121,4 @@ class Corrector:
 
     def _at(self, place: int) -> Wrap:
         place = int(self._places[place])
-        return place % self._width, self._factors[place // self._width]
+        return place % self._width, int(self._factors[place // self._width])

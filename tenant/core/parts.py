@@ -5,7 +5,7 @@ The steps of a part, in this order:
     mask      adds pads to the encoded rows, once; the result is `MaskedRows`, which can be sent
     remask    only after a failure: replaces pads, so the masked rows change
     open      subtracts the effects from the answer and checks it; results of rows that fail are dropped
-    put       only in a narrow ring: checks the corrected product of a row that failed, and writes its results
+    put       only in a narrow ring: checks the corrected products of rows that failed, and writes their results
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -112,13 +112,13 @@ class Part:
         placed = with_first_rows(self.pads)
         return [self._unchecked(first, *pad.open(row_range(answer, first, pad.rows))) for first, pad in placed]
 
-    def put(self, row: int, one: Rows, product: Tensor) -> bool:
-        """Check the corrected product of one row, int32 `[o]`. Writes its results and returns True if it is right."""
-        expected = self.expected[row : row + 1]
-        if one.decode(UncheckedProduct(0, product[None], column=self.column, expected=expected)):
-            return False
-        self.rows.put([self.start + row], one, [0])
-        return True
+    def put(self, rows: Sequence[int], some: Rows, products: Tensor) -> list[int]:
+        """Check products of some rows, int32 `[n, o]`, and write the results of right ones. Returns the other rows."""
+        product = UncheckedProduct(0, products, column=self.column, expected=self.expected[list(rows)])
+        wrong = set(some.decode(product))
+        right = [place for place in range(len(rows)) if place not in wrong]
+        self.rows.put([self.start + rows[place] for place in right], some, right)
+        return [rows[place] for place in sorted(wrong)]
 
     def _unchecked(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> UncheckedProduct:
         expected = row_range(self.expected, first, answer.shape[0])

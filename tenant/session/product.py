@@ -41,7 +41,7 @@ from tenant.session.runtime import Runtime
 from tenant.session.spans import clock, record
 from tenant.session.tally import Tally
 
-_FEW_ROWS, _FEW_PARTS = 8, 8  # more than max(8 rows, 1 / 8 of the rows) do not leave a ring by chance
+_FEW_ROWS = 8  # more rows than this do not leave a ring by chance at two entries
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,9 @@ class Products:
         None if a provider was at fault and the part has to be sent again."""
         may_wrap = corrections.may_wrap(part, refused)
         is_fault = partial(self.failover.faults.product_refused, route, part, answer, retry, may_wrap=may_wrap)
-        # few right products leave the ring, very few in two entries; correcting many rows takes long: attribute first
-        suspicious = not may_wrap or len(refused) > max(_FEW_ROWS, part.count // _FEW_PARTS)
-        left = refused if suspicious else corrections.correct(part, refused, answer.words, entries=1)
-        suspicious = suspicious or len(left) > _FEW_ROWS
+        # an outlier channel may wrap in all rows, but few rows wrap at two entries, and to look for them takes long
+        left = corrections.correct(part, refused, answer.words, entries=1) if may_wrap else refused
+        suspicious = not may_wrap or len(left) > _FEW_ROWS
         if suspicious and is_fault():
             return None
         left = corrections.correct(part, left, answer.words)

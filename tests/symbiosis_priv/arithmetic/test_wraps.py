@@ -35,7 +35,7 @@ def wrapped(draw: st.DrawFn, entries: st.SearchStrategy[int]) -> tuple[Tensor, T
 def corrected(y: Tensor, t: Tensor, columns: tuple[Column, Column] | None = None) -> Tensor | None:
     first, second = columns or (uniform(KEYS[0], len(y)), uniform(KEYS[1], len(y)))
     corrector, expected = wraps.Corrector(first, ring_bits=24, most=MOST), int(dot(t[None], first))
-    return corrector.corrected(y, expected, lambda: (second, int(dot(t[None], second))))
+    return corrector.corrected(y, expected, (second, int(dot(t[None], second))))
 
 
 @given(wrapped(st.integers(0, 2)))
@@ -45,6 +45,21 @@ def test_up_to_two_wrapped_entries_are_corrected(pair: tuple[Tensor, Tensor]) ->
     assert got is not None
     assert torch.equal(got, t)
     assert wraps.uncorrectable(t[None], ring_bits=24) == []
+
+
+@given(wrapped(st.integers(0, 3)), st.integers(1, 5))
+def test_one_wrapped_entry_is_found_in_many_rows_at_once(pair: tuple[Tensor, Tensor], copies: int) -> None:
+    """In rows of which none, one or more entries wrapped."""
+    y, t = pair
+    generator = torch.Generator().manual_seed(copies)
+    places = torch.randint(len(y), (copies,), generator=generator)
+    true = torch.cat([t[None], y.repeat(copies, 1)])
+    true[torch.arange(1, copies + 1), places] -= MOST << 24
+    rows = torch.cat([y[None], y.repeat(copies, 1)])
+    column = uniform(KEYS[0], len(y))
+    found, got = wraps.Corrector(column, ring_bits=24, most=MOST).one_entry(rows, dot(true, column))
+    assert found == [row for row in range(copies + 1) if (rows[row] != true[row]).sum() == 1]
+    assert torch.equal(got, true[found])
 
 
 @given(wrapped(st.integers(3, 6)))
@@ -78,7 +93,7 @@ def test_the_second_column_decides_between_explanations() -> None:
     assert torch.equal(got, t)
     other = uniform(KEYS[1], 9)
     corrector, expected = wraps.Corrector(Column(values), ring_bits=24, most=MOST), int(dot(t[None], Column(values)))
-    assert corrector.corrected(y, expected, lambda: (other, int(dot(y[None], other)) + 1)) is None
+    assert corrector.corrected(y, expected, (other, int(dot(y[None], other)) + 1)) is None
 
 
 @given(

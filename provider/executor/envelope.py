@@ -85,7 +85,7 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
         late, cancelled, failed: number of requests that were answered without a product.
         uptime, idle, seconds: seconds since the start, seconds without work, and seconds in products. The rest of the
             uptime was spent on receiving, batching and answering.
-        heat: rows by layer group, from `first_group` on.
+        rows_by_group: rows by layer group, from `first_group` on.
         batch_rows, batch_requests: rows and requests per product.
         waits: seconds from a request's arrival to its first product, by stage.
     """
@@ -101,7 +101,7 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     uptime: float = 0.0
     idle: float = 0.0
     seconds: float = 0.0
-    heat: list[int] = []
+    rows_by_group: list[int] = []
     batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_ROW_BOUNDS))
     batch_requests: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_REQUEST_BOUNDS))
     waits: dict[Stage, Histogram] = msgspec.field(

@@ -113,7 +113,7 @@ class Executor:
         self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
         served = model.served
-        self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
+        self._report = ExecutorReport(first_group=served.start, groups=len(served), rows_by_group=[0] * len(served))
         self._jobs: dict[Hashable, _Job] = {}  # by sender: each sender has one request at a time
         self._stopped = False
         self._started = time.monotonic()
@@ -389,7 +389,7 @@ class Executor:
             seconds = ended - begun
             self._scheduler.done(pieces, now=ended, seconds=seconds, matrices=matrices)
             report.seconds += seconds
-            report.heat[pieces[0].job.request.group - report.first_group] += rows
+            report.rows_by_group[pieces[0].job.request.group - report.first_group] += rows
             report.batch_rows.observe(rows)
             report.batch_requests.observe(len(pieces))
             for piece in pieces:

@@ -61,7 +61,7 @@ class ExecutorHandle(ABC):
         """Free the resources. Call this after `stop`, when every channel is closed."""
 
     @abstractmethod
-    def _hung(self) -> None:
+    def _on_hang(self) -> None:
         """React to an executor that does not answer any more."""
 
     def _run_guard(self) -> None:
@@ -80,7 +80,7 @@ class ExecutorHandle(ABC):
             elif generation == self.generation and not self.stopping.is_set():
                 self.hangs += 1
                 log.warning("executor_hangs", seconds=round(patience, 1))
-                self._hung()
+                self._on_hang()
 
     def _answers(self, *, within: float) -> bool:
         """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""

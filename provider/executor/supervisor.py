@@ -63,7 +63,7 @@ class ThreadExecutor(ExecutorHandle):
     def open_channel(self) -> RequestChannel:
         return self._inbox.open_channel()
 
-    def _hung(self) -> None:
+    def _on_hang(self) -> None:
         pass
 
     def _run(self) -> None:
@@ -145,7 +145,7 @@ class ProcessExecutor(ExecutorHandle):
     def _kill(self) -> None:
         self._process.kill()
 
-    def _hung(self) -> None:
+    def _on_hang(self) -> None:
         self._kill()
 
     def _watch(self) -> None:

@@ -19,7 +19,7 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import ProductRequest
 from provider.gateway.frame_loop import FrameLoop
 from provider.gateway.frames import NOTHING
-from provider.gateway.shapes import Sizes, bad, check_shape, entry_of, sizes_of
+from provider.gateway.shapes import Sizes, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.slots import Slot
 from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounts
@@ -244,7 +244,7 @@ class Connection(FrameLoop[wire.Request]):
         """Check a request. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
-            bad("say hello first")
+            refuse_bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
         relayed, arithmetic, ring_bits = wire.may_be_relayed(request), request.arithmetic, request.ring_bits
@@ -263,9 +263,9 @@ class Connection(FrameLoop[wire.Request]):
     def _checked_sizes(self, request: wire.Execute | wire.Effect) -> Sizes:
         """Check everything that depends on the kind of the request only. Raises `Refusal`."""
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
-            bad("requests for effects need ring arithmetic")
+            refuse_bad("requests for effects need ring arithmetic")
         if request.arithmetic != "ring" and request.ring_bits != wire.RING32.item_bits:
-            bad("requests with ring_bits need ring arithmetic")
+            refuse_bad("requests with ring_bits need ring arithmetic")
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         state = self._state
@@ -277,10 +277,10 @@ class Connection(FrameLoop[wire.Request]):
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
-            bad("this connection has already sent its hello")
+            refuse_bad("this connection has already sent its hello")
         if hello.version not in wire.VERSIONS:
             spoken = " and ".join(map(str, wire.VERSIONS))
-            bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
+            refuse_bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from provider import logs
 from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frame_loop import FrameLoop
-from provider.gateway.shapes import bad, check_shape
+from provider.gateway.shapes import check_shape, refuse_bad
 from provider.gateway.slots import Slot
 from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounts
@@ -57,7 +57,7 @@ class DepositConnection(FrameLoop[wire.Deposit]):
         state = self._state
         tenant = state.permits.tenant_of(deposit.permit, helper=self._helper.fingerprint)
         if deposit.arithmetic != "ring" or not deposit.rows:
-            bad("a block has rows of a ring")
+            refuse_bad("a block has rows of a ring")
         _, outputs = check_shape(deposit, config=state.config, manifest=state.manifest, served=state.served)
         size = deposit.encoding.size(deposit.rows, outputs)
         self._frames.expect_payload(size)

@@ -49,7 +49,7 @@ def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Mani
         Refusal: the group is not served, or rows, counts or bytes exceed their limits.
     """
     if binding.group >= len(manifest.groups):
-        bad(f"group {binding.group} is not one of {len(manifest.groups)}")
+        refuse_bad(f"group {binding.group} is not one of {len(manifest.groups)}")
     stack = manifest.groups[binding.group]
     if binding.group not in served:
         raise Refusal(wire.ErrorCode.NOT_SERVED, f"{stack.name} is not in layers {config.model.layers}")
@@ -70,17 +70,17 @@ def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
     return manifest.entry(binding.group, by_expert=binding.counts is not None)
 
 
-def bad(detail: str) -> NoReturn:
+def refuse_bad(detail: str) -> NoReturn:
     """Refuse a request that no tenant of this release sends."""
     raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
 
 
 def _check_counts(binding: wire.Binding, counts: tuple[int, ...], stack: GroupEntry) -> None:
     if stack.experts == 1:
-        bad(f"{stack.name} is not a stack of experts; send no counts")
+        refuse_bad(f"{stack.name} is not a stack of experts; send no counts")
     if binding.arithmetic != "ring":
-        bad("requests with counts need ring arithmetic")
+        refuse_bad("requests with counts need ring arithmetic")
     try:
         check_counts(counts, experts=stack.experts, rows=binding.rows)
     except RangeError as error:
-        bad(str(error))
+        refuse_bad(str(error))

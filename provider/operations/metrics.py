@@ -108,8 +108,8 @@ def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
     yield _counter("unanswered", "requests without a product", ended, "reason")
     yield _counter("product_seconds", "time in products", report.seconds)
     yield _counter("idle_seconds", "time without work", report.idle)
-    heat = {str(group): rows for group, rows in enumerate(report.heat, report.first_group)}
-    yield _counter("group_rows", "rows by layer group", heat, "group")
+    rows_by_group = {str(group): rows for group, rows in enumerate(report.rows_by_group, report.first_group)}
+    yield _counter("group_rows", "rows by layer group", rows_by_group, "group")
     yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
     yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
     waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}

@@ -72,7 +72,7 @@ def render(now: Status, before: Status | None, seconds: float) -> RenderableType
     """Return the screen. The first screen shows totals; later screens show rates over the last `seconds`."""
     parts: list[RenderableType] = [_headline(now), _tenants(now, before, seconds)]
     if now.executor is not None:
-        parts.append(Columns([_queue(now), _heat(now, before, seconds)], padding=(0, 4)))
+        parts.append(Columns([_queue(now), _busiest_groups(now, before, seconds)], padding=(0, 4)))
     return Group(*parts)
 
 
@@ -139,11 +139,11 @@ def _queue(status: Status) -> Table:
     return table
 
 
-def _heat(now: Status, before: Status | None, seconds: float) -> Table:
+def _busiest_groups(now: Status, before: Status | None, seconds: float) -> Table:
     assert now.executor is not None
-    heat, first = now.executor.heat, now.executor.first_group
-    old = before.executor.heat if before is not None and before.executor is not None else [0] * len(heat)
-    rows = [(new - was) / (seconds if before is not None else 1.0) for new, was in zip(heat, old, strict=False)]
+    totals, first = now.executor.rows_by_group, now.executor.first_group
+    old = before.executor.rows_by_group if before is not None and before.executor is not None else [0] * len(totals)
+    rows = [(new - was) / (seconds if before is not None else 1.0) for new, was in zip(totals, old, strict=False)]
     table = Table("layer group", "rows" if before is None else "rows/s", "")
     top = max([*rows, 1.0])
     for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:

@@ -143,7 +143,7 @@ class ShardedOperands(Operands):
     def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
         """Compute a product on rank 0 while the other ranks follow. See `Operands.product`. Raises `RankLostError`: a
         rank did not take part. The group cannot be used any more."""
-        if self._entries[group].turned:
+        if self._entries[group].transposed:
             direction = opposite(direction)
         mode = self._mode(group, direction, len(rows)) if counts is None else Mode.EXPERTS
         return self._multiply(rows, group=group, direction=direction, mode=mode, counts=counts)

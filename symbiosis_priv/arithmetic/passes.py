@@ -130,7 +130,7 @@ def decode(
                 out[start:stop] = part
         return wrong
 
-    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _beside(out) for out in outputs]
+    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _writable(out) for out in outputs]
     flags = (ctypes.c_uint8 * rows)()  # its address takes less time than an array's or a tensor's
     all_rows(
         library.ring_decode,
@@ -180,7 +180,7 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
     return width == 0
 
 
-def _beside(out: Tensor) -> Tensor:
+def _writable(out: Tensor) -> Tensor:
     """A tensor that the compiled code can write, in place of `out`; torch rounds in the same way when it copies it."""
     dtype = out.dtype if out.dtype in FORMATS else torch.float32
     return torch.empty(out.shape, dtype=dtype, device="cpu")

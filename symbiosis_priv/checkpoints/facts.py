@@ -44,7 +44,7 @@ class GroupFacts:
         facts = cls(entry, group.channel_scale, bias, group.bounds())
         if entry.experts == 1:
             return facts
-        return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.turned))
+        return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.transposed))
 
     def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
         """A copy of these facts of a stack, with `by_expert` set.
@@ -54,7 +54,7 @@ class GroupFacts:
         """
         experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
         scale, bias = self.channel_scale, self.bias
-        if self.entry.turned:  # each expert has as many outputs as the whole matrix
+        if self.entry.transposed:  # each expert has as many outputs as the whole matrix
             scale, bias = scale.expand(experts, outputs), None
         else:
             scale, bias = scale.view(experts, outputs), None if bias is None else bias.view(experts, outputs)

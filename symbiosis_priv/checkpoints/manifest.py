@@ -57,7 +57,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
         return Widths.of(self.inputs, self.stacked_outputs, direction)
 
     @functools.cached_property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """True if the weights are packed transposed: experts are always joined along the packed outputs."""
         return self.experts > 1 and self.joined == "inputs"
 

@@ -152,7 +152,7 @@ class WeightStore:
     def packed(self, index: int) -> tuple[Packed, Choice]:
         """One group's packed weights, mapped and not checked. `matrix` writes and checks the file.
 
-        The weights of a stack whose entry is `turned` are packed transposed.
+        The weights of a stack whose entry is `transposed` are packed transposed.
 
         Raises:
             ConfigError: there is no such file, because `matrix` could not write it.
@@ -189,7 +189,7 @@ class WeightStore:
         return group
 
     def _choice(self, entry: GroupEntry) -> Choice:
-        inputs, outputs = entry.columns(BACKWARD if entry.turned else FORWARD)
+        inputs, outputs = entry.columns(BACKWARD if entry.transposed else FORWARD)
         return choose(
             (outputs, inputs),
             weight_bits=self.weight_bits,
@@ -207,13 +207,13 @@ class WeightStore:
             return None
         matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
         if packed.agrees(matrix, found[1]):
-            return matrix.as_stack(entry.experts, turned=entry.turned)
+            return matrix.as_stack(entry.experts, transposed=entry.transposed)
         log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self._cache)
         return None
 
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
         """Pack a group and write it to the cache. Returns the mapped copy if the cache can be written."""
-        if entry.turned:
+        if entry.transposed:
             weight = weight.t().contiguous()
         if self._kernel == "auto":
             device, shardable = torch.device(self.device), self._shardable
@@ -234,7 +234,7 @@ class WeightStore:
         if (matrix := self._mapped(entry)) is not None:
             return matrix
         matrix = RingMatrix.of_packed(made, choice, device=self.device)
-        return matrix.as_stack(entry.experts, turned=entry.turned)
+        return matrix.as_stack(entry.experts, transposed=entry.transposed)
 
     def layers(self, index: int) -> list[Layer]:
         """The float members of a group, as stored in the checkpoint (the float path's weights)."""
@@ -408,10 +408,10 @@ class WeightStore:
 
 
 def _key(entry: GroupEntry) -> str:
-    return f"{entry.digest}-turned" if entry.turned else entry.digest
+    return f"{entry.digest}-turned" if entry.transposed else entry.digest
 
 
 def _part(entry: GroupEntry) -> int:
     """Packed outputs of one expert's matrix; 0 if the group is not a stack."""
-    _, outputs = entry.by_expert.columns(BACKWARD if entry.turned else FORWARD)
+    _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
     return outputs if entry.experts > 1 else 0

@@ -57,17 +57,17 @@ class RingMatrix:
         matrix._hold(packed, choice, torch.device(device))
         return matrix
 
-    def as_stack(self, experts: int, *, turned: bool) -> Self:
-        """The same packed weights as a stack of experts, which are joined along the packed outputs. `turned`: the
-        packed weights are the transposed stack."""
+    def as_stack(self, experts: int, *, transposed: bool) -> Self:
+        """The same packed weights as a stack of experts, joined along the packed outputs. `transposed`: the packed
+        weights are those of the transposed stack."""
         stack = copy.copy(self)
-        stack.experts, stack._turned = experts, turned
+        stack.experts, stack._transposed = experts, transposed
         stack._set_columns()
         return stack
 
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
         self.device = device
-        self.experts, self._turned = 1, False
+        self.experts, self._transposed = 1, False
         self._choice = choice
         self._packed = packed.to(device)
         self._set_columns()
@@ -141,7 +141,7 @@ class RingMatrix:
 
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""
-        return opposite(direction) if self._turned else direction
+        return opposite(direction) if self._transposed else direction
 
     def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         count = rows.shape[0]

@@ -1,10 +1,9 @@
 /* Functions of float rows that the tenant computes itself: a linear, and attention with keys and values in blocks.
  *
- * A row of the result has the same bits in any company: each of its sums has one order, which does not depend on the
- * number of rows. Rows only share what is loaded: SHARE rows meet the same weights, keys or values while these are in
- * registers. A sum along a row is kept in LANES parts, and products are rounded before they are added (nothing is
- * contracted), so the bits of all instruction sets agree too. Weights, keys and values are float32 or bfloat16,
- * everything else is float32. */
+ * The bits of a row of the result do not depend on the other rows: each of its sums has one order, whatever the number
+ * of rows. Rows share loads only: SHARE rows use the same weights, keys or values while these are in registers. A sum
+ * along a row is kept in LANES parts, and products are rounded before they are added (nothing is contracted), so all
+ * instruction sets give the same bits. Weights, keys and values are float32 or bfloat16, everything else is float32. */
 #ifndef SYMBIOSIS_LOCAL_H
 #define SYMBIOSIS_LOCAL_H
 
@@ -84,7 +83,7 @@ EXPORT void local_linear(int32_t isa, const float *rows, int64_t count, int64_t 
 }
 
 /* Attention of queries [rows][heads][key_width] to out [rows][heads][value_width], for the pairs begin..end of a
- * sequence and a head of keys (sequence * heads_kv + head). Keys and values of these rows are in their places. */
+ * sequence and a head of keys (sequence * heads_kv + head). `local_append` has stored their keys and values. */
 EXPORT void local_attend(int32_t isa, const struct attention *a, const struct sequence *sequences, const float *queries,
                          float *out, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
@@ -94,7 +93,7 @@ EXPORT void local_attend(int32_t isa, const struct attention *a, const struct se
     }
 }
 
-/* Put the keys and values of a step's rows, [rows][heads_kv][width] in the blocks' format, into their places. */
+/* Copy the keys and values of a step's rows, [rows][heads_kv][width] in the blocks' format, into the blocks. */
 EXPORT void local_append(const struct attention *a, const struct sequence *sequences, int64_t count, const void *keys,
                          const void *values) {
     int64_t kw = a->key_width, vw = a->value_width, heads = a->heads_kv;

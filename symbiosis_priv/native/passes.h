@@ -1,4 +1,4 @@
-/* The tenant's passes over its rows: quantise + expect, and subtract + check + dequantise + store.
+/* The tenant's passes over its rows: quantise and compute the expected check; subtract, check, dequantise and store.
  *
  * Both work row by row, so that a row stays in the cache between its steps; the bits are those of passes.py's torch
  * code, step for step (same float64 operations in the same order, round to nearest even, nothing contracted).
@@ -70,7 +70,7 @@ INLINE uint16_t to_bf16(float value) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* A matrix given as `count` matrices side by side, all of one format: siblings' own tensors. */
+/* A matrix given as `count` column blocks of one format: the tensors of the group's linears. */
 struct parts {
     int64_t format, count;
     struct part {
@@ -82,7 +82,7 @@ struct parts {
 
 #define NO_MEMORY (-1)
 
-/* One row as float64, and the bits of its largest absolute value: those order like the values, nan above all. */
+/* Load one row as float64. Returns the bits of its largest absolute value, which order like the values, nan last. */
 INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
     uint64_t peak = 0;
     for (const struct part *part = in->part; part < in->part + in->count; part++) {
@@ -112,7 +112,7 @@ INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold
     return peak;
 }
 
-/* ring.quantise_rows for one row, which `v` holds; the row's scale. */
+/* ring.quantise_rows for one row, which `v` holds. Returns the row's scale. */
 INLINE double quantise_row(double *restrict v, int64_t width, double peak, double l1, double l2, int32_t *restrict xq) {
     int64_t sum = 0, squares = 0;
     if (peak == 0) peak = 1.0;
@@ -149,7 +149,7 @@ INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *
     return row;
 }
 
-/* One row of integers as floats: channel scale, row scale, bias, each rounded in float64, then the output's format. */
+/* Store one row of integers as floats: times channel scale and row scale, plus bias, each rounded to float64. */
 INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, double scale, const double *channel,
                       const double *bias) {
     for (const struct part *part = out->part; part < out->part + out->count; part++) {
@@ -318,7 +318,7 @@ PASSES(avx512, TARGET_AVX512)
 #define BY_ISA(isa, pass, ...) ((void)(isa), pass##_portable(__VA_ARGS__))
 #endif
 
-/* Quantise rows start .. stop, and say what an honest answer's check will be.
+/* Quantise rows start .. stop, and compute the expected value of their check.
  *
  * in: [rows, columns] in all. fold: float64 [columns] that columns are multiplied by first, or NULL.
  * limbs: int32 [3, columns] of V, or NULL. out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows].
@@ -329,11 +329,11 @@ EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns,
     return BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
 }
 
-/* Take masks' effects off rows start .. stop modulo 2^(32 - shift), check, and store as floats.
+/* Subtract masks' effects from rows start .. stop modulo 2^(32 - shift), check the rows, and store them as floats.
  *
  * answer, and effects[0..effect_count) by address: int32 [rows, columns], and so is out. limbs: int32 [3, columns] of
  * R, or NULL for no check. scale: float64 [rows]; channel, bias: float64 [columns] or NULL (no bias without channel).
- * refused: uint8 [rows], set to 1 for rows that are wrong, of which nothing is stored, and to 0 for others.
+ * refused: uint8 [rows], set to 1 for rows that fail the check, which are not stored, and to 0 for the others.
  * Returns `stop`, or NO_MEMORY. */
 EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int64_t *effects, int64_t effect_count,
                            int64_t columns, int32_t shift, const int32_t *limbs, const int64_t *expected,
@@ -372,7 +372,7 @@ EXPORT void ring_norms(int32_t isa, const int16_t *weight, int64_t outputs, int6
     BY_ISA(isa, norms, weight, outputs, inputs, columns, largest);
 }
 
-/* Join what ring_weigh gathered: sums int64 [3, inputs] to residues int64 [inputs]. */
+/* Join the sums of ring_weigh, int64 [3, inputs], to residues int64 [inputs]. */
 EXPORT void ring_join(const int64_t *sums, int64_t inputs, int64_t *residues) {
     for (int64_t i = 0; i < inputs; i++)
         residues[i] = (int64_t)p61_join(sums[i], sums[inputs + i], sums[2 * inputs + i]);

@@ -13,10 +13,10 @@
  *
  * Blocking: a block, the weights of one panel and DEPTH terms, stays in the cache while all rows pass, ROWS at a time
  * with their sums in registers. Only the first pass over a block would read memory, and the others would leave memory
- * idle; so all passes fetch the next block meanwhile, in even shares, and a product of a few rows takes as long as its
- * reading or its arithmetic, whichever is longer, and not their sum. Each pass also fetches the limbs of the next one,
- * which lie far away when rows are many. Up to FEW_ROWS rows, where reading is what counts, blocks are so small that this
- * one and the next fit the first-level cache. */
+ * idle. So all passes fetch even shares of the next block, and a product of a few rows takes as long as its reading or
+ * its arithmetic, whichever is longer, and not their sum. Each pass also fetches the limbs of the next pass, which lie
+ * far away if there are many rows. Up to FEW_ROWS rows, where reading takes most of the time, two blocks fit the
+ * first-level cache. */
 #ifndef SYMBIOSIS_PRODUCT_H
 #define SYMBIOSIS_PRODUCT_H
 
@@ -26,8 +26,8 @@ enum { PANEL = 64, ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH 
 enum { TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
 
 /* The next block's weights, fetched from memory while this block is multiplied: tiles of `tile` bytes with `gap` bytes
- * between them, `size` bytes still to be fetched, the first at weights + offset. So that this is spread evenly over all
- * reads of this block, FETCH bytes follow upon every `every` that are read, the next ones after `countdown`. */
+ * between them, `size` bytes still to be fetched, the first at weights + offset. To spread the fetches evenly over all
+ * reads of this block, FETCH bytes are fetched after every `every` bytes read, the next ones after `countdown`. */
 struct ahead {
     const char *weights;
     int64_t offset, size, tile, gap, every, countdown;
@@ -91,7 +91,7 @@ static void tile_transpose_portable(const void *packed, int16_t *turned, int wei
 
 #if HAVE_X86
 
-/* To be called upon every read of this block, of so many bytes. */
+/* Call for every read of `bytes` bytes of this block. */
 INLINE void fetch_ahead(struct ahead *a, const int bytes) {
     a->countdown -= bytes;
     if (a->countdown > 0 || a->size == 0) return;
@@ -102,8 +102,8 @@ INLINE void fetch_ahead(struct ahead *a, const int bytes) {
     if ((a->size & (a->tile - 1)) == 0) a->offset += a->gap;
 }
 
-/* To be called for every pair of terms k: as much of the next pass's limbs as this one reads of its own. That pass may
- * have fewer rows or terms, hence an address and no pointer; a prefetch from beyond the end does nothing. */
+/* Call for every pair of terms k: fetches as many limbs of the next pass as this pass reads. The next pass may have
+ * fewer rows or terms, so this is an address and no pointer; a prefetch from beyond the end does nothing. */
 INLINE void fetch_limbs(const struct block *b, const int rows, int64_t k) {
     uintptr_t address = (uintptr_t)b->next_limbs + (uintptr_t)k * 2 * rows * sizeof *b->limbs;
     _mm_prefetch((const char *)address, _MM_HINT_T0);
@@ -257,7 +257,7 @@ EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, in
     }
 }
 
-/* The terms of a block, for so many rows. */
+/* The number of terms of a block, for `count` rows. */
 INLINE int64_t depth_of(int64_t count) { return count <= FEW_ROWS ? FEW_DEPTH : DEPTH; }
 
 /* Splits rows, int32 [count, width], into limbs: [block of depth_of(count) columns][row][pair of columns][low words,

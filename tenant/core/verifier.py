@@ -62,12 +62,12 @@ class VerificationKeys:
         forward, backward = self._uniform(index, FORWARD, outputs), self._uniform(index, BACKWARD, inputs)
         self.products[index, FORWARD], self.products[index, BACKWARD] = weigh(weight, forward, backward)
 
-    def add_stack(self, index: GroupIndex, weight: Tensor, *, experts: int, turned: bool) -> None:
-        """Make the keys of a stack from its dense quantised weight, int16 `[o, d]`; `turned` as in the manifest."""
-        if turned:
+    def add_stack(self, index: GroupIndex, weight: Tensor, *, experts: int, transposed: bool) -> None:
+        """Make the keys of a stack from its dense quantised weight, int16 `[o, d]`; `transposed` as in the manifest."""
+        if transposed:
             weight = weight.t().contiguous()
         # results have the width of one expert, rows have the width of the stack
-        across: Direction = BACKWARD if turned else FORWARD
+        across: Direction = BACKWARD if transposed else FORWARD
         along = opposite(across)
         height, width = len(weight) // experts, weight.shape[1]
         shared, other = self._uniform(index, across, height), self._uniform(index, along, width)

@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.discovery.architecture import build
 from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, isolated
-from symbiosis_priv.checkpoints.discovery.linears import found_as, is_linear, widths
+from symbiosis_priv.checkpoints.discovery.linears import is_linear, name_in, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import tied_head
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
@@ -302,12 +302,12 @@ def split(
         if facts.entry.experts > 1:
             name = facts.entry.members[0]
             ignored.add(rf"(^|\.){re.escape(name.removeprefix(prefix))}$")
-            if (found := found_as(model, name.rpartition(".")[0], modules)) is not None:
+            if (found := name_in(model, name.rpartition(".")[0], modules)) is not None:
                 offload(modules[found], facts.entry, group, experts)
             continue
         for member, (name, outputs) in enumerate(zip(facts.entry.members, facts.entry.outputs, strict=True)):
             ignored.update(rf"(^|\.){re.escape(name.removeprefix(prefix))}\.{kind}$" for kind in ("weight", "bias"))
-            found = found_as(model, name, modules)
+            found = name_in(model, name, modules)
             if found is None or not is_linear(modules[found]):
                 continue  # a head that this model class does not have
             if widths(modules[found]) != (facts.entry.inputs, outputs):

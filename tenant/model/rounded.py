@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.discovery.linears import found_as
+from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.stacks import separate
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -50,7 +50,7 @@ def rounded_model(
     modules = dict(plain.named_modules())
 
     def module(name: str) -> Any:
-        found = found_as(plain, name, modules)
+        found = name_in(plain, name, modules)
         return None if found is None else modules[found]
 
     store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head), cache=cache)

@@ -123,7 +123,7 @@ def _make(
     def look(index: GroupIndex, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
         if entry.experts > 1:
             for columns_of in (keys, second):
-                columns_of.add_stack(index, group.weight, experts=entry.experts, turned=entry.turned)
+                columns_of.add_stack(index, group.weight, experts=entry.experts, transposed=entry.transposed)
             stacks[index] = partial(_stack, str(store.path), entry, store.weight_bits)
         else:
             for columns_of in (keys, second):
@@ -169,10 +169,10 @@ def _make(
 def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
     """Read a stack of experts from the checkpoint again."""
     weight = WeightStore(Path(checkpoint), weight_bits=weight_bits).quantised(entry).weight
-    if entry.turned:
+    if entry.transposed:
         weight = weight.t().contiguous()
     height = len(weight) // entry.experts
-    return RingMatrix(weight, weight_bits=weight_bits, part=height).as_stack(entry.experts, turned=entry.turned)
+    return RingMatrix(weight, weight_bits=weight_bits, part=height).as_stack(entry.experts, transposed=entry.transposed)
 
 
 # On disk

@@ -49,7 +49,7 @@ def _is_product(module: nn.Linear | Conv1D) -> bool:
     return True
 
 
-def found_as(model: PreTrainedModel, name: str, names: Container[str]) -> str | None:
+def name_in(model: PreTrainedModel, name: str, names: Container[str]) -> str | None:
     """The name in `names` for a name of the manifest: with or without the base model's prefix; None if it is absent."""
     prefix = model.base_model_prefix + "."
     return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)

@@ -38,11 +38,11 @@ class _OutOfReach(ExecutorHandle):
             raise zmq.ZMQError(errno.EMFILE)
         return self._inbox.open_channel()
 
-    def _hung(self) -> None:
+    def _on_hang(self) -> None:
         raise AssertionError("it does not hang")
 
     def _answer(self, message: InboxMessage) -> bool:
-        report = ExecutorReport(first_group=0, groups=1, heat=[0])
+        report = ExecutorReport(first_group=0, groups=1, rows_by_group=[0])
         self._inbox.answer([(message.sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
         return True
 

@@ -147,8 +147,8 @@ def test_a_part_of_the_layers(
         assert abs(report.time - time.time()) < 60
         status = one.status().executor
         assert status is not None
-        assert (status.first_group, len(status.heat)) == (4, 5)
-        assert status.heat == [5, 3, 3, 3, 3]
+        assert (status.first_group, len(status.rows_by_group)) == (4, 5)
+        assert status.rows_by_group == [5, 3, 3, 3, 3]
 
 
 def test_layers_that_the_model_does_not_have(configure: Configure) -> None:

@@ -335,7 +335,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         until(lambda: provider.status().connections == 1)
         report = provider.status().executor
         assert report is not None
-        assert (report.cancelled, sum(report.heat)) == (1, 4)
+        assert (report.cancelled, sum(report.rows_by_group)) == (1, 4)
     bill = {row["tenant"]: row for row in read(database)}
     counted = ("requests", "rows", "refused", "abandoned")
     assert [bill["alice"][name] for name in counted] == [1, 1, 1, 1]
@@ -361,7 +361,7 @@ def test_nothing_is_multiplied_for_a_tenant_that_has_left(
         until(lambda: provider.status().connections == 0)
         report = provider.status().executor
         assert report is not None
-        assert (report.cancelled, sum(report.heat)) == (0, 5)
+        assert (report.cancelled, sum(report.rows_by_group)) == (0, 5)
     (bill,) = read(database)
     assert [bill[name] for name in ("requests", "rows", "abandoned")] == [5, 5, 1]
 

@@ -32,7 +32,7 @@ def test_a_product_by_expert_in_parts_equals_the_whole_product(
     counts: Counts, part: int, turned: bool, direction: Direction
 ) -> None:
     weight = torch.arange(12 * 7, dtype=torch.int16).view(12, 7)
-    matrix = RingMatrix(weight, weight_bits=8, kernel="int32").as_stack(3, turned=turned)
+    matrix = RingMatrix(weight, weight_bits=8, kernel="int32").as_stack(3, transposed=turned)
     width, _ = matrix.columns(direction, by_expert=True)
     rows = torch.arange(sum(counts) * width, dtype=torch.int32).view(-1, width)
     got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction, counts=counts)

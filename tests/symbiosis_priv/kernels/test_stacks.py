@@ -38,7 +38,7 @@ def test_a_stack_serves_dense_products_and_products_by_expert(
     peak = 2 ** (bits - 1)
     packed = torch.randint(1 - peak, peak, (experts * height, width), generator=generator, dtype=torch.int16)
     weight = packed if joined == "outputs" else packed.t()
-    matrix = RingMatrix(packed, weight_bits=bits, kernel=kernel).as_stack(experts, turned=joined == "inputs")
+    matrix = RingMatrix(packed, weight_bits=bits, kernel=kernel).as_stack(experts, transposed=joined == "inputs")
     rows = data.draw(testing.ring_rows(width=matrix.columns(direction, by_expert=True)[0], count=sum(counts)))
     got = matrix.product(rows, direction, counts=counts)
     assert got.is_contiguous()
@@ -54,7 +54,9 @@ def test_the_chosen_layout_can_be_cut_between_experts(part: int) -> None:
 
 
 def test_counts_that_do_not_match_the_rows_are_refused() -> None:
-    stack = RingMatrix(torch.ones(12, 5, dtype=torch.int16), weight_bits=8, kernel="int32").as_stack(3, turned=False)
+    stack = RingMatrix(torch.ones(12, 5, dtype=torch.int16), weight_bits=8, kernel="int32").as_stack(
+        3, transposed=False
+    )
     rows = torch.ones(4, 5, dtype=torch.int32)
     with pytest.raises(RangeError, match="experts"):
         stack.product(rows, counts=(2, 1, 0))

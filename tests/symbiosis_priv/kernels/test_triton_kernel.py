@@ -98,7 +98,7 @@ def test_the_fastest_tile_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_an_experts_part_of_a_stack_is_read_where_it_lies(direction: Direction) -> None:
     weight = (torch.arange(24 * 9, dtype=torch.int16).view(24, 9) * 37) % 1023 - 511
-    matrix = RingMatrix(weight, weight_bits=10, kernel="triton").as_stack(3, turned=False)
+    matrix = RingMatrix(weight, weight_bits=10, kernel="triton").as_stack(3, transposed=False)
     counts = (1, 0, 2)
     width, _ = matrix.columns(direction, by_expert=True)
     rows = torch.arange(3 * width, dtype=torch.int32).view(3, width) * 0x7F4A7C1

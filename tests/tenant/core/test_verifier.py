@@ -156,7 +156,7 @@ def stacked(draw: st.DrawFn) -> StackCase:
     of_result = (direction == FORWARD) == (joined == "outputs")
     rows = draw(testing.ring_rows(width=width if of_result else height, count=sum(counts))) >> 16
     keys = VerificationKeys.fresh()
-    keys.add_stack(GROUP, weight, experts=experts, turned=joined == "inputs")
+    keys.add_stack(GROUP, weight, experts=experts, transposed=joined == "inputs")
     return weight, keys, counts, rows, expert_product(weight, counts, rows, direction, joined), direction, joined
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_answer_of_a_stack_is_attributed(case: StackCase, data: st.DataO
 
     def read() -> RingMatrix:
         packed = weight.t().contiguous() if turned else weight
-        return RingMatrix(packed, weight_bits=10, kernel="int32").as_stack(len(counts), turned=turned)
+        return RingMatrix(packed, weight_bits=10, kernel="int32").as_stack(len(counts), transposed=turned)
 
     blame = BlameKeys.fresh(columns=16, stacks={GROUP: read})
     assert blame.accepts(GROUP, direction, rows=rows, answer=product, counts=counts)

@@ -22,7 +22,7 @@ WEIGHT = torch.arange(6, dtype=torch.int16).view(2, 3)
 def keys_of_a_linear_and_a_stack() -> VerificationKeys:
     keys = VerificationKeys.fresh()
     keys.add(GROUP, WEIGHT)
-    keys.add_stack(STACK, WEIGHT.repeat(4, 1), experts=2, turned=False)
+    keys.add_stack(STACK, WEIGHT.repeat(4, 1), experts=2, transposed=False)
     return keys
 
 

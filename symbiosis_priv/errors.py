@@ -13,7 +13,7 @@ _NEXT_STEP = {
     "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows which); float "
     "products are for masking = 'paper-pool' only: choose masking = 'pad', or ask its operator to set float = true "
     "under [executor]",
-    "revoked": "its operator does not accept this tenant's certificate any more: ask for a new one",
+    "revoked": "for a new certificate, run `symbiosis-priv keys request` and have its operator sign the request",
     "refused": "correct the descriptor and announce it again",
     "busy": "try again later",
     "stopping": "try again once its operator has started it",

@@ -70,9 +70,10 @@ def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str 
         absent = [helper.name for helper in federation.helpers if helper not in there]
         if not absent:
             return None
+        others = f", or set [pads] helpers = {len(there)} to use the others only" if there else ""
         return (
-            f"no pads without helper {', '.join(map(repr, absent))}: all helpers share every pad. Start or repair it, "
-            f"or set [pads] helpers = {max(1, len(there))} to use the others only"
+            f"no pads without helper {', '.join(map(repr, absent))}: all helpers share every pad. Start or repair it"
+            f"{others}"
         )
     admissible = [helper for helper in there if federation.admissible(executor, [helper])]
     companies = federation.companies_of(admissible)

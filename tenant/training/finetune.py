@@ -27,7 +27,7 @@ from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
 from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.training.options import ALL_LINEAR, FineTuning
-from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record
+from tenant.training.output import RunRecord, check_output, claimed, last_checkpoint, read_record
 from tenant.training.trainer import Progress, ResumableTrainer, TrainingMeter
 
 _DEFAULTS = FineTuning()
@@ -87,7 +87,7 @@ def finetune(
     if start is not None:
         record.check_continues(read_record(start))
     train, held_out = hold_out(examples)
-    with Interrupts() as interrupts:
+    with claimed(output), Interrupts() as interrupts:
         model = load_language_model(folder, remote=remote, dtype=options.dtype)
         backend = backend_of(model)
         try:

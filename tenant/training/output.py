@@ -6,8 +6,12 @@
 A checkpoint is complete if it has a readable `trainer_state.json`, which Trainer writes last.
 """
 
+import contextlib
+import fcntl
+import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,6 +93,30 @@ def check_output(
     except ConfigError as error:
         hint = ", or pass --resume to continue" if list(output.glob("checkpoint-*")) else ""
         raise ConfigError(f"--output {output} is in use; choose another folder{hint}") from error
+
+
+@contextlib.contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Context manager: makes the output folder, and keeps other runs out of it. A new folder that stays empty is
+    removed. Raises `ConfigError`: another run uses the folder; `StorageError`: the folder cannot be made."""
+    new = not output.exists()
+    with storing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            new = False
+            raise ConfigError(f"another run uses --output {output}; wait for it, or choose another folder") from None
+        except OSError:  # a network file system may lock no folders
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+        if new:
+            with contextlib.suppress(OSError):  # it holds files
+                output.rmdir()
 
 
 def last_checkpoint(output: Path) -> Path:

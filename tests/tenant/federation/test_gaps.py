@@ -57,6 +57,7 @@ def test_without_pads_every_helper_is_needed() -> None:
         assert line.startswith(f"executor 'alpha', layers 0-2 {direction}: no pads without helper 'delta'")
         assert "[pads] helpers = 1" in line
     assert lacking(federation(peers, pad_helpers=1), there, LAYERS) == []
+    assert not any("[pads]" in line for line in lacking(federation(peers[:2]), there[:1], LAYERS))  # there is no other
 
 
 def test_too_few_companies_are_named_with_their_executor_and_layers() -> None:

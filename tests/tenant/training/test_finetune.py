@@ -26,7 +26,7 @@ from tenant.model.loading import load_adapter, load_model
 from tenant.training.corpus import Example
 from tenant.training.finetune import FineTuned, collate, finetune
 from tenant.training.options import FineTuning
-from tenant.training.output import last_checkpoint
+from tenant.training.output import claimed, last_checkpoint
 
 OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
 SIMULATE = RemoteConfig(masking="simulate")
@@ -89,6 +89,20 @@ def lose() -> None:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_run_in_one_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    def again() -> None:
+        with pytest.raises(ConfigError, match="another run uses"):
+            run(tmp_path / "adapter")
+
+    run(tmp_path / "adapter", at=1, event=again)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        run(tmp_path / "file" / "adapter")
+    with claimed(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -177,7 +191,7 @@ def test_a_full_disk_while_saving_the_optimizer(run: Run, tmp_path: Path) -> Non
     adapter = 4096 + sum(t.nbytes for t in tensors_of(run, tmp_path / "size").values())
     with full_disk(adapter), pytest.raises(StorageError, match="checkpoint-2"):
         run(tmp_path / "adapter")
-    assert list((tmp_path / "adapter").iterdir()) == []
+    assert not (tmp_path / "adapter").exists()
 
 
 def tensors_of(run: Run, output: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The tenant's own endpoint: an HTTP server on loopback that speaks the API of common tools.
+"""The tenant's own endpoint: an HTTP server on loopback with OpenAI's API.
 
 Read in this order: `engine` (generates tokens for many requests at once), `api` (HTTP requests and answers), `jobs`
 (fine-tuning jobs), `page` (the chat page and its ledger), `options` and `serving` (`tenant serve`).

@@ -22,10 +22,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What an endpoint serves, where, and to whom.
-
-    Every check raises `ConfigError`.
-    """
+    """The options of `tenant serve`. Every check raises `ConfigError`."""
 
     adapter: Annotated[
         list[str], Option("--adapter", "-a", help="NAME=FOLDER: a PEFT folder and its model name; repeatable.")
@@ -81,7 +78,7 @@ class Serving:
             )
 
     def adapters(self) -> dict[str, Path]:
-        """Return the folders of the adapters by name, after a check of each."""
+        """Check the folders of the adapters, and return them by name."""
         found: dict[str, Path] = {}
         for one in self.adapter:
             name, _, folder = one.partition("=")
@@ -94,7 +91,7 @@ class Serving:
         return found
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys in the file, or a new one."""
+        """Return the keys in the key file, or a new key without a file."""
         if self.api_key_file is None:
             return (f"sk-{secrets.token_urlsafe(32)}",)
         keys = tuple(line.strip() for line in read_text(self.api_key_file).splitlines() if line.strip())

@@ -38,7 +38,7 @@ def opened(
     options: Serving,
     clients: int = 1,
 ) -> Iterator[Service]:
-    """Context manager: a split model with an engine. Each adapter is loaded once, to see that it fits the model.
+    """Context manager: a split model with an engine. Each adapter is loaded once to check that it fits the model.
 
     Args:
         model: a checkpoint folder, or a name on the hub.
@@ -79,7 +79,7 @@ def opened(
 
 
 def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: Path) -> Jobs:
-    """Open the fine-tuning jobs of a folder; their models are added to those of the service.
+    """Open the fine-tuning jobs of a folder. Their adapters are added to the service's models.
 
     Args:
         model: the base model: a checkpoint folder, or a name on the hub.
@@ -91,7 +91,7 @@ def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: P
     """
     assert service.tasks is not None
     given = {one.name: getattr(remote, one.name) for one in fields(remote) if one.name != "wiretap"}
-    plain = msgspec.to_builtins(given, enc_hook=str)  # paths
+    plain = msgspec.to_builtins(given, enc_hook=str)  # converts paths
     return Jobs(folder, model=resolve(model), name=service.name, remote=plain, tasks=service.tasks)
 
 
@@ -108,7 +108,7 @@ def server(
 
     Args:
         masking: name of the masking scheme, for the page.
-        options: hosts, the folder of adapters and the time to drain.
+        options: hosts, the folder of adapters, and the time that answers may take to end.
         jobs: the fine-tuning jobs; None to offer none.
     """
     settings = Settings(

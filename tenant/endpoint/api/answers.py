@@ -1,4 +1,4 @@
-"""The bodies of answers."""
+"""The bodies of answers, as pydantic models. Most are those of OpenAI's API."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Ledger(BaseModel):
-    """What the answer has cost and what was checked for it: `tenant.endpoint.engine.requests.RequestLedger`."""
+    """Costs of the answer, and number of verified rows: `tenant.endpoint.engine.requests.RequestLedger`."""
 
     rows: int
     round_trips: int
@@ -25,7 +25,7 @@ class Ledger(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Number of tokens of the prompt that were not computed again."""
+    """Number of tokens of the prompt whose keys and values were cached."""
 
     cached_tokens: int
 
@@ -50,7 +50,7 @@ class TextLogprobs(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One completion, or a piece of it."""
+    """One completion; in a stream, the new text of it."""
 
     index: int
     text: str
@@ -59,7 +59,7 @@ class TextChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer of `/v1/completions`, or a chunk of it."""
+    """The answer of `/v1/completions`, or a chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -79,7 +79,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """A token of the answer, with the likeliest tokens in its place."""
+    """A token of the answer, with the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -92,7 +92,7 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """A call that the model makes; `arguments` is JSON."""
+    """A call by the model; `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -117,7 +117,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatPiece(BaseModel):
-    """A piece of a message: what is new."""
+    """The new text or calls of a message, in a stream."""
 
     role: Literal["assistant"] | None = Absent
     content: str | None = Absent
@@ -125,7 +125,7 @@ class ChatPiece(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One choice."""
 
     index: int
     message: ChatMessage
@@ -145,7 +145,7 @@ class Chat(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """A piece of one answer."""
+    """The new part of one choice, in a stream."""
 
     index: int
     delta: ChatPiece
@@ -201,7 +201,7 @@ class IncompleteDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    """Always 0: reasoning is not separated from the answer."""
+    """Always 0, because reasoning is not separated from the answer."""
 
     reasoning_tokens: int = 0
 
@@ -243,7 +243,7 @@ class Response(BaseModel):
 
 
 class ResponseEvent(BaseModel):
-    """An event of a stream of `/v1/responses`. Each type has some of these fields."""
+    """An event of the stream of `/v1/responses`. Its type determines which fields it has."""
 
     type: str
     sequence_number: int

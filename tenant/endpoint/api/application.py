@@ -40,11 +40,11 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     """Return the ASGI application of an endpoint.
 
     Args:
-        routers: more routes that need a key, unless `settings.open_paths` has their paths.
+        routers: additional routes. They need a key unless `settings.open_paths` has their paths.
     """
     app = FastAPI(
         title="symbiosis-priv tenant serve",
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # FastAPI's documentation pages load scripts from other servers
         redoc_url=None,
         redirect_slashes=False,
         separate_input_output_schemas=False,
@@ -78,14 +78,14 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 
 def _methods(http: Request) -> list[str]:
-    """Return the methods of all routes of a path; starlette names those of one route."""
+    """Return the methods of all routes of a path; starlette returns those of one route."""
     paths = http.app.openapi()["paths"].items()
     matching = [operations for path, operations in paths if compile_path(path)[0].match(http.url.path)]
     return sorted({method.upper() for operations in matching for method in operations})
 
 
 async def _wrong_field(_: Request, error: Exception) -> Response:
-    """Name the first wrong field. The answer does not repeat its value."""
+    """Return an error that names the first wrong field without its value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
@@ -103,7 +103,7 @@ async def _bug(_: Request, __: Exception) -> Response:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document. A wrong field is a 400 here, not FastAPI's 422."""
+    """Return the OpenAPI document, with status 400 for a wrong field instead of FastAPI's 422."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         for operations in document["paths"].values():

@@ -1,9 +1,11 @@
-"""The bodies of requests. An unknown field, and a value whose meaning would be lost, is an error that names the field.
+"""The bodies of requests, as pydantic models. An unknown field or an unsupported value is an error that names the
+field.
 
-A field of type `None`, or with one allowed value, is one of OpenAI's fields that can be sent and changes nothing.
+A field of type `None`, or with one allowed value, is one of OpenAI's fields that may be sent and has no effect.
 
 A body of 8 MiB may hold millions of wrong values, and pydantic describes each in about a kilobyte. So a list is checked
-up to its first wrong item (`FIRST`), and an object with more fields than `_FIELDS` is refused unread.
+up to its first wrong item (`FIRST`), and an object with more than `_FIELDS` fields is refused before its fields are
+read.
 """
 
 from collections.abc import Callable, Coroutine
@@ -16,12 +18,12 @@ from pydantic_core import PydanticCustomError, from_json
 
 
 def _whole(value: Any) -> Any:
-    """Return 5 for 5.0: JSON has one kind of numbers."""
+    """Return 5 for 5.0, because JSON has only one type of numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _few(value: Any) -> Any:
-    """Refuse an object of more fields than any body has."""
+    """Refuse an object with more than `_FIELDS` fields."""
     if isinstance(value, dict) and len(value) > _FIELDS:
         raise PydanticCustomError("too_many_fields", f"an object has more than {_FIELDS} fields")
     return value
@@ -38,7 +40,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Strict(BaseModel):
-    """Takes JSON's own types and no other field."""
+    """A body that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     few = model_validator(mode="before")(_few)
@@ -48,8 +50,8 @@ class StreamOptions(Strict):
     """Contents of a stream besides the answer.
 
     Args:
-        include_usage: numbers of tokens in a last chunk.
-        include_ledger: in every chunk, what the answer has cost so far (not one of OpenAI's fields).
+        include_usage: add a last chunk with the numbers of tokens.
+        include_ledger: add the costs so far to every chunk (not one of OpenAI's fields).
     """
 
     include_usage: bool = False
@@ -108,7 +110,7 @@ class TextPart(Strict):
 
 
 class FunctionCall(Strict):
-    """A call that the model has made; `arguments` is JSON."""
+    """A call by the model; `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -163,7 +165,7 @@ class NamedTool(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema that the answer follows. `strict` or not, the answer follows it."""
+    """A JSON schema. The answer follows the schema whether `strict` is set or not."""
 
     name: str
     description: str | None = None
@@ -172,7 +174,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The form of the answer: text, any JSON object, or JSON with a schema."""
+    """The format of the answer: text, any JSON object, or JSON with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -196,7 +198,7 @@ class ChatRequest(CompletionFields):
 
 
 class InputText(Strict):
-    """A part of a message. Annotations are those of an earlier answer: there are none."""
+    """A part of a message. `annotations` is a field of earlier answers and always empty."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -205,7 +207,7 @@ class InputText(Strict):
 
 
 class InputItem(Strict):
-    """An item of the conversation. `id` and `status` are those of an earlier answer, and change nothing."""
+    """An item of the conversation. `id` and `status` are those of an earlier answer, and have no effect."""
 
     id: str | None = None
     status: str | None = None
@@ -229,7 +231,7 @@ class InputCall(InputItem):
 
 
 class InputResult(InputItem):
-    """What a called tool has returned."""
+    """The result of a called tool."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -249,7 +251,7 @@ class ChosenFunction(FunctionName):
 
 
 class TextFormat(JsonSchema):
-    """The form of the answer, as `ResponseFormat`."""
+    """The format of the answer, as in `ResponseFormat`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
@@ -312,7 +314,7 @@ class UnloadRequest(Strict):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body strictly: no infinity, no half of a surrogate pair, at most 200 levels."""
+        """Parse the body as strict JSON: no infinity, no lone surrogate, at most 200 levels."""
         return from_json(await self.body(), allow_inf_nan=False)
 
 

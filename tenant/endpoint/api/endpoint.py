@@ -15,16 +15,16 @@ class Settings:
     """Access rules and limits of an endpoint.
 
     Args:
-        keys: API keys. Each key is a client, and clients get equal shares.
-        hosts: names that the `Host` header may have, besides IP addresses. A web page that rebinds its own name to this
-            machine (DNS rebinding) has another name.
+        keys: API keys. Each key is one client, and clients get equal shares.
+        hosts: names allowed in the `Host` header, besides IP addresses. Against DNS rebinding, in which a web page's
+            own name resolves to this machine.
         body_limit: bytes of a request's body.
         body_s: seconds in which a body must arrive.
-        requests: requests in progress; more are refused. No client has more of them than places that stay free.
-        drain_s: seconds that answers may go on when the server stops.
+        requests: limit of requests in progress. A client may have at most as many of them as stay free.
+        drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
-        streamed_paths: paths whose routes read large bodies themselves and limit them.
+        streamed_paths: paths whose routes read and limit large bodies themselves.
     """
 
     keys: tuple[str, ...]
@@ -52,6 +52,6 @@ class Endpoint:
 
 
 def endpoint_of(http: Request) -> Endpoint:
-    """Return the endpoint that a request has reached."""
+    """Return the endpoint of a request."""
     endpoint: Endpoint = http.app.state.endpoint
     return endpoint

@@ -38,12 +38,12 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """A request that gets an error as its answer.
+    """An error that is sent as the answer to a request.
 
     Args:
         status: HTTP status.
-        message: what is wrong and what to do. The client gets it; it holds nothing of other requests.
-        code: OpenAI's word for the error.
+        message: what is wrong and what to do. The client receives it, so it has no data of other requests.
+        code: OpenAI's code of the error.
         param: the field of the request.
     """
 
@@ -64,7 +64,7 @@ class ApiError(Exception):
         if self.status in (429, 503):
             headers["Retry-After"] = "1"
         if self.status in (408, 413):
-            headers["Connection"] = "close"  # otherwise the rest of the body is read and dropped
+            headers["Connection"] = "close"  # otherwise the server would read the rest of the body
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
@@ -74,7 +74,7 @@ def public(text: str, names: Mapping[Path, str] | None = None) -> str:
     """Return the text of an error without paths of this machine.
 
     Args:
-        names: what clients call these paths. Other absolute paths are left out.
+        names: the names of paths that clients know. Other absolute paths are removed.
     """
     for path, name in (names or {}).items():
         text = text.replace(str(path), name)
@@ -93,7 +93,7 @@ def refused(error: SymbiosisError) -> ApiError:
 def failed(error: SymbiosisError) -> ApiError:
     """Return the answer to a request that the engine could not finish.
 
-    Errors of providers and adapters are the operator's business: the client learns their kind, the log has the rest.
+    Details of errors of providers and adapters are only logged; the client receives the kind of the error.
     """
     kind = type(error).__name__
     if isinstance(error, TaskError | CheckpointError | UnsupportedMethodError):

@@ -1,10 +1,10 @@
 """Checks every HTTP request before the application sees it: host, origin, key, the client's share of the requests in
 progress, and the size of the body.
 
-The body of a request without a key is not read: no request without a key is in progress for longer than its answer.
+The body of a request without a key is not read, so such a request ends with its answer.
 
-Other users of this machine can connect to loopback, and so can web pages in a browser on this machine. A page cannot
-name the key, but the checks of `Host` and `Origin` do not rely on that.
+Other users of this machine can connect to loopback, and so can web pages in a browser on this machine. A page does not
+know the key; the checks of `Host` and `Origin` refuse pages even if it did.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from tenant.endpoint.api.metrics import EndpointMetrics
 
 log = logging.getLogger(__name__)
 
-_DROPPED = 8  # limits: a body up to this size is read and dropped, because most clients send all before they read
+_DROPPED = 8  # times the limit: up to this size, the rest of a body is read, because most clients send all first
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI application that checks requests before it passes them to another one."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: EndpointMetrics) -> None:
         self.app = app
@@ -67,7 +67,7 @@ class Guard:
             except ApiError as error:
                 if not status:
                     await error.response()(scope, receive, noted)
-            except Exception as error:  # its text may hold a part of a prompt: the log gets its type and place
+            except Exception as error:  # its text may quote a prompt, so only its type and place are logged
                 log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
                 if not status:
                     await ApiError(500, "an error of the endpoint; its log has the place").response()(
@@ -78,7 +78,7 @@ class Guard:
 
     @contextmanager
     def _place(self, client: str) -> Iterator[None]:
-        """Count a request of a client in progress."""
+        """Context manager: count a client's request in progress. Raises `ApiError` if the client has too many."""
         if self._in_progress[client] >= self._settings.requests - self._in_progress.total():
             raise ApiError(429, "too many requests of this key are in progress; try again later", code="overloaded")
         self._in_progress[client] += 1
@@ -105,7 +105,7 @@ class Guard:
         raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body, within limits of size and time, and return what gives it to the application."""
+        """Read the body within limits of size and time. Returns a `receive` that passes the body to the application."""
         limit = self._settings.body_limit
         too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
         if int(headers.get("content-length", "0")) > _DROPPED * limit:

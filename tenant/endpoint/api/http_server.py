@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 32 << 10
 _HEAD_S = 10.0  # seconds in which the head of a request must arrive
-_READ_S = 60.0  # seconds in which a client must read the part of an answer that waits for it
+_READ_S = 60.0  # seconds in which a client must read what was sent
 CONNECTIONS = 512
-"""One more closes the one that has waited longest for its client."""
+"""Limit of connections. A further connection closes the one that has waited longest for its client."""
 
 
 class _Connection(H11Protocol):
-    """Closes connections that send no request, or do not read the answer: uvicorn waits for both without a limit."""
+    """Closes connections that send no request or do not read the answer, for which uvicorn waits without a limit."""
 
     _late: asyncio.TimerHandle | None = None
     _since = 0.0
@@ -74,7 +74,7 @@ class Server:
     """One endpoint's server.
 
     Args:
-        drain_s: seconds that answers may go on after SIGTERM or `stop`.
+        drain_s: seconds that answers may take to end after SIGTERM or `stop`.
     """
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_s: float) -> None:
@@ -86,7 +86,7 @@ class Server:
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
-                access_log=False,  # it would have query strings
+                access_log=False,  # query strings would be logged
                 log_config=None,
                 log_level="warning",
                 proxy_headers=False,
@@ -98,11 +98,12 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
-        """Answer until SIGTERM, Ctrl-C or `stop`. SIGTERM is raised again at the end (uvicorn does that)."""
+        """Answer until SIGTERM, Ctrl-C or `stop`. At the end, uvicorn raises SIGTERM again."""
         try:
             self._server.run(sockets=[self._listener])
         finally:
-            AppStatus.should_exit = False  # set by a signal, it would end the streams of other servers of this process
+            # a signal sets it for all servers of this process, and it would end their streams
+            AppStatus.should_exit = False
 
     def start(self) -> None:
         """Answer in a thread until `stop`."""
@@ -112,7 +113,7 @@ class Server:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """End `run`, after the answers in progress or `drain_s`."""
+        """End `run` when the answers in progress have ended, or after `drain_s`."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join()

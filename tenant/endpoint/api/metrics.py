@@ -1,4 +1,4 @@
-"""Figures for Prometheus. None of them tells what a text is about."""
+"""Figures for Prometheus. They reveal nothing about the content of texts."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class EndpointMetrics:
     """Counts the requests of one endpoint.
 
     Args:
-        engine: asked for its load with every scrape.
+        engine: its load is read at every scrape.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,7 +34,7 @@ class EndpointMetrics:
         )
 
     def answered(self, route: str, status: int) -> None:
-        """Count an HTTP answer. `route` is the path's pattern, not what the client has written."""
+        """Count an HTTP answer. `route` is the path's pattern, not the client's path."""
         self._answers.labels(route, str(status)).inc()
 
     def first_token(self, seconds: float) -> None:

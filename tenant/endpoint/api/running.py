@@ -1,4 +1,4 @@
-"""Requests that run in the engine, as the event loop sees them."""
+"""Passes requests from the event loop to the engine, and events back."""
 
 import asyncio
 import dataclasses
@@ -36,11 +36,12 @@ _UNREAD = 4096  # events that a client may leave unread
 
 
 class Running:
-    """Requests that run in the engine. Iterate over it to receive their events. Call `cancel` when the client has gone.
+    """Requests that run in the engine. Iterate over the object to receive their events. Call `cancel` when the client
+    disconnects.
 
     Args:
-        requests: the choices of one HTTP request, all of one adapter.
-        users: number of running requests of each adapter.
+        requests: the choices of one HTTP request, all with the same adapter.
+        users: number of running requests of each adapter; updated.
 
     Raises:
         ApiError: the engine has refused one of the requests; the others are cancelled.
@@ -104,7 +105,7 @@ class Running:
             yield index, event
 
     def _sink(self, index: int, event: Event) -> None:
-        """Called in the engine's thread."""
+        """Receive an event, in the engine's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._put, index, event)
 
@@ -152,7 +153,7 @@ async def while_connected(http: HttpRequest, running: Running, work: Awaitable[T
     """Return the result of `work`, and cancel the requests as soon as the client closes the connection.
 
     Raises:
-        ApiError: the client has closed the connection, so nobody reads this error.
+        ApiError: the client has closed the connection. No client receives this error.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
@@ -177,7 +178,7 @@ def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
 
     Args:
         dones: the last events of all choices.
-        prompts: number of different prompts; the choices of one prompt follow each other.
+        prompts: number of different prompts; the choices are ordered by prompt.
     """
     prompt = sum(one.prompt_tokens for one in dones[:: len(dones) // prompts])
     new = sum(one.new_tokens for one in dones)
@@ -191,7 +192,7 @@ def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
 
 
 def new_id(prefix: str) -> str:
-    """Return an identifier that names an answer."""
+    """Return a new identifier of an answer."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 

@@ -31,11 +31,11 @@ class Service:
     """An engine with its models.
 
     Args:
-        model: the base model that the engine drives; its configuration says the context and the default sampling.
+        model: the base model of the engine; its configuration has the context length and the default sampling.
         name: the base model's name for clients.
         tasks: the adapters; None for none.
-        pooling: how an embedding is made of the hidden states of a text.
-        fixed_length: answers are computed to their largest length, wherever they end.
+        pooling: how the hidden states of a text are combined to an embedding.
+        fixed_length: compute every answer to its largest length, so that providers do not see its end.
 
     Raises:
         ConfigError: an adapter has the base model's name.
@@ -87,7 +87,7 @@ class Service:
         return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
 
     def adapter(self, model: str) -> str | None:
-        """Return the adapter that a model's name stands for; None for the base model.
+        """Return the adapter with a model's name; None for the base model.
 
         Raises:
             ApiError: there is no such model.
@@ -104,7 +104,7 @@ class Service:
         )
 
     def chat_template(self, adapter: str | None) -> str:
-        """Return the chat template of an adapter, or else of the model.
+        """Return the chat template of an adapter, else that of the model.
 
         Raises:
             ApiError: there is none.
@@ -117,7 +117,7 @@ class Service:
                     if info.within is not None:
                         check_links(info.folder, info.within)  # the folder may have changed
                     template = adapter_chat_template(info.folder) or template
-            except TaskError as error:  # unloaded a moment ago
+            except TaskError as error:  # unloaded meanwhile
                 raise ApiError(404, str(error), code="model_not_found", param="model") from error
             except CheckpointError as error:
                 log.error("the chat template of %s cannot be used: %s", adapter, error)
@@ -131,18 +131,18 @@ class Service:
         return template
 
     async def encode(self, text: str, *, param: str, client: str, special: bool = True) -> list[int]:
-        """Return the tokens of a text, by default with the special tokens that the tokenizer adds."""
+        """Return the token ids of a text, with the tokenizer's special tokens if `special` is True."""
         if len(text) > self.context * self._longest:
             raise self.too_long(len(text), "characters", param=param)
         return await self.in_thread(client, lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
 
     async def in_thread(self, client: str, work: Callable[[], T]) -> T:
-        """Run work with the tokenizer in a thread, one piece at a time. Clients take turns."""
-        async with self._turns[client]:  # one piece of each client is in the queue
+        """Run `work`, which uses the tokenizer, in a thread. One call runs at a time, and clients take turns."""
+        async with self._turns[client]:  # at most one call of each client is in the queue
             return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
 
     async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
-        """Return the tokens of one text, of several texts, or of texts that are tokens already.
+        """Return the token ids of each text. `given` is one text or several, as strings or as token ids.
 
         Raises:
             ApiError: a text has no tokens, or a token is outside the vocabulary.
@@ -205,7 +205,7 @@ class Service:
         return asked
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:
-        """The error of a prompt that exceeds the context."""
+        """Return the error for a prompt that exceeds the context."""
         return ApiError(
             400,
             f"the prompt has {count:,} {unit}, and this model's context is {self.context:,} tokens; shorten it",
@@ -214,7 +214,8 @@ class Service:
         )
 
     def _sampling(self, asked: CompletionFields, **more: Any) -> Sampling:
-        """Missing fields are those of the model's generation config, and else OpenAI's defaults."""
+        """Return the sampling options. Missing fields are taken from the model's generation config, else OpenAI's
+        defaults."""
         biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
             raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
@@ -233,5 +234,5 @@ class Service:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token: a longer text cannot fit the context."""
+        """Number of characters of the longest token, which bounds the length of a text that fits the context."""
         return max(map(len, self.tokenizer.get_vocab()))

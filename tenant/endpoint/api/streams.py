@@ -1,4 +1,4 @@
-"""Answers to generate: whole, or as server-sent events."""
+"""Sends generated answers, whole or as server-sent events."""
 
 import json
 from collections.abc import AsyncIterator
@@ -43,11 +43,11 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
 
 
 def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:
-    """Return an answer that sends each chunk as it comes, and `[DONE]`. An error is the last event.
+    """Return a response that sends each chunk when it is ready, and `[DONE]` at the end. An error is the last event.
 
     Args:
         running: cancelled when the client closes the connection.
-        drain_s: seconds that a stream may go on when the server stops.
+        drain_s: seconds that a stream may take to end when the server stops.
     """
 
     async def events() -> AsyncIterator[ServerSentEvent]:

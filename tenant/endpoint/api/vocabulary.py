@@ -11,7 +11,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.engine.requests import Grammar
 
 _SCHEMA_BYTES = 64 << 10
-_LIMITS = LLParserLimits(verbose_errors=False)  # its default limits of work and memory hold; errors quote no text
+_LIMITS = LLParserLimits(verbose_errors=False)  # with the default limits of work and memory; errors must not quote text
 _UNKNOWN = "\ufffd"
 
 
@@ -30,31 +30,32 @@ class Vocabulary:
 
     @cached_property
     def _tokens(self) -> LLTokenizer | None:
-        """Made when it is first needed: it takes a second for a vocabulary of 150,000."""
+        """llguidance's tokenizer, made on first use, which takes a second for a vocabulary of 150,000."""
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             return None
         size = max(self.size, len(self._tokenizer))
         return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if they are not known."""
+        """Return the bytes of a token; None if they are unknown."""
         if self._tokens is not None:
             return bytes(self._tokens.decode_bytes([token]))
         text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
         return None if _UNKNOWN in text else text.encode()
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token; bytes that are not text are replaced."""
+        """Return the text of a token; bytes that are not UTF-8 are replaced."""
         return (self.bytes_of(token) or b"\xff").decode(errors="replace")
 
     def grammar(self, rules: str) -> Callable[[], Grammar]:
         """Compile a grammar. Returns a function that makes the state of a new answer.
 
         Args:
-            rules: in llguidance's form of Lark, with JSON schemas: `start: %json {"type": "object"}`.
+            rules: a grammar in llguidance's variant of Lark, which may contain JSON schemas: `start: %json {"type":
+                "object"}`.
 
         Raises:
-            ConfigError: a schema is not valid, too large or too complex, or says what cannot be enforced.
+            ConfigError: a schema is invalid, too large or too complex, or cannot be enforced.
         """
         if self._tokens is None:
             raise ConfigError("this model's tokenizer cannot follow a JSON schema")
@@ -65,7 +66,7 @@ class Vocabulary:
         except ValueError as error:
             raise ConfigError(f"the JSON schema is not valid: {error}") from error
         state = _Answer(matcher)
-        state.allowed()  # finds schemas that no answer fits
+        state.allowed()  # raises for schemas that no answer satisfies
         return lambda: _Answer(matcher.deep_copy())
 
 

@@ -1,4 +1,4 @@
-"""The answer to one request: chooses its tokens, makes their text, and reports both to the request's sink."""
+"""The answer to one request: chooses and decodes its tokens, and sends the events to the request's sink."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class GeneratedAnswer:
     Args:
         request: the request.
         sink: receives the events.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, request: EngineRequest, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -50,10 +50,10 @@ class GeneratedAnswer:
     def add(self, logits: Tensor) -> int:
         """Choose and report the next token, and decide whether the answer ends with it.
 
-        Tokens behind the end of an answer of fixed length are not reported.
+        Tokens after the end of an answer of fixed length are not reported.
 
         Args:
-            logits: `[vocabulary]`, the model's own.
+            logits: `[vocabulary]`, the model's own logits.
         """
         self._computed += 1
         token = self._next(logits) if self._end is None else int(logits.argmax())
@@ -75,7 +75,7 @@ class GeneratedAnswer:
         return token
 
     def embedded(self, vector: Tensor) -> None:
-        """Report the embedding that was asked for: `[width]`."""
+        """Report the requested embedding, float `[width]`."""
         self._sink(Embedded(vector=tuple(vector.float().tolist())))
         self.finish = "stop"
 

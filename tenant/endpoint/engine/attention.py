@@ -1,13 +1,12 @@
 """Causal attention of sequences, block by block with a running softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
-A row of the result depends on its query and on the keys and values up to its position, and on nothing else: not on
-how many rows are computed with it, nor on where a prompt was cut into chunks. Blocks are added in the order of their
-positions, and keys that a row must not see contribute exact zeros. `tests/tenant/endpoint/engine/test_attention.py`
-compares bits.
+A row of the result depends only on its query and on the keys and values up to its position: not on the number of rows
+that are computed together, nor on the division of a prompt into chunks. Blocks are added in the order of their
+positions, and masked keys contribute exact zeros. `tests/tenant/endpoint/engine/test_attention.py` compares bits.
 
-The compiled library computes all sequences of a step in one call (`native/local.h`). Without it, on a tenant with a
-GPU, and for dtypes that it has no code for, torch computes one sequence after the other; each product then has the same
-shape (`ROWS` rows by `BLOCK` keys). The last bits of the two differ.
+The compiled library computes all sequences of a step in one call (`native/local.h`). Without the library, on a tenant
+with a GPU, and for dtypes that the library lacks, torch computes one sequence after the other, and each product has the
+same shape (`ROWS` rows by `BLOCK` keys). The results of library and torch differ in the last bits.
 """
 
 import ctypes
@@ -24,18 +23,18 @@ from symbiosis_priv.native.parallel import for_each_slice
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 
 ROWS = 16
-"""Rows of a product: queries of neighbouring tokens that share a head of keys, filled up with zeros."""
+"""Rows of a product: queries of neighbouring tokens that share a head of keys, and rows of zeros to fill up."""
 TOKENS = 128
-"""Tokens whose scores are in memory at a time: `heads * TOKENS * BLOCK` float32 values, twice."""
-_LOWEST = -1e30  # finite, so that the difference of two of them is 0
+"""Number of tokens whose scores are in memory at a time: twice `heads * TOKENS * BLOCK` float32 values."""
+_LOWEST = -1e30  # finite, so that the difference of two such scores is 0
 
 
 class Attention:
-    """Attention of the last tokens of some sequences, layer by layer. Rows are these tokens, in order.
+    """Attention of the last tokens of some sequences, layer by layer. The rows are these tokens, in order.
 
     Args:
-        new: sequences of one shape, all different, with the number of last tokens of each. `KeyValues.grow` has made
-            room for them.
+        new: different sequences of one shape, each with its number of last tokens, for which `KeyValues.grow` was
+            called.
     """
 
     def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
@@ -63,15 +62,15 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention. Keys and values of all rows are there.
+        """Compute attention, after `append` was called for this layer.
 
         Scores are computed and accumulated in float32, or in float64 if the queries have it. Query head `h` uses head
         `h * heads_kv // heads` of keys and values, as in grouped-query attention.
 
         On a tenant with a GPU the blocks stay in host memory. Several tokens (a prompt) are computed on the device of
-        the queries, to which each block is copied in its turn; one token is computed on the CPU, because copying all
-        keys takes longer than reading them there. This was not run on CUDA; rows on different devices differ in their
-        last bits.
+        the queries, to which one block after the other is copied. A single token is computed on the CPU, because
+        copying all keys takes longer than reading them. This was not run on CUDA. Results on different devices differ
+        in the last bits.
 
         Args:
             layer: index of the layer.
@@ -79,7 +78,7 @@ class Attention:
             scaling: factor of the scores.
             window: a token sees this many tokens, itself included; None for all.
             softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None for no cap.
-            sinks: `[heads]`, a score per head that takes part in the softmax and has no value (gpt-oss).
+            sinks: `[heads]`, a score per head that is part of the softmax and has no value vector (gpt-oss).
 
         Returns:
             `[rows, heads, value_width]` in the dtype and on the device of the queries.
@@ -98,7 +97,7 @@ class Attention:
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_WIDTH = 1024  # as in local.h
-_SHARE = 1 << 18  # multiplications that are worth another thread
+_SHARE = 1 << 18  # multiplications for which another thread pays off
 
 
 def _is_compiled(shape: Shape) -> bool:
@@ -126,7 +125,7 @@ class _Table:
         self._library, self._isa = library, native.best(library)
         shape = self._shape = new[0][0].shape
         self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
-        self._new = new  # keeps the blocks
+        self._new = new  # keeps the blocks alive
         self._tables: list[Any] = []
         self._sequences = [self._of_kind(kind) for kind in range(len(shape.kinds))]
         self._pairs = sum(tokens * kv.length for kv, tokens in new)
@@ -188,8 +187,8 @@ def _attend_one(
     Args:
         queries: `[tokens, heads, key_width]`, of the positions `length - tokens` to `length - 1`.
         blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the sequence, by
-            number, as far back as the window reaches; what lies behind `length` must be finite.
-        length: tokens of the sequence, those of the queries included.
+            number, as far back as the window reaches. Entries after `length` must be finite.
+        length: number of tokens of the sequence, including those of the queries.
     """
     device = torch.device("cpu") if len(queries) == 1 else queries.device
     moved = queries.to(device, torch.promote_types(queries.dtype, torch.float32))
@@ -223,7 +222,7 @@ def _attend(
     group = heads // heads_kv
     per_tile = max(1, ROWS // group)
     tiles, rows = -(-tokens // per_tile), -(-group // ROWS) * ROWS
-    used = slice(0, per_tile * group)  # rows of a tile that are not filling
+    used = slice(0, per_tile * group)  # rows of a tile that are not filled up
 
     filled = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, tiles * per_tile - tokens))
     by_head = filled.view(tiles, per_tile, heads_kv, group, width).permute(2, 0, 1, 3, 4)
@@ -265,7 +264,8 @@ def _attend(
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    """Multiply `[heads, tiles, ROWS, n]` by `[heads, n, m]`: a product per tile, without copies of `columns`."""
+    """Multiply `[heads, tiles, ROWS, n]` by `[heads, n, m]`, with one product per tile and without copies of
+    `columns`."""
     heads, tiles = rows.shape[:2]
     if tiles == 1:
         return torch.bmm(rows[:, 0], columns)[:, None]

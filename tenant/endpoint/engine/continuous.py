@@ -1,8 +1,8 @@
-"""The engine that computes all requests together; they join and leave at every token.
+"""The engine that computes all requests together. Requests join and leave at every token.
 
-One thread repeats a step: end what was cancelled, admit what fits the memory, compute the next token of each answer and
-as much of the prompts as the step's rows allow, and report. All rows of a step are one pass through the model, so a
-step costs the round trips of one token, however many requests there are.
+One thread repeats a step: end cancelled requests, admit requests that fit the memory, compute the next token of each
+answer and as many tokens of prompts as the step's rows allow, and report. All rows of a step are one pass through the
+model, so a step costs the round trips of one token for any number of requests.
 """
 
 import logging
@@ -41,24 +41,25 @@ _PROVIDERS = (
     *(TransportError, ProviderError, ProtocolError, VerificationError, QuarantinedError, UncoveredError),
     CertificateError,
 )
-"""Errors of providers: no other division of a step's rows would help."""
+"""Errors of providers, which dividing a step's rows would not avoid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What an engine may use.
+    """Limits of an engine.
 
     Args:
-        memory: bytes of keys and values: those of running requests at their full length, and those of the cache.
-        step_rows: rows of a step. More rows read prompts with fewer round trips, and delay the tokens of other answers.
-        prompt_rows: rows of a step that prompts get at least, and rows that a prompt gets in one turn.
-        step_work: floating-point operations of a step for the attention of prompts while other requests run. A long
-            prompt gets fewer rows the more tokens it has behind it, so that the tokens of others keep coming.
-        running: requests that run at the same time.
-        waiting: requests that wait; more are refused. No client has more of them than places that stay free, so one
-            client finds a place whatever the others do.
-        clients: clients that share the engine. If there are several, the same holds for running requests and memory: a
-            client's second request runs only if as many places and as much memory stay free as the client then has.
+        memory: bytes of keys and values, of running requests at their full length and of the cache.
+        step_rows: rows of a step. With more rows, prompts take fewer round trips, but delay the tokens of other
+            answers.
+        prompt_rows: minimum number of a step's rows for prompts, and number of rows that a prompt gets in one turn.
+        step_work: floating-point operations of a step for the attention of prompts while other requests run. The more
+            tokens of a prompt have been read, the fewer rows it gets, so that it does not delay other answers.
+        running: limit of requests that run at the same time.
+        waiting: limit of requests that wait. A client may have at most as many of them as stay free, so no client can
+            take all places.
+        clients: number of clients that share the engine. With several, a client's second request runs only if as many
+            places and as much memory stay free as the client then uses.
     """
 
     memory: int = 1 << 30
@@ -71,14 +72,14 @@ class EngineLimits:
 
 
 class ContinuousEngine(Engine):
-    """See the module.
+    """The engine that computes all requests together; see the module's docstring.
 
     Args:
         packed: the model.
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
-        limits: what the engine may use.
-        drafter: guesses tokens, for fewer round trips; None for one token per pass.
+        limits: limits of memory, rows and requests.
+        drafter: guesses tokens to save round trips; None for one token per pass.
     """
 
     def __init__(
@@ -165,13 +166,13 @@ class ContinuousEngine(Engine):
             self._admit()
             try:
                 self._step(self._next_rows())
-            except Exception as error:  # a fault of this engine: no request is left waiting for it
+            except Exception as error:  # an error in the engine must end all requests, which would wait forever
                 log.exception("the engine failed")
                 for sequence in list(self._running):
                     self._end(sequence, _named(error))
 
     def _admit(self) -> None:
-        """Let requests run whose keys and values fit. The first one that does not fit is waited for."""
+        """Start waiting requests until the keys and values of the next one do not fit."""
         while len(self._running) < self._limits.running and (sequence := self._next_waiting()) is not None:
             needed = self._bytes(sequence.request) + self._reserved()
             if needed > self._limits.memory:
@@ -188,7 +189,7 @@ class ContinuousEngine(Engine):
                 self._running.add(sequence)
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence whose turn it is, of the clients that leave others enough room."""
+        """Return the next sequence in turn whose client leaves enough places and memory to others."""
         return next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
 
     def _leaves_room(self, sequence: Sequence) -> bool:
@@ -205,14 +206,14 @@ class ContinuousEngine(Engine):
             sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
         known = None
         if not sequence.reads_all and sequence.generation is not None:
-            # the last token is computed in any case, because its logits are needed
+            # the last token is always computed, because its logits are needed
             known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
         sequence.kv = known or self._packed.new_kv()
         sequence.kv.release()
         sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
 
     def _next_rows(self) -> list[tuple[Sequence, NextTokens]]:
-        """Choose the rows of a step: a token of each answer, then prompts in turn."""
+        """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns."""
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
         free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
@@ -232,13 +233,13 @@ class ContinuousEngine(Engine):
             if share < left:
                 reading.add(sequence)
         with self._changed:
-            for sequence in shares:  # next time, the others come first
+            for sequence in shares:  # in the next step, other prompts come first
                 self._running.remove(sequence)
                 self._running.add(sequence)
         return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
 
     def _step(self, chosen: list[tuple[Sequence, NextTokens]]) -> None:
-        """Compute some rows. Where the error may be of one request alone, each request is tried alone."""
+        """Compute some rows. After an error that a single request may cause, compute each request alone."""
         if not chosen:
             return
         try:
@@ -276,7 +277,7 @@ class ContinuousEngine(Engine):
             sequence.kv.release()
 
     def _end(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
-        """Report the last event of a request, and free what it holds."""
+        """Report the last event of a request, and free its resources."""
         with self._changed:
             for turns in (self._waiting, self._running):
                 if sequence in turns:
@@ -294,7 +295,7 @@ class ContinuousEngine(Engine):
         return sum(self._bytes(sequence.request) for sequence in self._running)
 
     def _bytes(self, request: EngineRequest) -> int:
-        """The most memory of a sequence, up to its full length with a guess after it."""
+        """Return the largest memory of a sequence: at its full length, with a guess."""
         length = full_length(request) + self._ahead
         step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)
         drafts = 0 if self._drafter is None else self._drafter.bytes(length)
@@ -302,12 +303,13 @@ class ContinuousEngine(Engine):
 
 
 def _owner(sequence: Sequence) -> tuple[object, ...]:
-    """What requests share if they may use the same cached prefixes; see `prefixes`."""
+    """Return the key of the cached prefixes that a request may use; see `prefixes`."""
     return sequence.request.client, sequence.request.adapter, sequence.generation
 
 
 def _named(error: Exception) -> SymbiosisError:
-    """The error of a request. Messages of other libraries may quote the prompt, so only their type is told."""
+    """Return the error of a request. Messages of other libraries may quote the prompt, so only their type is
+    reported."""
     if isinstance(error, SymbiosisError):
         return error
     log.error("a request failed: %s", type(error).__name__)

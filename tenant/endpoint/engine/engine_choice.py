@@ -17,7 +17,7 @@ from tenant.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _PROBE = 12  # tokens
-_TOLERANCE = 0.05  # of the largest logit: attention adds in another order, and a wrong position is far beyond
+_TOLERANCE = 0.05  # share of the largest logit: rounding stays below, and a wrong position is far above
 
 
 def open_engine(
@@ -28,18 +28,18 @@ def open_engine(
     limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
 ) -> Engine:
-    """Open the engine that computes all requests together; or, for a model that it cannot drive, the one that calls
-    `generate()` for each request. The log says which, and why.
+    """Open the engine that computes all requests together; or, for a model that this engine does not support, the
+    engine that calls `generate()` for each request. The choice and its reason are logged.
 
     Args:
         model: a split or whole model that predicts the next token, in evaluation mode.
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
-        limits: what the engine may use.
-        drafter: guesses tokens, for fewer round trips (`speculation`).
+        limits: limits of memory, rows and requests.
+        drafter: guesses tokens to save round trips (`speculation`).
 
     Raises:
-        ConfigError: there is a drafter, and the engine on `generate()` has no use for it.
+        ConfigError: there is a drafter, which the engine on `generate()` does not support.
         SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
     """
     limits = limits or EngineLimits()
@@ -57,10 +57,10 @@ def open_engine(
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:
-    """Compare a few packed tokens with the model's own pass.
+    """Return the packed model, after comparing a few tokens with the model's own pass.
 
     Raises:
-        UnsupportedModelError: the model cannot be driven; the reason.
+        UnsupportedModelError: the results differ, or `PackedModel` does not support the model.
     """
     packed = PackedModel(model, tasks)
     try:

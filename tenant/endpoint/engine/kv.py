@@ -1,8 +1,8 @@
 """Keys and values of sequences, in host memory, in blocks of `BLOCK` tokens.
 
-A sequence grows by whole blocks, so nothing is copied when it grows, and sequences with a common beginning share the
-blocks of it. Memory is freed when the last sequence that uses a block is gone. Layers with the same window share
-blocks; a block that no later token sees is released.
+A sequence grows by whole blocks, so growing copies nothing, and sequences with a common beginning share its blocks. A
+block is freed when no sequence uses it any more. Layers with the same window share blocks; a block that no later token
+sees is released.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Tokens of a block. `attention` computes block by block: another number changes the last bits of its results."""
+"""Tokens of a block. `attention` computes block by block, so another number changes the last bits of results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Shape:
         windows: for each layer with attention, the number of tokens that a token sees, itself included; None for all.
         heads: heads of keys and values.
         key_width, value_width: values per head.
-        dtype: as the model computes them.
+        dtype: dtype of keys and values.
     """
 
     windows: tuple[int | None, ...]
@@ -39,7 +39,7 @@ class Shape:
     def from_config(cls, config: Any, dtype: torch.dtype) -> "Shape":
         """Read the sizes from the configuration of a decoder in transformers, or of a model with such a decoder.
 
-        `layer_types` says which layers have the window `sliding_window`; without it, all of them have.
+        `layer_types` lists the layers with the window `sliding_window`; without it, all layers have the window.
         """
         config = config.get_text_config(decoder=True)
         queries, layers = config.num_attention_heads, config.num_hidden_layers
@@ -61,20 +61,20 @@ class Shape:
 
     @cached_property
     def kinds(self) -> dict[int | None, int]:
-        """The windows, with the number of layers that have it. Layers of one kind share blocks."""
+        """The number of layers with each window. Layers of one kind, with the same window, share blocks."""
         return dict(Counter(self.windows))
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
-        """For each layer, the index of its kind, and its place among the layers of this kind."""
+        """For each layer, the index of its kind, and its index among the layers of this kind."""
         kinds = list(self.kinds)
         return [(kinds.index(window), self.windows[:i].count(window)) for i, window in enumerate(self.windows)]
 
     def bytes(self, tokens: int, *, step: int | None = None) -> int:
-        """Return the most memory that a sequence takes while it grows to `tokens` and shares no block.
+        """Return the largest number of bytes that a sequence takes while it grows to `tokens` and shares no block.
 
         Args:
-            step: the sequence grows by at most so many tokens at a time, with `release` in between; None without it.
+            step: largest number of tokens by which the sequence grows before `release` is called; None if it never is.
         """
         layers = 0
         for window, count in self.kinds.items():
@@ -86,7 +86,7 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        """Memory of one block of all layers."""
+        """Bytes of one block of all layers."""
         return self.layers * self.heads * BLOCK * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
@@ -95,8 +95,8 @@ class KVBlock:
     """Keys `[layers, heads, key_width, BLOCK]` and values `[layers, heads, BLOCK, value_width]` of `BLOCK` tokens, for
     the layers of one kind.
 
-    Keys are transposed because products with few rows read them faster. Places without a token are finite: attention
-    multiplies them by 0.
+    Keys are transposed because products with few rows read them faster. Entries without a token are finite, because
+    attention multiplies them by 0.
     """
 
     keys: Tensor
@@ -136,8 +136,8 @@ class KeyValues:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.length = 0
-        self._blocks: list[list[KVBlock | None]] = [[] for _ in shape.kinds]  # of each kind; None: released
-        self._shared = 0  # this many leading blocks may belong to other sequences too: never written
+        self._blocks: list[list[KVBlock | None]] = [[] for _ in shape.kinds]  # by kind; None if released
+        self._shared = 0  # number of leading blocks that other sequences may share, and that are never written
 
     @property
     def shortest(self) -> int:
@@ -148,7 +148,7 @@ class KeyValues:
         )
 
     def grow(self, tokens: int) -> None:
-        """Make room for more tokens, in blocks that no other sequence uses. Their keys and values are finite."""
+        """Append tokens, in blocks that no other sequence uses. Their keys and values are finite."""
         if not tokens:
             return
         first = self.length // BLOCK
@@ -162,8 +162,8 @@ class KeyValues:
                 blocks.append(KVBlock.empty(self.shape, layers))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Set keys `[tokens, heads, key_width]` and values `[tokens, heads, value_width]` of the last tokens of a
-        layer. They may be on any device."""
+        """Set keys `[tokens, heads, key_width]` and values `[tokens, heads, value_width]`, on any device, of the last
+        tokens of a layer."""
         kind, layer = self.shape.places[layer]
         done, tokens = 0, len(keys)
         while done < tokens:
@@ -182,7 +182,7 @@ class KeyValues:
         return {i: (block.keys[place], block.values[place]) for i, block in enumerate(self._blocks[kind]) if block}
 
     def addresses(self, kind: int) -> list[int]:
-        """Return the addresses of keys and values of each block of a kind, one after the other; 0 if released."""
+        """Return the addresses of the keys and values of each block of a kind, alternating; 0 if released."""
         pairs = [(b.keys.data_ptr(), b.values.data_ptr()) if b else (0, 0) for b in self._blocks[kind]]
         return [address for pair in pairs for address in pair]
 
@@ -194,7 +194,7 @@ class KeyValues:
                 blocks[:hidden] = [None] * hidden
 
     def truncate(self, length: int) -> None:
-        """Forget tokens from `length` on, which is at least `shortest`."""
+        """Remove the tokens from index `length` on, which is at least `shortest`."""
         self.length = min(self.length, length)
         assert self.length >= self.shortest
         for blocks in self._blocks:
@@ -220,7 +220,7 @@ class KeyValues:
 
 
 def held_bytes(sequences: Iterable[KeyValues]) -> int:
-    """Return the memory of these sequences, with each shared block counted once."""
+    """Return the bytes of these sequences, counting each shared block once."""
     held = {id(block): block for kv in sequences for blocks in kv._blocks for block in blocks if block}
     return sum(block.keys.nbytes + block.values.nbytes for block in held.values())
 

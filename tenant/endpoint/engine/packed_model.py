@@ -2,9 +2,9 @@
 
 Each token is a batch row of length one: `input_ids` and `position_ids` are `[rows, 1]`. So norms, MLPs and offloaded
 linears compute all tokens at once, each layer group is one request, and `Tasks.batch` gives each row the adapter of its
-own request. Only attention looks at other tokens. The model gets a `_Step` as its cache. A registered attention
+own request. Only attention uses other tokens. The model gets a `_Step` as its cache. A registered attention
 implementation recognises the keys that this cache has returned, and computes each sequence from its own keys and
-values. All other calls get the model's own implementation, so that the model can be used as before.
+values. All other calls use the model's own implementation, so the model can be used as before.
 """
 
 import sys
@@ -34,10 +34,10 @@ class NextTokens:
     """The next tokens of one sequence.
 
     Args:
-        kv: keys and values of all tokens before; those of these tokens are appended.
+        kv: keys and values of all earlier tokens; those of `tokens` are appended.
         tokens: token ids.
         adapter: name of the task; None for the base model.
-        logits: logits of so many of the last tokens are needed.
+        logits: number of last tokens whose logits are returned.
     """
 
     kv: KeyValues
@@ -47,7 +47,8 @@ class NextTokens:
 
 
 class Output(NamedTuple):
-    """Results of `NextTokens`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens, width]`."""
+    """Results for one `NextTokens`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens,
+    width]`."""
 
     logits: Tensor
     hidden: Tensor
@@ -61,7 +62,7 @@ class PackedModel:
         tasks: the adapters.
 
     Attributes:
-        config: the decoder's.
+        config: the decoder's configuration.
         shape: sizes of keys and values.
         vocabulary: number of token ids.
 
@@ -90,7 +91,7 @@ class PackedModel:
         self._hooks = [module.register_forward_hook(_keep_hidden) for module in inner]
 
     def close(self) -> None:
-        """Give the model its own attention implementation back."""
+        """Restore the model's own attention implementation."""
         for hook in self._hooks:
             hook.remove()
         self.model.set_attn_implementation(self._original)
@@ -101,15 +102,16 @@ class PackedModel:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[NextTokens]) -> list[Output]:
-        """Compute the next tokens of some sequences, which are all different. An error leaves their lengths as before.
+        """Compute the next tokens of some sequences, all different. After an error, the sequences have their old
+        lengths.
 
         Raises:
-            SymbiosisError: a product, or an adapter.
+            SymbiosisError: a product has failed, or an adapter cannot be loaded.
         """
         before = [part.kv.length for part in rows]
         names = [part.adapter or BASE for part in rows for _ in part.tokens]
         tokens = [token for part in rows for token in part.tokens]
-        last = self._last_position  # a guess may reach behind it, and is not used there
+        last = self._last_position  # tokens of a guess after the last position are not used
         places = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
         positions = [min(place, last) for place in places]
 
@@ -130,14 +132,14 @@ class PackedModel:
         return step.outputs(output.logits)
 
     def _extends_head(self, rows: Sequence[NextTokens]) -> bool:
-        """True if an adapter changes the LM head, which then needs all rows of the batch."""
+        """Returns True if an adapter changes the LM head, which then needs all rows of the batch."""
         if self._tasks is None:
             return False
         return any(self._head in self._tasks.layers(name) for name in {part.adapter for part in rows} if name)
 
 
 class _Step(Cache):
-    """Stands for the cache of one pass: appends keys and values to the sequences, and knows which rows are whose."""
+    """The cache of one pass: appends keys and values to the sequences, and maps rows to sequences."""
 
     def __init__(self, rows: Sequence[NextTokens], *, keep_all: bool) -> None:
         super().__init__(layers=[])
@@ -153,13 +155,13 @@ class _Step(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        with torch._C.DisableTorchFunction():  # `RowBlocks` has nothing to do there, and delays each call
+        with torch._C.DisableTorchFunction():  # the mode `RowBlocks` would only delay each call
             self._attention.append(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
             setattr(key_states, _STEP, (self, layer_idx))
         return key_states, value_states
 
     def attend(self, queries: Tensor, layer: int, **options: Any) -> Tensor:
-        """Attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
+        """Compute attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
         with torch._C.DisableTorchFunction():
             return self._attention.attend(layer, queries[:, :, 0], **options).unsqueeze(1)
 
@@ -168,7 +170,7 @@ class _Step(Cache):
         return self._hidden is not None
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Keep the hidden states of all rows, and return those that logits are needed of."""
+        """Keep the hidden states of all rows, and return those whose logits are needed."""
         self._hidden = hidden
         return hidden if self._keep_all else hidden[self._wanted(hidden.device)]
 
@@ -188,7 +190,7 @@ class _Step(Cache):
         return 0
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """No keys: `_registered` then makes no mask."""
+        """Return no keys, so that `_registered` makes no mask."""
         return 0, 0
 
     def _places(self) -> list[tuple[NextTokens, slice]]:
@@ -207,7 +209,7 @@ def _keep_hidden(module: Any, args: Any, output: Any) -> None:
 
 
 def _registered(original: str) -> str:
-    """Register an implementation that computes the rows of a `_Step`, and otherwise does what `original` does."""
+    """Register an attention implementation that computes the rows of a `_Step`, and otherwise calls `original`."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
@@ -237,10 +239,10 @@ def _own(original: str, module: Any) -> Callable[..., Any]:
 def _options(
     module: Any, window: int | None, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of `attend` for one layer, whose window is `window` by the configuration.
+    """Return the arguments of `attend` for one layer, whose window in the configuration is `window`.
 
     Raises:
-        UnsupportedModelError: the layer needs something else.
+        UnsupportedModelError: `attend` does not support the layer's attention.
     """
     if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         raise UnsupportedModelError("its attention uses a mask or a bias of its own")
@@ -257,10 +259,10 @@ def _options(
 
 
 def _check(model: PreTrainedModel, config: Any) -> None:
-    """Refuse what the configuration shows to be impossible.
+    """Refuse models whose configuration shows that they are not supported.
 
     Raises:
-        UnsupportedModelError: with the reason.
+        UnsupportedModelError: the model is not supported; the message states the reason.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     rope = getattr(config, "rope_parameters", None) or {}

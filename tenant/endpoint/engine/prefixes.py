@@ -1,12 +1,11 @@
 """Keeps keys and values of sequences that have ended, for requests that begin with the same tokens.
 
-Keys and values of a token have the same bits whichever step computed them (`row_blocks`, `attention`), so any common
-beginning may be used. They depend on the adapter, and on when it was loaded: an adapter that was loaded again may
-be another one under the same name. A sequence that has released blocks of a sliding window (`kv`) has its longest
-beginnings only.
+Keys and values of a token have the same bits in every step (`row_blocks`, `attention`), so any common beginning can be
+used. They depend on the adapter and its load, because an adapter that is loaded again may have changed. If a sequence
+has released blocks of a sliding window (`kv`), only its longest beginnings can be used.
 
-A client finds only its own sequences. Otherwise a client could read the texts of others, token by token: it would ask
-with a guess, and the number of cached tokens, which answers state and times show, would say how far the guess is right.
+A client finds only its own sequences. Otherwise a client could guess the texts of others token by token: the number of
+cached tokens, which answers state and times reveal, would show how much of a guess is right.
 """
 
 from collections import OrderedDict
@@ -18,23 +17,23 @@ _Key = tuple[Hashable, tuple[int, ...]]
 
 
 class Prefixes:
-    """A cache of sequences, the least recently used one first."""
+    """A cache of sequences, ordered by last use."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[_Key, KeyValues] = OrderedDict()
 
     @property
     def bytes(self) -> int:
-        """Memory of the cached sequences."""
+        """Bytes of the cached sequences."""
         return held_bytes(self._kept.values())
 
     def keep(self, owner: Hashable, tokens: Sequence[int], kv: KeyValues) -> None:
-        """Keep a sequence that has ended, in the place of those whose beginnings it has.
+        """Keep a sequence that has ended. It replaces cached sequences that are beginnings of it.
 
         Args:
-            owner: tells clients, adapters and their loads apart.
-            tokens: the tokens that `kv` has keys and values of.
-            kv: not used elsewhere any more.
+            owner: identifies the client, the adapter and its load.
+            tokens: the tokens of `kv`.
+            kv: keys and values; the caller must not use them afterwards.
         """
         tokens = tuple(tokens)
         for key in [key for key in self._kept if key[0] == owner]:
@@ -47,7 +46,7 @@ class Prefixes:
             self._kept[owner, tokens] = kv
 
     def find(self, owner: Hashable, tokens: Sequence[int]) -> KeyValues | None:
-        """Return keys and values of the longest known beginning of `tokens`, or None."""
+        """Return keys and values of the longest cached beginning of `tokens`, or None."""
         tokens = tuple(tokens)
         common = {key: _common(key[1], tokens) for key in self._kept if key[0] == owner}
         usable = [key for key, length in common.items() if length >= max(1, self._kept[key].shortest)]
@@ -67,7 +66,7 @@ class Prefixes:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Number of tokens at the beginning that are equal."""
+    """Return the number of equal tokens at the beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What an engine takes and gives: requests, events, and the `Engine` that connects them. Does not import torch."""
+"""Requests to an engine, their events, and the interface `Engine`. Does not import torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ class Grammar(Protocol):
     """The state of a constraint on the tokens of one answer, such as a JSON schema."""
 
     def allowed(self) -> bytes:
-        """Return a bit per token of the vocabulary: bit `t % 8` of byte `t // 8` is 1 if token `t` may come next."""
+        """Return one bit per token of the vocabulary: bit `t % 8` of byte `t // 8` is 1 if token `t` may follow."""
 
     def accept(self, token: int) -> None:
-        """Advance the state by a token that was allowed."""
+        """Advance the state by an allowed token."""
 
     def finished(self) -> bool:
-        """True if no other token than the end may come."""
+        """True if only an end token may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Sampling:
     Args:
         temperature: 0 for greedy decoding.
         top_p: sample from the smallest set of tokens with this probability.
-        top_k: sample from this many tokens; 0 for all of them.
+        top_k: sample from this number of most probable tokens; 0 for all tokens.
         seed: seed of this request's own generator; None for a random one.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer has, once and per use.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once, and once per use.
         logit_bias: added to the logits of these tokens.
-        logprobs: number of most probable tokens to report beside each token; None to report no log probabilities.
+        logprobs: number of most probable tokens to report with each token; None to report no log probabilities.
         prompt_logprobs: the same for the tokens of the prompt.
         grammar: makes the state of a constraint; None without one.
     """
@@ -57,16 +57,16 @@ class EngineRequest:
     """One answer to generate, or one embedding to compute.
 
     Args:
-        id: names the request in logs; has no part of the prompt.
+        id: name of the request in logs, without any text of the prompt.
         prompt: token ids, at least one.
         adapter: name of the task; None for the base model.
         client: requests of different clients get equal shares. The API uses a digest of the API key.
         max_tokens: largest number of new tokens.
-        stop_tokens: token ids that end the answer and do not belong to it.
-        stop: texts that end the answer and do not belong to it.
+        stop_tokens: token ids that end the answer and are not part of it.
+        stop: texts that end the answer and are not part of it.
         sampling: how to choose tokens.
-        fixed_length: compute `max_tokens` tokens wherever the answer ends, so that executors do not see its end. `Done`
-            comes after all of them.
+        fixed_length: always compute `max_tokens` tokens, so that executors do not see the end of the answer. `Done`
+            follows the last of them.
         pooling: compute an embedding of the prompt instead of an answer.
     """
 
@@ -84,7 +84,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token's log probability before temperature and penalties, and the most probable tokens at its place."""
+    """A token's log probability before temperature and penalties, and the most probable tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -92,14 +92,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLedger:
-    """What one request cost and what was checked for it. None of it is secret.
+    """Costs of one request, and numbers of verified and rejected rows. Not secret.
 
     Args:
         rows: masked rows that were sent for this request.
-        round_trips: requests to executors that carried rows of this request; they may carry rows of others too.
-        answers_verified, answers_rejected: rows of answers.
-        bytes_up, bytes_down: this request's share, by rows, of the bytes to and from all providers.
-        cached_tokens: tokens of the prompt whose keys and values were there already.
+        round_trips: requests to executors with rows of this request, and perhaps of others.
+        answers_verified, answers_rejected: rows of answers that passed and failed the check.
+        bytes_up, bytes_down: bytes to and from all providers, divided among requests by rows.
+        cached_tokens: tokens of the prompt whose keys and values were cached.
     """
 
     rows: int = 0
@@ -116,7 +116,7 @@ class Started:
     """The prompt has been read.
 
     Args:
-        prompt_logprobs: one entry per token of the prompt, the first one None; empty if they were not asked for.
+        prompt_logprobs: one entry per token of the prompt, the first one None; empty if not requested.
     """
 
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -128,9 +128,9 @@ class Token:
 
     Args:
         id: the token.
-        text: text that is certain now and was not before; may be empty, because a character may need several tokens and
-            a stop text may have begun.
-        logprob: if it was asked for.
+        text: text that has become certain with this token. May be empty, because a character may need several tokens
+            and a stop text may have begun.
+        logprob: the log probability, if requested.
     """
 
     id: int
@@ -140,20 +140,20 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """The embedding that was asked for: float32 values."""
+    """The requested embedding, float32 values."""
 
     vector: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """The last event of a request that ended well or was cancelled.
+    """The last event of a request that succeeded or was cancelled.
 
     Args:
         finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
         text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
-        ledger: the costs.
+        ledger: costs of the request.
     """
 
     finish: Finish
@@ -165,7 +165,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The last event of a request that failed. Other requests go on."""
+    """The last event of a request that failed. Other requests continue."""
 
     error: SymbiosisError
 
@@ -190,8 +190,8 @@ class Load:
     """The load of an engine: what `/metrics` and `/health` say.
 
     Args:
-        running, waiting: requests.
-        memory, memory_limit: bytes of keys and values, those of cached prompts included.
+        running, waiting: numbers of requests.
+        memory, memory_limit: bytes of keys and values, cached ones included.
         steps, tokens, rows: totals since the start.
     """
 
@@ -209,7 +209,7 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, request: EngineRequest, sink: Sink) -> Handle:
-        """Take a request. Its events go to `sink`; the last one is `Done` or `Failed`.
+        """Accept a request. Its events are sent to `sink`; the last is `Done` or `Failed`.
 
         Raises:
             TaskError: there is no such adapter.
@@ -223,4 +223,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Take no more requests, give those that run this many seconds to end, cancel the others, and stop."""
+        """Refuse new requests, wait up to `drain_s` seconds for running ones, cancel the others, and stop."""

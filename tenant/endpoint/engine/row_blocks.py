@@ -1,8 +1,8 @@
-"""Makes local functions of rows give the same bits for a row in every step, whichever rows it stands beside.
+"""Makes local functions of rows return the same bits for a row in every step, whatever the other rows are.
 
-Products of providers are exact. A local matrix product is not: the library chooses another order of additions for
-another number of rows. Nor are functions such as `tanh`: their vector code and their code for the rest of a vector
-differ in the last bit, and the number of rows decides which element is computed by which.
+Products of providers are exact. A local matrix product is not: BLAS chooses the order of additions by the number of
+rows. Neither are functions such as `tanh`: the vectorised code and the code for the last elements differ in the last
+bit, and the number of rows decides which of them computes an element.
 
     linear      the compiled library has one whose rows do not depend on each other (`native.linear`)
     products    otherwise in blocks of `ROWS` rows, so each call has the same shape. At the first call of a shape,
@@ -34,8 +34,8 @@ _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 _ROWS_AT: dict[Callable[..., Any], int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_FUNCTIONS, 0)}
-"""Which argument of a function holds the rows, in its first dimension."""
-_VECTORS = 64  # elements that torch's loops compute at a time: two vectors of 512 bits, of 16 bits per element
+"""The index of the argument whose first dimension is rows, by function."""
+_VECTORS = 64  # elements that torch's loops compute at a time: two vectors of 512 bits with 16 bits per element
 _SERIAL = 1 << 14  # elements up to which a loop is either serial or divided between all threads
 
 
@@ -75,7 +75,7 @@ class RowBlocks(TorchFunctionMode):
 
 
 def _together(rows: Tensor) -> int:
-    """Return how many rows a function may compute together: every element is then computed by vector code."""
+    """Return how many rows a function may compute together so that vectorised code computes every element."""
     width = rows.shape[1:].numel()
     threads = torch.get_num_threads() if rows.is_cpu else 1
     return max(1, _SERIAL // width) if width and width % (_VECTORS * threads) == 0 else 1
@@ -84,7 +84,7 @@ def _together(rows: Tensor) -> int:
 def _one_by_one(compute: Callable[[Tensor], Tensor], rows: Tensor, *, together: int) -> Tensor:
     if len(rows) <= together:
         return compute(rows.contiguous())
-    # a copy has the alignment of a row that comes alone
+    # copies, so that each part is aligned like a single row
     return torch.cat([compute(part.clone()) for part in rows.contiguous().split(together)])
 
 
@@ -102,7 +102,8 @@ def _in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> 
 
 
 def _size(compute: Callable[[Tensor], Tensor], like: Tensor) -> int:
-    """Return `ROWS` if `compute` gives a row the same bits at each place of a block of so many rows; otherwise 1."""
+    """Return `ROWS` if `compute` returns the same bits for a row at each place of a block of `ROWS` rows; otherwise
+    1."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape = (ROWS, *like.shape[1:])
     rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like)

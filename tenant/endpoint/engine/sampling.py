@@ -15,18 +15,18 @@ _LIKELY = 1024  # a top_p below 1 rarely needs more tokens; sorting a whole voca
 class Sampler:
     """Chooses one token after another for one request.
 
-    The state is the request's own: random numbers, counts of tokens, grammar. So a token does not depend on the other
+    Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
     requests of a batch. A sampled token takes one random number.
 
     Args:
-        sampling: how to choose.
+        sampling: how to choose tokens.
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._grammar = None if sampling.grammar is None else sampling.grammar()
         self._uses: Counter[int] = Counter()
-        self._added: Tensor | None = None  # to the logits: biases and penalties
+        self._added: Tensor | None = None  # biases and penalties, which are added to the logits
         self._random = torch.Generator(device="cpu")
         if sampling.seed is None:
             self._random.seed()
@@ -37,11 +37,11 @@ class Sampler:
         """Choose the next token.
 
         Args:
-            logits: the model's own, `[vocabulary]`, floating point, on any device.
+            logits: the model's own logits, `[vocabulary]`, floating point, on any device.
 
         Returns:
-            The token, and its log probability if it was asked for. Greedy decoding without biases, penalties and
-            grammar chooses `logits.float().argmax()`.
+            The token, and its log probability if requested. Greedy decoding without biases, penalties and grammar
+            chooses `logits.float().argmax()`.
 
         Raises:
             NonFiniteError: no token has a probability.
@@ -56,7 +56,7 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """True if the grammar allows no other token than the end."""
+        """True if the grammar allows only an end token."""
         return self._grammar is not None and self._grammar.finished()
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def token_logprob(logits: Tensor, token: int, *, top: int) -> TokenLogprob:
     Args:
         logits: the model's own, `[vocabulary]`.
         token: a token of the vocabulary.
-        top: number of tokens to report; at most the size of the vocabulary is.
+        top: number of tokens to report; all tokens if it exceeds the vocabulary.
     """
     logprobs = torch.log_softmax(logits.detach().double(), dim=-1)
     values, tokens = logprobs.topk(min(top, len(logprobs)))

@@ -1,4 +1,4 @@
-"""One request while the engine works on it: its tokens, keys and values, answer and costs."""
+"""One request in progress: its tokens, keys and values, answer and costs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Container
@@ -23,7 +23,7 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences, so that one pass may yield several tokens.
 
     Attributes:
-        ahead: tokens of a guess.
+        ahead: number of tokens of a guess.
     """
 
     ahead: int
@@ -32,26 +32,26 @@ class Drafter(ABC):
     def draft(self, sequences: Collection["Sequence"]) -> dict["Sequence", list[int]]:
         """Return a guess for each sequence whose prompt has been read.
 
-        A guess has `ahead` tokens, whatever the tokens of the sequence are: executors see the number of rows.
+        A guess always has `ahead` tokens, because executors see the number of rows.
         """
 
     def bytes(self, tokens: int) -> int:
-        """Return the memory of a sequence of `tokens`."""
+        """Return the bytes that the drafter needs for a sequence of `tokens` tokens."""
         return 0
 
 
 class Sequence:
-    """A request in work, and the `Handle` of it.
+    """A request in progress, and its `Handle`.
 
     Args:
         answer: chooses and reports the tokens.
 
     Attributes:
         tokens: the prompt, and the tokens chosen so far.
-        kv: keys and values, of fewer tokens; None until the request is admitted.
-        held: what ends with the request: the use of its adapter.
-        generation: tells loads of one adapter apart; None if the adapter may change.
-        cancelled: True once the client does not want the answer.
+        kv: keys and values of the tokens computed so far; None until the request is admitted.
+        held: contexts that end with the request: the use of its adapter.
+        generation: number of the adapter's load; None if the adapter may change.
+        cancelled: True after the request was cancelled.
     """
 
     def __init__(self, answer: GeneratedAnswer) -> None:
@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def reads_all(self) -> bool:
-        """True if results of every token of the prompt are needed, so that none may be skipped."""
+        """True if the results of every token of the prompt are needed, so that no cached prefix can be used."""
         return self.request.pooling == "mean" or self.request.sampling.prompt_logprobs is not None
 
     def cancel(self) -> None:
@@ -99,7 +99,7 @@ class Sequence:
         return NextTokens(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
 
     def take(self, rows: NextTokens, output: Output) -> int:
-        """Use the results of `rows`. Returns the number of new tokens."""
+        """Process the results of `rows`. Returns the number of new tokens."""
         assert self.kv is not None
         done = self.kv.length
         if len(self.tokens) > len(self.request.prompt):
@@ -124,14 +124,15 @@ class Sequence:
         top = self.request.sampling.prompt_logprobs
         if top is not None:
             following = self.tokens[start + 1 : start + 1 + len(output.logits)]
-            pairs = zip(output.logits, following, strict=False)  # the last token of the prompt has no next one
+            pairs = zip(output.logits, following, strict=False)  # the last token of the prompt has no following token
             self._prompt_logprobs += [token_logprob(row, token, top=top) for row, token in pairs]
         if self.request.pooling == "mean":
-            for row in output.hidden.double():  # in order, so that the sum does not depend on how the prompt was cut
+            # in order, so that the sum does not depend on the division of the prompt
+            for row in output.hidden.double():
                 self._sum = row if self._sum is None else self._sum + row
 
     def _extend(self, rows: NextTokens, logits: Tensor) -> int:
-        """Choose tokens from the rows of the last token and of a guess, as long as the guess is right."""
+        """Choose tokens from the logits of the last token and of the guess, as long as the guess is right."""
         assert self.kv is not None
         before = len(self.tokens)
         for row, guess in zip(logits, [*rows.tokens[1:], None], strict=True):
@@ -143,7 +144,7 @@ class Sequence:
 
 
 def full_length(request: EngineRequest) -> int:
-    """Return the largest number of tokens that a request can get, those of its prompt included."""
+    """Return the largest number of tokens of a request, including its prompt."""
     return len(request.prompt) + request.max_tokens * (request.pooling is None)
 
 
@@ -171,7 +172,7 @@ def counters(model: Any) -> Ledger:
     """Return the counters of a model's session; zeros without one."""
     try:
         return ledger_of(model) or Ledger()
-    except SymbiosisError:  # a whole model
+    except SymbiosisError:  # a model that is not split
         return Ledger()
 
 
@@ -188,9 +189,9 @@ def costs(spent: Ledger) -> RequestLedger:
 
 
 def charge(sequences: Tokens[Sequence], rows: Tokens[int], spent: Ledger) -> None:
-    """Divide the costs of a step among its sequences, by their rows. The shares sum to the costs."""
+    """Divide the costs of a step among its sequences by their rows, without remainder."""
     amounts = vars(costs(spent)).copy()
-    round_trips = amounts.pop("round_trips")  # each of them carries rows of all sequences
+    round_trips = amounts.pop("round_trips")  # each round trip carries rows of all sequences
     done, every = 0, sum(rows)
     for sequence, own in zip(sequences, rows, strict=True):
         part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}

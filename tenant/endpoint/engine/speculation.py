@@ -1,13 +1,13 @@
 """Guesses the next tokens of sequences, so that one pass through the model may yield several tokens.
 
 A pass computes the last token of a sequence and a guess of the `ahead` tokens after it. The engine chooses a token from
-each row as if there were no guess, and goes on to the next row while the chosen token is the guessed one. So a guess
-changes the number of passes, and no token: a chosen token has the same logits (`attention`, `row_blocks`), random
-number, penalties and grammar. For a guess of one certain token, this is rejection sampling (Leviathan et al., arXiv
-2211.17192): the guess is accepted with the probability that the model gives it.
+each row as without a guess, and continues with the next row while the chosen token equals the guessed one. So a guess
+changes the number of passes but no token: logits (`attention`, `row_blocks`), random number, penalties and grammar are
+the same. For a deterministic guess, this is rejection sampling (Leviathan et al., arXiv 2211.17192): a guessed token is
+accepted with the probability that the model assigns to it.
 
-Each guess has `ahead` tokens, however good it is. So executors see the same number of rows in each step, and do not see
-how many were accepted. They see the number of steps of an answer (docs/threat-model.md).
+Every guess has `ahead` tokens. So executors see the same number of rows in each step, and do not see how many guessed
+tokens were accepted. They see the number of steps of an answer (docs/threat-model.md).
 """
 
 from array import array
@@ -30,7 +30,7 @@ _READ = 256  # tokens of a sequence that a draft model reads in one step
 
 
 class PromptLookup(Drafter):
-    """Guesses that a sequence goes on as it did after the last n-gram like the one at its end (Saxena 2023).
+    """Guesses that a sequence continues as after the latest earlier occurrence of its last n-gram (Saxena 2023).
 
     Args:
         ahead: tokens of a guess.
@@ -51,11 +51,11 @@ class PromptLookup(Drafter):
 
 
 class DraftModel(Drafter):
-    """Guesses with a small model that the tenant holds: its most probable tokens.
+    """Guesses the most probable tokens of a small model that the tenant holds.
 
     Args:
         packed: the small model.
-        vocabulary: number of token ids that mean the same to both models. Embeddings may have more rows.
+        vocabulary: number of token ids that both models share. Embeddings may have more rows.
         ahead: tokens of a guess.
     """
 
@@ -69,10 +69,10 @@ class DraftModel(Drafter):
         return self._packed.shape.bytes(tokens, step=_READ + self.ahead)
 
     def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
-        """Read what is new in each sequence, and guess where the small model has read everything.
+        """Read the new tokens of each sequence, and guess for sequences that the small model has read completely.
 
-        The last two tokens are read in each step, even if one of them is known: the time of a step does not depend on
-        how many tokens of the last guess were right.
+        The last two tokens are read in each step, even if one of them was read before, so that the time of a step does
+        not depend on the number of accepted tokens.
         """
         parts = {sequence: self._unread(sequence) for sequence in sequences}
         parts = {sequence: rows for sequence, rows in parts.items() if rows.tokens}
@@ -99,18 +99,18 @@ class DraftModel(Drafter):
 
 
 def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:
-    """Open what guesses tokens.
+    """Open a drafter.
 
     Args:
         draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the first 8 blocks
             of the large model, whose weights the tenant then holds.
-        tokenizer: the large model's.
+        tokenizer: the large model's tokenizer.
         model: the large model's full checkpoint: a folder, or a name on the hub.
         ahead: tokens of a guess.
 
     Raises:
-        ConfigError: the small model has another tokenizer, or the large model has not so many blocks.
-        SymbiosisError: the small model cannot be loaded, or not be computed token by token.
+        ConfigError: the small model has another tokenizer, or the large model has fewer blocks.
+        SymbiosisError: the small model cannot be loaded, or `PackedModel` does not support it.
     """
     if draft == "prompt":
         return PromptLookup(ahead=ahead)
@@ -126,7 +126,8 @@ def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str |
 
 
 def _continued(tokens: npt.NDArray[np.int64], ahead: int) -> list[int]:
-    """Return what followed the last place with the same end, repeated to `ahead` tokens; the last token if none."""
+    """Return the `ahead` tokens after the latest earlier occurrence of the last n-gram, repeated if there are fewer;
+    without an occurrence, the last token."""
     following = tokens[-1:]
     for count in range(min(_LONGEST, len(tokens) - 1), 0, -1):
         start = len(tokens) - count

@@ -1,25 +1,25 @@
-"""The text of one answer, as its tokens come."""
+"""Decodes the tokens of one answer to text."""
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
-_PENDING = 16  # tokens without a whole character; a character has at most 4 bytes, so these are not text
-_UNKNOWN = "\ufffd"  # stands for bytes that are not a character, or not a whole one yet
+_PENDING = 16  # limit of tokens without a complete character; a character has at most 4 bytes, so more are not text
+_UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a complete one
 
 
 class TextStream:
     """Decodes one token after another, and looks for the stop texts.
 
-    All pieces together are the text of all tokens up to a stop text; special tokens have none. This works with every
-    tokenizer of transformers. The `DecodeStream` of tokenizers raises an exception on bytes that are not text, and a
-    model may generate such bytes.
+    The returned texts together are the text of all tokens up to a stop text; special tokens have no text. This works
+    with every tokenizer of transformers. `tokenizers.DecodeStream` raises an exception for bytes that are not text,
+    which a model may generate.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         prompt: the tokens before the answer.
-        stop: texts that end the answer and do not belong to it.
+        stop: texts that end the answer and are not part of it.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Return the text that is certain now and was not before: whole characters that begin no stop text."""
+        """Add a token. Returns the text that has become certain: complete characters that do not begin a stop text."""
         self._pending.append(token)
         return self._passed(self._new())
 
@@ -66,5 +66,5 @@ class TextStream:
 
 
 def begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))

@@ -8,7 +8,7 @@ from tenant.endpoint.engine.requests import EngineRequest
 
 
 class Submitted(Protocol):
-    """What an engine makes of a request."""
+    """An engine's object for a request."""
 
     @property
     def request(self) -> EngineRequest: ...
@@ -18,7 +18,7 @@ S = TypeVar("S", bound=Submitted)
 
 
 class Turns(Generic[S]):
-    """Requests that wait for something. Clients take turns; in its turn, a client's adapters take turns."""
+    """A queue of requests. Clients take turns; within a client's turns, its adapters take turns."""
 
     def __init__(self, waiting: Iterable[S] = ()) -> None:
         self._clients: OrderedDict[str, OrderedDict[str | None, deque[S]]] = OrderedDict()
@@ -36,12 +36,12 @@ class Turns(Generic[S]):
         return sum(map(len, self._clients.get(client, {}).values()))
 
     def add(self, one: S) -> None:
-        """Put a request at the end of its queue."""
+        """Add a request at the end of the queue of its client and adapter."""
         adapters = self._clients.setdefault(one.request.client, OrderedDict())
         adapters.setdefault(one.request.adapter, deque()).append(one)
 
     def first(self) -> S | None:
-        """Return the request whose turn it is; None if none waits."""
+        """Return the next request in turn; None if there is none."""
         return next(self.firsts(), None)
 
     def firsts(self) -> Iterator[S]:
@@ -49,7 +49,7 @@ class Turns(Generic[S]):
         return (next(iter(adapters.values()))[0] for adapters in self._clients.values())
 
     def remove(self, one: S) -> None:
-        """Take a request out. Its client and its adapter have had their turns."""
+        """Remove a request. Its client and its adapter go to the end of the order of turns."""
         request = one.request
         adapters = self._clients.pop(request.client)
         queue = adapters.pop(request.adapter)

@@ -1,4 +1,4 @@
-"""The engine for models that the packed engine cannot drive: one request at a time, through `model.generate()`."""
+"""The engine for models that `PackedModel` does not support: one request at a time, with `model.generate()`."""
 
 import copy
 import logging
@@ -29,7 +29,7 @@ from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-_LOGITS = 1 << 30  # bytes of logits of a prompt
+_LOGITS = 1 << 30  # limit of the bytes of a prompt's logits
 _STOP_S = 60.0  # seconds for the token in progress when the engine closes
 
 
@@ -40,13 +40,13 @@ class WholeEngine(Engine):
         model: a split or whole model that generates.
         tokenizer: its tokenizer.
         tasks: the adapters; None for none.
-        max_waiting: number of requests that may wait; no client has more of them than places that stay free.
+        max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
     """
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None = None, max_waiting: int = 64
     ) -> None:
-        self._model = copy.copy(model)  # its own settings of generation; the layers are shared
+        self._model = copy.copy(model)  # has its own generation settings and shares the layers
         self._model.generation_config = GenerationConfig()
         self._tokenizer = tokenizer
         self._tasks = tasks
@@ -101,7 +101,7 @@ class WholeEngine(Engine):
         """Take a cancelled request out of the queue, and report its end in the caller's thread."""
         with self._changed:
             if job not in self._waiting:
-                return  # it runs and ends at its next token, or it has ended
+                return  # the request runs and ends at its next token, or has ended
             self._waiting.remove(job)
         job.answer.done(RequestLedger())
 
@@ -172,7 +172,7 @@ class WholeEngine(Engine):
 
 
 class _Job:
-    """A request that the engine has taken."""
+    """A request that the engine has accepted."""
 
     def __init__(self, answer: GeneratedAnswer, engine: WholeEngine) -> None:
         self.answer, self.request = answer, answer.request
@@ -192,7 +192,7 @@ class _Job:
 
 
 class _Steps(LogitsProcessor):
-    """Lets the request's own sampler choose each token, and leaves `generate()` no other."""
+    """Lets the request's own sampler choose each token: the only token that `generate()` can choose."""
 
     def __init__(self, job: _Job, engine: WholeEngine) -> None:
         self._job = job
@@ -201,7 +201,7 @@ class _Steps(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         answer = self._job.answer
         if answer.finish is not None or self._job.cancelled:
-            return scores  # on a GPU, `generate()` asks `_Ended` one token late
+            return scores  # on a GPU, `generate()` calls `_Ended` one token late
         self._engine.count()
         only = torch.full_like(scores, -torch.inf)
         only[0, answer.add(scores[0])] = 0.0

@@ -1,8 +1,8 @@
 """The process of one job: `python -m tenant.endpoint.jobs.child`.
 
-It reads its work from the first line of stdin, and writes its progress to stdout, a JSON object per line. When stdin
-closes, the endpoint has ended: the process gets SIGTERM, and saves the completed steps as `tenant finetune` does. So
-no command line has a name of the tenant's, and no process outlives its endpoint by more than a step.
+The process reads its work from the first line of stdin, so that no name of the tenant is on a command line. It writes
+its progress to stdout, one JSON object per line. If the endpoint ends, stdin closes: the process sends itself SIGTERM
+and saves the completed steps as `tenant finetune` does. So a process outlives its endpoint by one step at most.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
 
 _EARLIER_PROCESS_S = 120.0
-_NICE = 10  # answers of the endpoint come first on this machine's processors
+_NICE = 10  # lower priority than the endpoint's answers
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process has to do.
+    """The work of a process.
 
     Args:
-        output: the output folder; the folder above it has the lock.
+        output: the output folder. Its parent folder has the lock.
     """
 
     model: str
@@ -42,7 +42,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of progress: a step, or the end of the run with `tokens`, or an `error`."""
+    """A line of progress: a step, the end of the run (with `tokens`), or an `error`."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _give_way() -> None:
-    """Let the endpoint go first: on the processors, and when this machine runs out of memory (Linux)."""
+    """Lower this process's priority, and make Linux end it first when memory runs out."""
     os.nice(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -102,7 +102,7 @@ def _wait_for(lock: BinaryIO) -> None:
 
 
 def _can_resume(output: Path) -> bool:
-    """Returns True if there is a checkpoint. Without one, an earlier run left nothing of use, which is deleted."""
+    """Returns True if there is a checkpoint. Otherwise deletes what an earlier run has left."""
     try:
         last_checkpoint(output)
         return True

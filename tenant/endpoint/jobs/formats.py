@@ -49,11 +49,11 @@ class DeletedFile(BaseModel):
 
 
 class Hyperparameters(Strict):
-    """How to train; "auto" is the default of `tenant finetune`. `rank` and `sequence_length` are not OpenAI's.
+    """How to train; "auto" is the default of `tenant finetune`. `rank` and `sequence_length` are not OpenAI's fields.
 
     Args:
-        learning_rate_multiplier: times the default learning rate.
-        sequence_length: tokens of an example; longer ones are cut.
+        learning_rate_multiplier: factor of the default learning rate.
+        sequence_length: tokens of an example; longer examples are cut.
     """
 
     n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
@@ -90,7 +90,7 @@ class JobRequest(Strict):
     validation_file: None = None
 
     def asked(self) -> Asked:
-        """Return the job, with numbers in place of "auto"."""
+        """Return the job with a number for each "auto"."""
         chosen = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
         given = {
             name: value
@@ -192,7 +192,7 @@ class EventAnswer(BaseModel):
 
     @classmethod
     def of(cls, number: int, event: JobEvent) -> "EventAnswer":
-        """Describe the event of this number."""
+        """Describe event `number`."""
         step = event.step
         return cls(
             id=f"ftevent-{number}",
@@ -218,7 +218,7 @@ class Page(BaseModel, Generic[Listed]):
 
     @classmethod
     def of(cls, found: list[Listed], after: str | None, limit: int) -> "Page[Listed]":
-        """Return what follows the entry `after`, at most `limit` entries.
+        """Return at most `limit` entries that follow the entry `after`.
 
         Raises:
             ApiError: there is no such entry.

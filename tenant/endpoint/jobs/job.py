@@ -1,7 +1,7 @@
 """One fine-tuning job and its events, as they are stored.
 
 FOLDER/job.json       the job; replaced at each change of its state
-FOLDER/events.jsonl   its events; grows
+FOLDER/events.jsonl   its events; appended
 FOLDER/adapter/       the output folder of `tenant.training.finetune`: the adapter and its checkpoints
 FOLDER/lock           locked by the job's process while it runs
 FOLDER/log            what the process wrote to stderr
@@ -38,7 +38,7 @@ class FineTuningJob(msgspec.Struct, kw_only=True):
 
     Args:
         created_at, finished_at: seconds since 1970.
-        fine_tuned_model: name of the result, once there is one.
+        fine_tuned_model: name of the resulting adapter; None before.
         trained_tokens: number of tokens, once the job has succeeded.
     """
 
@@ -54,7 +54,7 @@ class FineTuningJob(msgspec.Struct, kw_only=True):
 
 
 class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a job; with `step`, one step of training and its loss in nats per token."""
+    """An event of a job; with `step`, one step of training and its loss in nats per token."""
 
     created_at: int
     message: str

@@ -1,7 +1,7 @@
-"""Runs fine-tuning jobs, each in a process of its own, one after the other.
+"""Runs fine-tuning jobs one after the other, each in its own process.
 
-A job's process may crash or be killed without harm to the endpoint. The state of every job is on disk: an endpoint that
-starts again continues queued jobs, and running ones from their last checkpoint.
+A job's process may crash or be killed without harm to the endpoint. The state of every job is on disk: a restarted
+endpoint starts the queued jobs, and continues the interrupted one from its last checkpoint.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ _LINE_BYTES = 1 << 16
 
 
 class Jobs:
-    """The fine-tuning jobs of one endpoint. A context manager; the methods may be called from several threads.
+    """The fine-tuning jobs of one endpoint. A context manager. Thread-safe.
 
     Args:
-        folder: where files, jobs and adapters are kept; made, if it is missing. Nobody but this user may read it.
+        folder: folder of files, jobs and adapters; made if it is missing. Only this user can read it.
         model: the base model's folder.
         name: the base model's name for clients.
         remote: arguments of `RemoteConfig` for the processes, as JSON can hold them.
-        tasks: gets the adapters that jobs make, those of earlier runs too.
+        tasks: the adapters of jobs are registered here, also those of earlier runs.
         end_s: seconds that a process may take to save its steps after SIGTERM; then it is killed.
         start: starts a process, as `subprocess.Popen` does.
 
@@ -90,7 +90,7 @@ class Jobs:
         """Queue a job.
 
         Raises:
-            ApiError: the training file is missing or malformed, or too many jobs wait.
+            ApiError: the training file is missing or malformed, or too many jobs are queued.
         """
         path = self.files.path(asked.training_file, param="training_file")
         try:
@@ -117,14 +117,14 @@ class Jobs:
             return list(self._jobs.values())
 
     def get(self, name: str) -> StoredJob:
-        """Return a job. Raises ApiError if there is none of this name."""
+        """Return a job. Raises `ApiError` if there is no job with this name."""
         with self._changed:
             if name not in self._jobs:
                 raise ApiError(404, f"there is no fine-tuning job {name[:80]!a}", code="not_found")
             return self._jobs[name]
 
     def cancel(self, name: str) -> StoredJob:
-        """End a job. What its process has saved is kept in its folder.
+        """Cancel a job. Saved checkpoints are kept in its folder.
 
         Raises:
             ApiError: there is no such job, or it has ended.
@@ -152,7 +152,7 @@ class Jobs:
             self.files.delete(name)
 
     def close(self) -> None:
-        """Stop. The job that runs saves its steps, and goes on when an endpoint opens this folder again."""
+        """Stop. The running job saves its steps, and continues when an endpoint opens this folder again."""
         with self._changed:
             self._closing = True
             self._stop_process()
@@ -208,12 +208,12 @@ class Jobs:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C at the terminal goes to the endpoint alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the endpoint
             )
         assert process.stdin is not None
         assert process.stdout is not None
         last = Report()
-        # A process that has ended breaks the pipe: `flush` raises, and `close` once more.
+        # If the process has ended, `flush` raises `BrokenPipeError`, and so does `close`.
         with process.stdout, contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(msgspec.json.encode(work) + b"\n")
             process.stdin.flush()

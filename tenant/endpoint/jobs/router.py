@@ -18,10 +18,10 @@ from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs
 
 UPLOAD = "/v1/files"
-"""The path whose bodies this router limits itself."""
-_FORM_BYTES = 16 << 10  # of a multipart body besides the file
+"""The path of uploads, whose bodies this router limits itself."""
+_FORM_BYTES = 16 << 10  # bytes of a multipart body besides the file
 _UPLOAD_S = 600.0
-_UPLOADS = 4  # at a time: each may fill the folder for temporary files, which may be in memory, with one file
+_UPLOADS = 4  # uploads at a time: each takes a file in the folder for temporary files, which may be in memory
 _POLL_S = 0.25
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _CONTENT: dict[int | str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def jobs_router(jobs: Jobs) -> APIRouter:
 
     @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     def cancel(job_id: str) -> formats.JobAnswer:
-        """End a job."""
+        """Cancel a job."""
         return formats.JobAnswer.of(jobs.cancel(job_id))
 
     @router.get(
@@ -113,7 +113,7 @@ def jobs_router(jobs: Jobs) -> APIRouter:
 async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
     stored, sent = jobs.get(name), 0
     while True:
-        ended = stored.job.status in ENDED  # its last event is there already
+        ended = stored.job.status in ENDED  # the last event has been stored
         for number, event in enumerate(stored.events[sent:], start=sent):
             yield ServerSentEvent(formats.EventAnswer.of(number, event).model_dump_json())
             sent = number + 1
@@ -124,8 +124,8 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
 
 
 def _limited(limit: int) -> type[APIRoute]:
-    """A route whose body has at most `limit` bytes, and arrives in time. The file is written to disk as it arrives. At
-    most `_UPLOADS` bodies arrive at a time."""
+    """Return the class of a route whose body has at most `limit` bytes and a time limit. The file is written to disk
+    while it arrives. At most `_UPLOADS` bodies are received at a time."""
     uploads = 0
 
     class Limited(APIRoute):

@@ -1,4 +1,4 @@
-"""The files that clients upload. Each is stored under a name of our own, beside a small file that describes it."""
+"""The files that clients upload. Each is stored under a generated name, with a small file that describes it."""
 
 import os
 import re
@@ -25,7 +25,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a stored file.
 
     Args:
-        filename: the client's name of it, which is shown and never used as a path.
+        filename: the client's name of the file, which is shown and never used as a path.
         created_at: seconds since 1970.
     """
 
@@ -36,12 +36,12 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Files:
-    """The files in a folder. The methods may be called from several threads.
+    """The files in a folder. Thread-safe.
 
     Args:
         folder: a private folder.
-        file_limit: bytes of one file.
-        limit: bytes of all files.
+        file_limit: largest number of bytes of one file.
+        limit: largest number of bytes of all files.
     """
 
     def __init__(self, folder: Path, *, file_limit: int = 128 << 20, limit: int = 4 << 30) -> None:
@@ -51,7 +51,7 @@ class Files:
         self._folder = private_folder(folder)
         self._files = {file.id: file for file in _stored(self._folder)}
         for path in self._folder.iterdir():
-            if path.stem not in self._files:  # left by an upload that did not end
+            if path.stem not in self._files:  # an upload that was interrupted has left it
                 path.unlink()
 
     def add(self, source: BinaryIO, filename: str) -> File:
@@ -62,7 +62,7 @@ class Files:
 
         Raises:
             ApiError: the file, or all files together, would be too large.
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         name = f"file-{secrets.token_hex(12)}"
         content = self._folder / f"{name}{'.jsonl' if _LINES.search(filename) else '.txt'}"
@@ -91,19 +91,19 @@ class Files:
             return list(self._files.values())
 
     def get(self, name: str, *, param: str | None = None) -> File:
-        """Return a file. Raises ApiError if there is none of this name."""
+        """Return a file. Raises `ApiError` if there is no file with this name."""
         with self._lock:
             if name not in self._files:
                 raise ApiError(404, f"there is no file {name[:80]!a}", code="not_found", param=param)
             return self._files[name]
 
     def path(self, name: str, *, param: str | None = None) -> Path:
-        """Return the path of a file's content. Raises ApiError if there is no such file."""
+        """Return the path of a file's content. Raises `ApiError` if there is no such file."""
         path = self._folder / f"{self.get(name, param=param).id}.jsonl"
         return path if path.exists() else path.with_suffix(".txt")
 
     def delete(self, name: str) -> None:
-        """Delete a file. Raises ApiError if there is no such file."""
+        """Delete a file. Raises `ApiError` if there is no such file."""
         path = self.path(name)
         with self._lock:
             self._files.pop(name, None)
@@ -124,8 +124,8 @@ def private_folder(folder: Path) -> Path:
     """Make a folder that no other user can read or change, if it is missing. Returns its path.
 
     Raises:
-        ConfigError: it belongs to another user, or another user could replace it.
-        StorageError: it cannot be made.
+        ConfigError: the folder belongs to another user, or another user could replace it.
+        StorageError: the folder cannot be made.
     """
     with storing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,6 +149,6 @@ def _stored(folder: Path) -> Iterator[File]:
 
 
 def _shown(filename: str) -> str:
-    """Return the last part of a client's file name, without what cannot be printed."""
+    """Return the last part of a client's file name, without unprintable characters."""
     last = re.split(r"[/\\]", filename)[-1]
     return "".join(char for char in last if char.isprintable())[:_NAME_LENGTH] or "file"

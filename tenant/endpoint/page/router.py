@@ -19,7 +19,7 @@ FILES = {
     "/events.js": ("events.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""The page's files and their types, by path. A browser loads them before it has a key."""
+"""The page's files and their types, by path. They need no key."""
 
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -31,7 +31,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""The browser loads nothing from elsewhere, runs no inline script, and shows the page in no frame."""
+"""These headers forbid the browser to load files from other servers, run inline scripts, or show the page in a
+frame."""
 
 _HIDDEN: dict[Role, str] = {
     "executor": "integers that it cannot tell from random ones, in place of your rows",
@@ -50,7 +51,7 @@ class Provider(ProviderFigures):
 class SessionLedger(BaseModel):
     """The providers of the session.
 
-    `summary` names the parties that can read rows, and `assumption` is what hiding rows from the others rests on.
+    `summary` names the parties that can read rows, and `assumption` states when rows are hidden from the others.
     """
 
     masking: str
@@ -73,7 +74,7 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRoute
 
     @router.get("/ledger")
     def session_ledger(response: Response) -> SessionLedger:
-        """Return the providers' counters. None of them is secret from a holder of the API key."""
+        """Return the providers' counters, which are not secret from clients with a key."""
         response.headers["Cache-Control"] = "no-store"
         counted = ledger()
         providers = [] if counted is None else counted.providers
@@ -89,7 +90,7 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRoute
 
 
 def sees(scheme: Scheme, role: Role) -> str:
-    """Return what a provider learns about rows, from what the scheme declares."""
+    """Return what a provider learns about rows, as the scheme declares."""
     return _HIDDEN[role] if role in scheme.hides_from else "your rows, from which it can read your text"
 
 

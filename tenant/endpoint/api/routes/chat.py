@@ -20,9 +20,9 @@ from tenant.endpoint.engine import requests as engine
 from tenant.training.corpus import render_chat
 
 router = APIRouter(route_class=JsonRoute)
-_NEW_TOKENS = 2048  # if the request does not say
+_NEW_TOKENS = 2048  # default of a request
 _ANY_OBJECT = {"type": "object"}
-_SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # some models write white space until `max_tokens` if they may
+_SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some models write white space up to `max_tokens`
 
 
 @router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
@@ -95,7 +95,7 @@ class PreparedChat:
         return answers.Chat(**self._head, choices=found, usage=usage(dones, 1, running.ledger()))
 
     async def chunks(self, running: Running) -> AsyncIterator[answers.ChatChunk]:
-        """Return the answer piece by piece."""
+        """Yield the chunks of a stream."""
         options = self._asked.stream_options
         texts = [self._separated() for _ in self.requests]
         dones = []
@@ -150,7 +150,7 @@ class PreparedChat:
         found = self._service.vocabulary.bytes_of(token)
         return answers.TopLogprob(
             token=self._service.vocabulary.text_of(token),
-            logprob=max(logprob, -9999.0),  # JSON has no infinity; this is OpenAI's number for it
+            logprob=max(logprob, -9999.0),  # JSON has no infinity; OpenAI's API uses this number
             bytes=None if found is None else list(found),
         )
 
@@ -161,7 +161,7 @@ class PreparedChat:
 
 
 class _AllText:
-    """Takes the place of `ToolText` where there are no tools."""
+    """Replaces `ToolText` for requests without tools."""
 
     def add(self, text: str) -> str:
         return text
@@ -192,7 +192,7 @@ async def _prompt(asked: ChatRequest, service: Service, template: str, client: s
 
 
 def _message(message: Message, place: int) -> dict[str, Any]:
-    """Return a message as chat templates take it: text in one piece, and arguments as objects."""
+    """Return a message as chat templates need it: joined text, and arguments as objects."""
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     parts = message.content
     found["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts
@@ -218,7 +218,8 @@ def _message(message: Message, place: int) -> dict[str, Any]:
 
 
 async def _grammar(asked: ChatRequest, service: Service, template: str, client: str) -> Any:
-    """Return the grammar of the answer: of `response_format`, or of calls that are forced, strict or not parallel."""
+    """Return the grammar of the answer: that of `response_format`, or of calls that are forced, strict or not
+    parallel."""
     forces = asked.tool_choice not in (None, "auto", "none")
     tools = [] if asked.tool_choice == "none" else [tool.function for tool in asked.tools or ()]
     if asked.parallel_tool_calls is False and not asked.tools:

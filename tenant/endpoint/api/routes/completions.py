@@ -42,7 +42,7 @@ class _Prepared:
 
     @classmethod
     async def of(cls, asked: CompletionRequest, service: Service, client: str) -> "_Prepared":
-        """Check the fields and make the requests for the engine: all choices of the first prompt first."""
+        """Check the fields and make the requests for the engine, ordered by prompt."""
         service.adapter(asked.model)
         prompts = await service.prompts(asked.prompt, param="prompt", client=client)
         n = asked.n or 1
@@ -77,7 +77,7 @@ class _Prepared:
         return Completion(**self._head, choices=found, usage=usage(dones, self._prompts, running.ledger()))
 
     async def chunks(self, running: Running) -> AsyncIterator[Completion]:
-        """Return the answer piece by piece."""
+        """Yield the chunks of a stream."""
         options = self._asked.stream_options
         offsets = [0] * len(self.requests)
         dones: dict[int, engine.Done] = {}
@@ -124,7 +124,7 @@ class _Prepared:
                 tops.append(None)
                 continue
             top = {text: _finite(found.logprob)}
-            for other, logprob in found.top:  # several tokens may have one text; the first one is the most probable
+            for other, logprob in found.top:  # several tokens may have the same text; the first is the most probable
                 top.setdefault(text_of(other), _finite(logprob))
             tops.append(top)
         return TextLogprobs(
@@ -140,4 +140,4 @@ def _reason(done: engine.Done | None) -> FinishReason:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity; this is OpenAI's number for it
+    return max(logprob, -9999.0)  # JSON has no infinity; OpenAI's API uses this number

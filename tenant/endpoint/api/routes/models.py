@@ -59,7 +59,7 @@ async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
 
 @router.post("/v1/unload_lora_adapter", response_model=None, responses=_TEXT)
 async def unload_adapter(asked: UnloadRequest, http: Request) -> PlainTextResponse:
-    """Drop an adapter that no request uses."""
+    """Unload an adapter that no request uses."""
     endpoint = endpoint_of(http)
     tasks, _ = _loading(endpoint)
     if asked.lora_name not in tasks:
@@ -75,13 +75,13 @@ async def unload_adapter(asked: UnloadRequest, http: Request) -> PlainTextRespon
 
 @router.get("/metrics", response_model=None, responses=_TEXT)
 async def metrics(http: Request) -> Response:
-    """Figures for Prometheus."""
+    """Return figures for Prometheus."""
     return Response(endpoint_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @open_router.get("/health")
 async def health(http: Request) -> Health:
-    """Say that the endpoint answers."""
+    """Report that the endpoint answers."""
     endpoint_of(http).service.engine.load()
     return Health()
 

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: a chat in another form. Nothing is stored, so each request has the whole conversation."""
+"""`POST /v1/responses`: a chat in another format. Nothing is stored, so each request has the whole conversation."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tenant.endpoint.api.streams import DOCUMENTED, respond
 
 router = APIRouter(route_class=JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
-"""Fields of `ResponsesRequest` by the field of the chat."""
+"""The field of `ResponsesRequest` for each field of a chat request."""
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
@@ -32,7 +32,7 @@ async def responses(asked: ResponsesRequest, http: Request) -> Any:
 
 
 def _chat(asked: ResponsesRequest) -> ChatRequest:
-    """Return the chat that has the same answer."""
+    """Convert the request to a chat request."""
     same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
     given: dict[str, Any] = {name: getattr(asked, name) for name in same}
     given |= {"messages": _messages(asked), "max_tokens": asked.max_output_tokens}
@@ -54,7 +54,7 @@ def _chat(asked: ResponsesRequest) -> ChatRequest:
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as messages: calls are a part of the assistant's message."""
+    """Return the conversation as messages, with calls inside the assistant's messages."""
     found: list[dict[str, Any]] = []
     if asked.instructions is not None:
         found.append({"role": "system", "content": asked.instructions})
@@ -134,7 +134,7 @@ class _Prepared:
             yield event("function_call_arguments.delta", item_id=call.id, delta=call.arguments, **where)
             yield event("function_call_arguments.done", item_id=call.id, arguments=call.arguments, **where)
             yield event("output_item.done", item=call, **where)
-        assert used is not None  # the last chunk has it
+        assert used is not None  # the last chunk has the usage
         ended = self._ended(items, reason, used)
         yield event(ended.status, response=ended)
 

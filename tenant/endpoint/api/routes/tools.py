@@ -1,4 +1,4 @@
-"""Calls of tools: finds them in the text of an answer, and makes the model write them as their tools ask."""
+"""Calls of tools: finds calls in the text of an answer, and makes grammars that force valid calls."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ _TAG, _END = "<tool_call>", "</tool_call>"
 
 
 def tagged(template: str) -> bool:
-    """Returns True if the models of a chat template write calls between tags, False if they write JSON alone.
+    """Returns True if models with this chat template write calls between tags, False if they write only JSON.
 
     Raises:
-        ConfigError: the template takes no tools, or has another format.
+        ConfigError: the template does not support tools, or uses another format.
     """
     if "tools" in template and "<function=" not in template:
         if _TAG in template:
@@ -33,8 +33,8 @@ def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel:
     """Return the grammar of an answer with calls of these functions, as the chat template writes calls.
 
     Args:
-        forced: the answer is one call. Otherwise it is text with calls, or without tags a text or a call.
-        parallel: there may be several calls.
+        forced: the answer is one call. Otherwise it is text with calls; without tags, either text or a call.
+        parallel: the answer may have several calls.
 
     Raises:
         ConfigError: as for `tagged`.
@@ -61,7 +61,7 @@ class ToolText:
     """Separates the calls of an answer from its text.
 
     Args:
-        tagged: the calls stand between `<tool_call>` and `</tool_call>`; otherwise the whole text is JSON.
+        tagged: calls are between `<tool_call>` and `</tool_call>`; otherwise the whole text is JSON.
         names: the tools of the request. A call of another tool is text.
     """
 
@@ -72,7 +72,7 @@ class ToolText:
         self._calling = False
 
     def add(self, text: str) -> str:
-        """Return the text that is certain to be no call and was not before."""
+        """Add text. Returns the text that is now known not to be part of a call."""
         self._held += text
         if self._calling:
             return ""
@@ -84,7 +84,7 @@ class ToolText:
             begins = self._held.lstrip()[:1]
             self._calling = begins in ("{", "[") and begins != ""
             certain = 0 if self._calling or not begins else len(self._held)
-            self._tagged = self._tagged or certain > 0  # text has begun: JSON in it is text
+            self._tagged = self._tagged or certain > 0  # after other text, JSON is not a call
         found, self._held = self._held[:certain], self._held[certain:]
         return found
 
@@ -103,13 +103,14 @@ class ToolText:
             if one["name"] not in self._names:
                 raise KeyError(one["name"])
             given = one["arguments"] if "arguments" in one else one["parameters"]
-            arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)  # 1e999 is inf
+            # `json.loads` reads 1e999 as inf
+            arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
             calls.append(CalledTool(id=new_id("call"), function=CalledFunction(name=one["name"], arguments=arguments)))
         return calls
 
 
 def _between_tags(text: str) -> Iterator[str]:
-    """Yield what stands between tags. The last body may have no end tag. A regular expression would take quadratic time
+    """Yield the texts between tags. The last one may have no end tag. A regular expression would take quadratic time
     for an answer of white space."""
     end = 0
     while (begin := text.find(_TAG, end)) >= 0:

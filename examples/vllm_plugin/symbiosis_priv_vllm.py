@@ -1,19 +1,21 @@
 """A plug-in for vLLM: the providers of a federation multiply the frozen linears of a model.
 
-This is an example for users of vLLM. This project's own endpoint is `symbiosis-priv tenant serve`: vLLM knows LoRA only
-and shows no privacy ledger. To try the example, in an environment with vLLM and symbiosis-priv:
+This is an example for users of vLLM, which supports only LoRA and shows no privacy ledger; this project's own endpoint
+is `symbiosis-priv tenant serve`. To try the example, in an environment with vLLM and symbiosis-priv:
 
     pip install examples/vllm_plugin
     export SYMBIOSIS_PRIV_FEDERATION=federation.toml SYMBIOSIS_PRIV_MODEL=path/to/checkpoint
     vllm serve path/to/checkpoint --quantization symbiosis_priv --enforce-eager --enable-lora
 
 vLLM's fused linears (`qkv_proj`, `gate_up_proj`) are the layer groups of a federation, so a step sends one request per
-group. Rows are masked with pads, products are verified, and they include the checkpoint's biases. The weights of these
-linears are not loaded. At its start vLLM runs a pass of `--max-num-batched-tokens` rows, which providers multiply too.
+group. Rows are masked with pads, and products are verified and include the checkpoint's biases. The weights of these
+linears are not loaded. At its start vLLM runs a pass of `--max-num-batched-tokens` rows, which is sent to providers
+too.
 
-It was written from vLLM's source: `layers/linear.py` at commit 0036d38e and `quantization/base_config.py` at commit
-026bb17c of vllm-project/vllm, both of 2026. It was not run with vLLM, which needs other versions of transformers than
-this project's tests. `tests/examples/test_vllm.py` runs it with stand-ins for vLLM's classes.
+This plug-in was written from vLLM's source: `layers/linear.py` at commit 0036d38e and `quantization/base_config.py` at
+commit 026bb17c of vllm-project/vllm, both of 2026. The plug-in was not run with vLLM, which needs other versions of
+transformers than this project's tests. `tests/examples/test_vllm.py` runs the plug-in with stand-ins for vLLM's
+classes.
 """
 
 import os
@@ -37,7 +39,8 @@ NAME = "symbiosis_priv"
 
 @cache
 def backend() -> Backend:
-    """Open the session of this process. The environment names the federation: a checkpoint must not choose it."""
+    """Open the session of this process. The environment names the federation, because a checkpoint must not choose
+    it."""
     remote = RemoteConfig(federation=os.environ["SYMBIOSIS_PRIV_FEDERATION"], masking="pad")
     return open_backend(remote, os.environ["SYMBIOSIS_PRIV_MODEL"])
 
@@ -111,6 +114,6 @@ class SplitLinear(LinearMethodBase):  # type: ignore[misc]
 
 
 def register() -> None:
-    """vLLM calls this function in each of its processes, maybe more than once."""
+    """Register the plug-in. vLLM calls this function in each of its processes, perhaps more than once."""
     if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(SplitConfig)

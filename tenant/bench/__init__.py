@@ -1,6 +1,7 @@
-"""`symbiosis-priv bench`: measures the cost of split execution. Split and whole models take turns in one run.
+"""`symbiosis-priv bench`: measures the cost of split execution. In each run, split and whole models are measured by
+turns.
 
-Absolute times are valid for one machine only. Compare the ratios.
+Absolute times are valid only for one machine, so compare the ratios.
 
 Read in this order:
 
@@ -10,7 +11,7 @@ processes         processes of tenants and providers, and what they cost
 steps_and_tokens  `bench step` and `bench token`
 scaling           `bench scale`
 masked_linear     `bench linear`
-network           `bench network`, with an emulated link, and `bench bytes`
+network           `bench network` (over an emulated link) and `bench bytes`
 many_tenants      `bench provider` and `bench bits`
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`

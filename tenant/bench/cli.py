@@ -1,4 +1,5 @@
-"""The commands of `symbiosis-priv bench`. A command imports its measurement when it runs, because that needs torch."""
+"""The commands of `symbiosis-priv bench`. A command imports its measurement when it runs, because the import needs
+torch."""
 
 import os
 import re
@@ -132,7 +133,7 @@ def scale(
 ) -> None:
     """The tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
 
-    The first of each list stays while another one grows.
+    Two of the lists stay at their first value while the third one varies.
     """
     from tenant.bench.scaling import AXES, measure_scale, picture
 
@@ -491,7 +492,7 @@ def _scenarios(tenants: str) -> "list[Scenario]":
 
 
 def _variants(policies: str, ranks: str, shardings: str) -> "list[Variant]":
-    """All combinations. A single process does not divide products, so it is measured with one sharding only."""
+    """Return all combinations. A single rank does not divide products, so it is measured with one sharding."""
     from tenant.bench.many_tenants import Variant
 
     ways = names(shardings, _SHARDINGS.split(","), "--shardings")

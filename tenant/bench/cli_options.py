@@ -1,4 +1,5 @@
-"""Common code of the benchmark commands: options, parsers of their text, and the frame of every measurement."""
+"""Common code of the benchmark commands: options, parsers of option values, and the function that runs a
+measurement."""
 
 import os
 import re
@@ -21,7 +22,7 @@ from tenant.bench.results.result_file import Row, number
 from tenant.cli.options import quiet
 
 RELAY = "relay"
-"""After the name of a masking scheme and a slash: effects are relayed."""
+"""Suffix of the name of a masking scheme, after a slash, with which effects are relayed."""
 
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
@@ -72,7 +73,7 @@ def scheme(name: str) -> str:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Parse positive whole numbers between commas. Raises ConfigError for anything else."""
+    """Parse positive integers between commas. Raises `ConfigError` for anything else."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -83,7 +84,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def widths(text: str) -> list[int]:
-    """Parse the multiples of 64 between commas of the option --width."""
+    """Parse multiples of 64 between commas, the value of --width. Raises `ConfigError` for anything else."""
     found = numbers(text, "--width")
     for width in found:
         check_width(width)
@@ -91,7 +92,7 @@ def widths(text: str) -> list[int]:
 
 
 def names(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Parse names between commas. Raises ConfigError for a name that is not among `known`."""
+    """Parse names between commas. Raises `ConfigError` for a name that is not in `known`."""
     found = [name.strip() for name in text.split(",")]
     if unknown := set(found) - set(known):
         raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
@@ -99,7 +100,7 @@ def names(text: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def pairs(text: str, option: str) -> list[tuple[int, int]]:
-    """Parse pairs such as `6+2` between commas. Raises ConfigError for anything else, and for `0+0`."""
+    """Parse pairs such as `6+2` between commas. Raises `ConfigError` for anything else, and for `0+0`."""
     found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
     counts = [(int(match[1]), int(match[2])) for match in found if match is not None]
     if len(counts) < len(found) or not all(map(sum, counts)):
@@ -112,7 +113,7 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
 
     Args:
         json: file to write; None for no file.
-        work: returns the rows; called with an empty folder and a function that shows the progress.
+        work: returns the rows; called with an empty folder and a function that shows progress.
     """
     rows = []
     with measuring() as (folder, tell):
@@ -126,7 +127,7 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
 
 @contextmanager
 def measuring() -> Iterator[tuple[Path, Tell]]:
-    """A temporary folder and a function that shows the progress."""
+    """Context manager: yields a temporary folder and a function that shows progress."""
     quiet()
     console = terminal.console(stderr=True)
     with (
@@ -153,6 +154,6 @@ def finish(benchmark: str, path: Path | None, rows: Sequence[Row]) -> None:
 
 
 def refuse_wrong(rows: Sequence[Row], *counts: str) -> None:
-    """Raise ProtocolError if these columns count wrong answers."""
+    """Raise `ProtocolError` if one of the columns `counts`, which count wrong answers, is not 0."""
     if wrong := sum(int(number(row[name])) for row in rows for name in counts):
         raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")

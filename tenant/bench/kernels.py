@@ -1,7 +1,6 @@
 """Times exact products against float32 products, by kernel, instruction set, shape, row count and direction.
 
-Every repetition measures each product once, one after the other, so that other work on the machine affects all of them
-alike.
+Every repetition measures each product once, so that other work on the machine affects all products alike.
 """
 
 import logging
@@ -37,10 +36,10 @@ def measure_kernels(
     """Time every exact kernel on one shape, in both directions, by turns.
 
     Yields:
-        A row per direction, row count and kernel. Kernels that are not exact or do not run here are missing.
+        A row per direction, row count and kernel. Kernels that are not exact or do not run on this machine are missing.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device does not exist.
     """
     where = _device(device)
     top = (1 << (weight_bits - 1)) - 1
@@ -86,7 +85,7 @@ def measure_kernels(
 def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name, dtype=torch.int32).device
-    except (RuntimeError, AssertionError) as error:  # the latter error if torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # `AssertionError` if torch was built without CUDA
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
 
@@ -103,7 +102,7 @@ def _is_exact(
 
 def _median_us(runs: dict[str, Callable[[], object]], *, repeat: int, device: torch.device) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
-    # The CPU time of one thread does not include the time of other processes.
+    # CPU time, because it excludes the time of other processes; it counts only one thread
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     names = list(runs)
     order = random.Random(0)

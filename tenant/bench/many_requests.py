@@ -1,4 +1,5 @@
-"""`bench endpoint`: times many requests that the endpoint's engine answers together, and `generate()` one by one.
+"""`bench endpoint`: times many requests, answered together by the endpoint's engine and one after another by
+`generate()`.
 
 All requests are submitted at the same time to one session with masked rows, so the time to the first token includes
 the queue. With a random model, the requests use eight adapters (the base model, LoRA, IA3, OFT and an adapter of PetS).
@@ -48,7 +49,7 @@ _ADAPTERS: Final[dict[str, PeftConfig]] = {
 }
 
 Way = Callable[[list[EngineRequest]], list[list[float]]]
-"""Answers requests. Returns the times of each answer's tokens."""
+"""A function that answers requests. Returns the times of the tokens of each answer."""
 
 
 def measure_streams(
@@ -62,12 +63,12 @@ def measure_streams(
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Measure all ways to answer, by turns; the figures are those of all turns.
+    """Measure all ways to answer, by turns. A row summarises all turns of a way.
 
     Args:
         model: a checkpoint, whose requests use the base model; or the shape of a random model with adapters.
-        prompt: tokens of each prompt; each turn has other prompts.
-        effort: turns, and torch threads of each process. The whole model has all cores.
+        prompt: number of tokens of each prompt. Each turn has new prompts.
+        effort: number of turns, and torch threads of each process. The whole model uses all cores.
     """
     path = model.save(directory / "model") if isinstance(model, Llama) else model
     tokenizer: Any = _NoText() if isinstance(model, Llama) else load_tokenizer(path)
@@ -81,7 +82,7 @@ def measure_streams(
         loaded = tasks.register_all(directory / "adapters") if isinstance(model, Llama) else []
         names = [None, *(task.name for task in loaded)]
         ways: dict[str, Callable[[], Way]] = {
-            "one after another": lambda: partial(  # a client may take half of the places
+            "one after another": lambda: partial(  # twice the places: one client may take only half of them
                 _answer, WholeEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
             ),
             "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
@@ -138,7 +139,7 @@ class _Figures:
 
 
 class _NoText:
-    """Stands for a tokenizer: the text of the answers is not measured."""
+    """Replaces a tokenizer, because decoding to text is not measured."""
 
     def decode(self, *_: object, **__: object) -> str:
         return ""
@@ -156,7 +157,7 @@ def _measure(way: Way, requests: list[EngineRequest], split: Any, figures: _Figu
 
 
 def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
-    """Submit all requests at once, and close the engine when all answers have ended."""
+    """Submit all requests together, and close the engine after all answers have ended."""
     answers = [_Answer(engine, request) for request in requests]
     times = [answer.wait() for answer in answers]
     engine.close()
@@ -208,7 +209,7 @@ def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[
 
 
 class _Clock(BaseStreamer):
-    """Takes the time of the prompt and of each token."""
+    """Records the times of the prompt and of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

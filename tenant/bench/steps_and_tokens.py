@@ -45,14 +45,14 @@ class TurnCost:
 
 
 class Contest:
-    """Running providers and tenants; made by `contest`."""
+    """Running providers and tenants, made by `contest`."""
 
     def __init__(self, local: LocalFederation, tenants: dict[str, Child[Task, list[Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
         self._tenants = tenants
 
     def turn(self, name: str, task: Task) -> TurnCost:
-        """Let one tenant do a task while the others wait."""
+        """Let one tenant run a task while the others wait."""
         pids = self._pids(name)
         before = _cpu(pids)
         costs = self._tenants[name].ask(task, timeout_s=TURN_S)
@@ -68,7 +68,7 @@ class Contest:
         )
 
     def peaks_mib(self, name: str) -> list[float]:
-        """Peak memory so far of a tenant, the executor and the helper."""
+        """Return the peak memory in MiB of a tenant, the executor and the helper."""
         return [process_costs.peak_mib([pid]) for pid in self._pids(name)]
 
     def _pids(self, name: str) -> list[int]:
@@ -94,7 +94,7 @@ def _cpu_when_idle(pids: Sequence[int]) -> list[float]:
 
 @contextmanager
 def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effort) -> Iterator[Contest]:
-    """Start an executor, a helper, the whole model (WHOLE), and a tenant for each masking, by its name.
+    """Context manager: start an executor, a helper, the whole model (named `WHOLE`), and a tenant for each masking.
 
     Args:
         maskings: masking schemes of the split tenants.
@@ -115,7 +115,7 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
 def measure_step(
     running: Contest, shape: Llama, task: Step, maskings: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
 ) -> list[Row]:
-    """A row per variant with medians over `repeat` turns, after a warm-up turn.
+    """Measure, and return a row per variant with medians over `repeat` turns, after a warm-up turn.
 
     Args:
         running: a contest with a tenant per masking scheme.
@@ -155,7 +155,8 @@ def measure_token(
     repeat: int,
     on_turn: Callable[[str], None],
 ) -> list[Row]:
-    """A row per variant: medians over all tokens of `repeat` turns. The arguments are those of `measure_step`."""
+    """Measure, and return a row per variant with medians over all tokens of `repeat` turns. Arguments as for
+    `measure_step`."""
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
     return [
@@ -193,7 +194,7 @@ def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> f
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    """The ratio; None if `whole` is 0, because the CPU clock counts hundredths of a second."""
+    """Return the ratio; None if `whole` is 0, because the CPU clock has a resolution of 0.01 s."""
     return part / whole if whole else None
 
 

@@ -22,7 +22,7 @@ _REMEMBERED = 256  # limit of remembered names, because executors from registrie
 
 
 @dataclass
-class _Said:
+class _Logged:
     at: float
     since: float
     answered: bool = False
@@ -37,7 +37,7 @@ class Notices:
 
     def __init__(self, *, option: str) -> None:
         self.option = option
-        self._said: dict[str, _Said] = {}
+        self._logged: dict[str, _Logged] = {}
         self._limited: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -54,12 +54,14 @@ class Notices:
         if now - since < FIRST_S:
             return
         with self._lock:
-            said = self._said.get(provider)
-            if said is not None and now - said.at < (_SLOW_S if said.answered else _AGAIN_S):
+            logged = self._logged.get(provider)
+            if logged is not None and now - logged.at < (_SLOW_S if logged.answered else _AGAIN_S):
                 return
-            self._said[provider] = _Said(now, since if said is None or said.answered else min(since, said.since))
-            if len(self._said) > _REMEMBERED:
-                del self._said[next(iter(self._said))]
+            self._logged[provider] = _Logged(
+                now, since if logged is None or logged.answered else min(since, logged.since)
+            )
+            if len(self._logged) > _REMEMBERED:
+                del self._logged[next(iter(self._logged))]
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
             provider,
@@ -92,10 +94,10 @@ class Notices:
 
     def answered(self, provider: str) -> None:
         """Log that the wait is over, if a warning was logged about it."""
-        said = self._said.get(provider)  # without the lock, because this runs for every answer
-        if said is not None and not said.answered:
-            said.answered = True
-            log.warning("%s has answered after %.0f s", provider, time.monotonic() - said.since)
+        logged = self._logged.get(provider)  # without the lock, because this runs for every answer
+        if logged is not None and not logged.answered:
+            logged.answered = True
+            log.warning("%s has answered after %.0f s", provider, time.monotonic() - logged.since)
 
 
 def _clock(offset: float) -> str:

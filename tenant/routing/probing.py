@@ -125,14 +125,14 @@ class Prober:
             if error := self._errors.get(route):
                 return error
         layers = self._manifest.layers
-        said = [self._said(route, layers) for route in routes.executors]
+        said = [self._state_of(route, layers) for route in routes.executors]
         return UncoveredError(
             f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
             f"{'; '.join(said)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
             f"check` shows the layers of each executor."
         )
 
-    def _said(self, route: Route, layers: Sequence[int]) -> str:
+    def _state_of(self, route: Route, layers: Sequence[int]) -> str:
         if route.welcome is not None:
             served = [layer for group, layer in enumerate(layers) if route.serves(GroupIndex(group))]
             return f"{route} serves {_text(served)}"

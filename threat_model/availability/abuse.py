@@ -153,7 +153,7 @@ class _Bench:
         return status["connections"] == 1 and not status["handshakes"]["present"]
 
     def _held(self) -> Held:
-        return process_costs.held([self._local.pid("executor") or 0])
+        return process_costs.resources([self._local.pid("executor") or 0])
 
     def _left(self, before: Held) -> Held:
         """The provider's resources after the abuser's connections have ended."""

@@ -118,7 +118,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, logged = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "the provider has just answered"
-    before, ranks, sessions = process_costs.held([gateway]), _ranks(gateway), process_costs.sessions(gateway)
+    before, ranks, sessions = process_costs.resources([gateway]), _ranks(gateway), process_costs.sessions(gateway)
     last = max(ranks)
     if apart:
         _lower_priority(gateway)
@@ -136,7 +136,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     back = time.monotonic()
     time.sleep(seconds)
     named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[logged:]) is not None
-    return _Loss(what, at, back, named, before, process_costs.held([gateway]))
+    return _Loss(what, at, back, named, before, process_costs.resources([gateway]))
 
 
 def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, executors: int) -> Row:

@@ -13,10 +13,10 @@ _OPENERS: dict[Kind, Callable[[], AbstractContextManager[Link]]] = {"netem": ope
 
 @contextmanager
 def open_link(kind: Kind | None = None) -> Iterator[Link]:
-    """Open a link without limits. It ends with the block, or with this process.
+    """Context manager: open a link without limits. It ends with the block, or with this process.
 
     Args:
-        kind: kind of the link; the best kind that works on this machine if None.
+        kind: kind of the link; if None, the best kind that works on this machine.
 
     Raises:
         ConfigError: this machine cannot emulate the link; the message states the reason.

@@ -1,4 +1,4 @@
-"""What every emulated link has: a condition, and a way to reach providers."""
+"""The interface of an emulated link, and its condition."""
 
 import math
 import re
@@ -36,10 +36,10 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `100mbit/100ms`, `1gbit/5ms`, or with a loss in each direction `100mbit/100ms/0.1%`.
+        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with a loss in each direction.
 
         Raises:
-            ConfigError: the text has another form.
+            ConfigError: the text has another format.
         """
         try:
             found = _FORM.fullmatch(text.strip())
@@ -64,7 +64,7 @@ class Condition:
 
     @property
     def bytes_under_way(self) -> float:
-        """Bytes of a connection that one direction may hold: a buffer of 1 MiB, and the bytes of a round trip."""
+        """Bytes that one direction of a connection may hold: a buffer of 1 MiB, and the bytes of a round trip."""
         return _BUFFER + (0.0 if self.mbit_per_s is None else min(2 * self.delay_s, 1.0) * self.bytes_per_s)
 
     def __str__(self) -> str:
@@ -98,11 +98,12 @@ class Link(ABC):
         """Emulate this condition from now on; `Condition()` has no limits."""
 
     def ports(self, ports: Sequence[int]) -> list[int]:
-        """The ports at which the tenant reaches servers that listen at these ports of `host`."""
+        """Return the ports at which the tenant reaches servers that listen at `ports` of `host`."""
         return list(ports)
 
     def federation(self, path: Path) -> Path:
-        """The tenant's `federation.toml`, made from the file that names the providers at `host`."""
+        """Write the tenant's `federation.toml`, from the file with the providers' addresses at `host`. Returns its
+        path."""
         text, ports = path.read_text(encoding="utf-8"), [peer.port for peer in load_federation(path).peers]
         for port, reached in zip(ports, self.ports(ports), strict=True):
             text = text.replace(f'"{self.host}:{port}"', f'"{self.host}:{reached}"')

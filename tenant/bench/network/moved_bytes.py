@@ -1,7 +1,7 @@
 """`bench bytes`: the bytes that a tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B.
 
-They are computed from the shapes by the wire's own functions (`session.traffic`). `bench network` counts the bytes of
-smaller models at the socket, and its test compares both, to the byte.
+The bytes are computed from the shapes (`session.traffic`). `bench network` counts the bytes of smaller models at the
+socket, and its test requires that both are equal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ MODELS: Final = {
     "Llama-2-7B": Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
     "Llama-3-8B": Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
 }
-"""Without their LM heads."""
+"""The models, without their LM heads."""
 _STEP_ROWS: Final = 512
 _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
     "token": (1, (FORWARD,)),
@@ -31,10 +31,10 @@ _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
 
 
 def moved_bytes(maskings: Sequence[str]) -> Iterator[Row]:
-    """A row per model, work and masking, beside rows and answers in float16 that are not masked.
+    """Yield a row per model, work and masking, and the ratio to unmasked rows and answers in float16.
 
     Args:
-        maskings: schemes with a helper; the first one is today's wire.
+        maskings: schemes with a helper; the others are compared with the first one.
     """
     for model, shape in MODELS.items():
         config = replace(shape, layers=1).config()

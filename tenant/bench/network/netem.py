@@ -12,12 +12,12 @@ from tenant.bench.network.link import Condition, Link
 from tenant.bench.processes.children import Child, leave_network
 
 _COMMAND_S = 20.0
-_BENCHMARKS = 198 << 24 | 18 << 16  # 198.18.0.0/15 is set aside for benchmarks (RFC 2544)
+_BENCHMARKS = 198 << 24 | 18 << 16  # 198.18.0.0/15 is reserved for benchmarks (RFC 2544)
 _LIMIT = "1000000"  # packets that netem may hold, including delayed ones
 
 
 class _NetemLink(Link):
-    """Two connected interfaces: the outer one for the providers, and the inner one in the tenant's namespace."""
+    """Two connected interfaces: the outer one for the providers, the inner one in the tenant's namespace."""
 
     kind = "netem"
 
@@ -48,7 +48,8 @@ class _NetemLink(Link):
 
 @contextmanager
 def open_netem() -> Iterator[Link]:
-    """A link through a new namespace. A child process holds the namespace, so both end with this process.
+    """Context manager: a link through a new namespace. A child process holds the namespace, so both end with this
+    process.
 
     Raises:
         ConfigError: this user or this machine cannot make a namespace.

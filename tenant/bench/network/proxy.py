@@ -41,15 +41,16 @@ class _ProxyLink(Link):
 
 @contextmanager
 def open_proxy() -> Iterator[Link]:
-    """A link through a process on loopback."""
+    """Context manager: a link through a proxy process on loopback."""
     with Child("proxy", serve_proxy) as child:
         yield _ProxyLink(child)
 
 
 @contextmanager
 def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
-    """For `Child`: takes a condition, or a list of ports, and returns one port of the proxy for each of these ports."""
-    selector = selectors.SelectSelector()  # select's timeouts have microseconds; epoll's have milliseconds
+    """For `Child`: the handler applies a condition, or returns one port of the proxy for each of a list of ports."""
+    # select's timeouts have a resolution of microseconds, epoll's of milliseconds
+    selector = selectors.SelectSelector()
     loop = asyncio.SelectorEventLoop(selector)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     proxy = Proxy()

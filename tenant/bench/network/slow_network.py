@@ -28,7 +28,7 @@ from tenant.bench.steps_and_tokens import TURN_S
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 
 WARM_UP = 2
-"""Steps, and tokens, that are not part of the means: connections and pools are filling."""
+"""Number of steps or tokens before the measured ones, while connections are opened and pools filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Measured:
         return fmean(cost.seconds for cost in self.costs)
 
     def counted(self, name: str) -> float:
-        """Mean of a count of the session's ledger; an integer if it is one."""
+        """Return the mean of a count of the session's ledger."""
         mean = fmean(cost.counted[name] for cost in self.costs)
         return int(mean) if mean.is_integer() else mean
 
@@ -68,14 +68,17 @@ def measure_network(
     effort: Effort,
     on_turn: Callable[[str], None],
 ) -> tuple[list[Row], str]:
-    """A row per condition, kind of work and masking, the link without limits first; also the kind of emulation and its
-    reason. `over_first` is the time over that of a whole batch, or of a token, with the first masking.
+    """Measure, and return a row per condition, kind of work and masking, and the kind of emulation with its reason.
+
+    The link without limits comes first. `over_first` is the time divided by that of a whole batch, or of a token, with
+    the first masking.
 
     Args:
         batch, tokens: size of a fine-tuning step.
-        parts: the parts of a batch, which run one after the other and overlapped. 1 leaves both out.
-        kind: kind of the link; the best that this machine has if None.
-        effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.
+        parts: number of parts of a batch, which are measured one after the other and overlapped; 1 for whole batches
+            only.
+        kind: kind of the link; if None, the best kind that works on this machine.
+        effort: number of steps and generated tokens of each measurement, threads, and the tenant's memory for pads.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")

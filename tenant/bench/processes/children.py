@@ -4,11 +4,11 @@
         costs = tenant.ask(Step(batch=4, tokens=128), timeout_s=60)
 
 The function is a context manager that yields a handler. The child enters the context, reports that it is ready, and
-calls the handler for every question. When the parent closes the pipe, or ends in any way, the child leaves the context
-and ends too.
+calls the handler for every question. When the parent closes the pipe or ends, the child leaves the context and ends
+too.
 
-Children are forked from a server process (`multiprocessing`'s forkserver) that has imported the function's module
-once. Questions and answers are pickled; both ends are this program, and the pipe is theirs alone.
+Children are forked from a server process (`multiprocessing`'s forkserver) that has imported the function's module once.
+Questions and answers are pickled. That is safe because both ends are this program, and no other process has the pipe.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Child(Generic[Q, A]):
     Args:
         name: name of the child for messages.
         serve: module-level function that returns the context manager.
-        network: network namespace of the child, a file of /proc; the parent's if None.
+        network: network namespace of the child, as a file in /proc; None for the parent's.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Child(Generic[Q, A]):
         """Return the answer to the last question.
 
         Raises:
-            DeadlineExceededError: there is no answer in time.
+            DeadlineExceededError: the answer is late.
             SymbiosisError: the child has failed; the message quotes its error.
         """
         answer: A = self._received(timeout_s)
         return answer
 
     def close(self, *, grace_s: float = _STOP_S) -> None:
-        """End the child: it may leave its context within `grace_s` seconds, then it is killed."""
+        """End the child. It is killed if it does not leave its context within `grace_s` seconds."""
         self._pipe.close()
         self._process.join(grace_s)
         self._process.kill()
@@ -159,7 +159,7 @@ def leave_network() -> None:
     """Move this process into a new network namespace, which lasts as long as the process.
 
     Raises:
-        OSError: this user, or this system, cannot make one.
+        OSError: this user or this system cannot make a namespace.
     """
     _check_call(ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK), "unshare")
 

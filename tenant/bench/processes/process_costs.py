@@ -13,8 +13,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _KIB_PER_MIB = 1024
 
 
-class Held(NamedTuple):
-    """Resources of some processes at one moment: their number, threads, open files and resident bytes."""
+class Resources(NamedTuple):
+    """Resources of some processes at one moment: number of processes, threads, open files and resident bytes."""
 
     processes: int
     threads: int
@@ -33,17 +33,17 @@ def check_supported() -> None:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time of processes and their living descendants."""
+    """Return the user and system time of processes and their living descendants."""
     return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in tree(pids))
 
 
 def peak_mib(pids: Iterable[int]) -> float:
-    """Largest resident memory of each process and descendant so far, summed."""
+    """Return the sum of the peak resident memory of each process and living descendant, in MiB."""
     return sum(_peak_kib(pid) for pid in tree(pids)) / _KIB_PER_MIB
 
 
-def held(pids: Iterable[int]) -> Held:
-    """Resources of processes and their living descendants."""
+def resources(pids: Iterable[int]) -> Resources:
+    """Return the resources of processes and their living descendants."""
     members = tree(pids)
     threads = files = pages = 0
     for pid in members:
@@ -52,11 +52,11 @@ def held(pids: Iterable[int]) -> Held:
             pages += int((folder / "statm").read_text().split()[1])
             threads += len(list((folder / "task").iterdir()))
             files += len(list((folder / "fd").iterdir()))
-    return Held(len(members), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))
+    return Resources(len(members), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def tree(pids: Iterable[int]) -> set[int]:
-    """Processes and their living descendants."""
+    """Return the ids of processes and their living descendants."""
     parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
     found = {pid for pid in pids if pid in parents}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -65,10 +65,10 @@ def tree(pids: Iterable[int]) -> set[int]:
 
 
 def lower_own_priority(nice: int) -> None:
-    """Let this process and its children use only processor time that other processes leave.
+    """Lower the priority of this process and its children, so that they use only CPU time that other processes leave.
 
     Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). A priority has
-    no effect on processes of other sessions, so this process starts a session of its own.
+    no effect on processes of other sessions, so this process starts its own session.
     """
     os.setsid()
     os.nice(nice)
@@ -76,7 +76,7 @@ def lower_own_priority(nice: int) -> None:
 
 
 def lower_session_priority(pid: int, nice: int) -> None:
-    """Let the session of a process use only the processor time that other sessions leave.
+    """Lower the priority of a process's session, so that it uses only CPU time that other sessions leave.
 
     Args:
         nice: the session's priority, 1 to 19.
@@ -86,12 +86,12 @@ def lower_session_priority(pid: int, nice: int) -> None:
 
 
 def sessions(pid: int) -> set[int]:
-    """The sessions of a process and its living descendants."""
+    """Return the sessions of a process and its living descendants."""
     return {int(stat[3]) for member in tree([pid]) if (stat := _stat(member))}
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the command, state first; none if the process has ended."""
+    """Return the fields of /proc/PID/stat from the state on; an empty list if the process has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

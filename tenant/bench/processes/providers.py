@@ -10,14 +10,14 @@ from tenant.bench.cli_options import RELAY, Effort
 from tenant.model.hf import RemoteConfig
 from tenant.session.traffic import Transport
 
-START_S = 900.0  # a wide model is quantised first
+START_S = 900.0  # providers quantise the model at their start
 
 
 def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> LocalFederation:
-    """Providers of a checkpoint, with this number of torch threads each; not yet started.
+    """Return providers of a checkpoint, not yet started, with `threads` torch threads each.
 
     Args:
-        directory: folder in which to make `federation`.
+        directory: parent folder of the providers' files.
     """
     given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
     return LocalFederation(model, directory / "federation", **given)
@@ -37,14 +37,14 @@ def parsed(masking: str) -> Masking:
 
 
 def relayed(maskings: Iterable[str]) -> bool:
-    """True if effects are relayed in one of these variants, so that providers must allow it."""
+    """Returns True if one of these variants relays effects, which providers must then allow."""
     return any(parsed(masking).transport.relay for masking in maskings)
 
 
 def remote_config(
     local: LocalFederation, masking: str, effort: Effort, *, federation: Path | None = None
 ) -> RemoteConfig:
-    """The configuration of a tenant of these providers.
+    """Return the configuration of a tenant of these providers.
 
     Args:
         masking: a scheme, `pad/24` in a ring of 24 bits, or `pad/24/relay` with relayed effects.
@@ -62,7 +62,7 @@ def remote_config(
 
 
 def _without_relay(federation: Path) -> Path:
-    """A copy of a federation file in which effects come from the helpers."""
+    """Write a copy of a federation file without relay. Returns its path."""
     direct = federation.with_name(f"{federation.stem}-direct{federation.suffix}")
     write_atomically(direct, federation.read_bytes().replace(b"relay = true", b"relay = false"))
     return direct

@@ -1,11 +1,11 @@
 """A tenant that sends requests without a model, over TLS, in a `Child`, for `bench provider`.
 
-The tenant first gets its answers alone. Then, while other tenants send requests too, the tenant compares every answer
-with the answer that it got alone. During the measurement, which follows, it compares one row of each answer only,
-because the tenant should use little processor time.
+There are three phases. First the tenant sends its requests alone and keeps the answers. Then other tenants send
+requests too, and the tenant compares every answer with the kept one. In the third phase, which is measured, it compares
+only one row of each answer, to use little CPU time.
 
-A generating tenant sends its rows through every layer group, forward: a token of a batch. A training tenant sends them
-forward and then backward: a step. Between two requests a tenant computes with its adapter.
+A generating tenant sends its rows through every layer group forward, as for one token of a batch. A training tenant
+sends them forward and backward, as for one step. Between two requests a tenant computes with its adapter.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 Kind = Literal["generating", "training"]
 Phase = Literal["alone", "checked", "measured"]
 DEADLINE_S = 120.0
-_NICE = 10  # in practice a tenant has its own machine, so here the provider has priority over the tenant
+_NICE = 10  # the provider has priority, because in practice tenants have their own machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class LoadResult:
     Args:
         turns: seconds of each measured token or step, at least one.
         answers: number of answers that were compared, in full or by one row.
-        wrong: number of those that differ from the answers that the tenant got alone.
+        wrong: number of compared answers that differ from those that the tenant received alone.
     """
 
     turns: list[float]
@@ -77,8 +77,8 @@ class LoadResult:
 
 @contextmanager
 def serve_load(load: RequestLoad) -> Iterator[Callable[[Phase], str | LoadResult | None]]:
-    """For `Child`: "alone" gets the answers to compare with and returns their digest, "checked" compares every answer
-    in full, "measured" returns the `LoadResult`."""
+    """For `Child`: the handler runs a phase. "alone" keeps the answers and returns their digest, "checked" compares
+    every answer, and "measured" returns the `LoadResult`."""
     torch.set_num_threads(1)
     os.nice(_NICE)
     with contextlib.closing(_Tenant(load)) as tenant:

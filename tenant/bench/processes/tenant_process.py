@@ -1,4 +1,4 @@
-"""A tenant with a model in a `Child`: takes steps, generates tokens, and returns the cost of each."""
+"""A tenant with a model, for `Child`: runs steps, generates tokens, and returns the cost of each."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ class Step:
     """Optimizer steps of LoRA on q and v, one after the other.
 
     Args:
-        parts: the parts of a batch, each with a forward and a backward pass of its own.
+        parts: number of parts of a batch, each with its own forward and backward pass.
         overlap: run all parts at the same time (`tenant.overlapped`).
     """
 
@@ -120,7 +120,7 @@ class _Tenant:
 
 @contextmanager
 def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
-    """For `Child`: answers a task with the cost of each of its steps or tokens.
+    """For `Child`: the handler runs a task and returns the cost of each of its steps or tokens.
 
     Args:
         remote: how to split the model; None for the whole model in float32 in this process.

@@ -1,1 +1,2 @@
-"""The figures of a benchmark: `result_file` for --json, `tables` of them for documents, and `goals` for them."""
+"""The figures of a benchmark: `result_file` writes them for --json, `tables` formats them for documents, and `goals`
+has limits for them."""

@@ -1,7 +1,7 @@
-"""Goals for the figures of benchmarks on two cores that all processes share.
+"""Goals for the figures of benchmarks, with two cores that all processes share.
 
-Every goal is a ratio of figures that one run has measured side by side, so that it means the same on any machine. A
-benchmark that has not measured certain rows has no goals for them.
+A goal is a ratio of figures of one run, so that it has the same meaning on every machine. Rows that a benchmark has not
+measured have no goals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ class Goal:
     """A limit for one figure.
 
     Args:
-        at_most, at_least: the limit; the other one is None.
+        at_most, at_least: the limit. One of them is None.
     """
 
     what: str
@@ -27,7 +27,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """The limit in words."""
+        """The limit as text."""
         return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
 
     @property
@@ -39,12 +39,12 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """`reached` as a word."""
+        """`reached` as text."""
         return "reached" if self.reached else "missed"
 
 
 def goals(benchmark: str, rows: Sequence[Row]) -> list[Goal]:
-    """The goals for a benchmark's rows; none for a benchmark without goals."""
+    """Return the goals for a benchmark's rows."""
     wanted = _WANTED.get(benchmark)
     return [] if wanted is None else list(wanted(rows))
 
@@ -134,7 +134,7 @@ def _abuse(rows: Sequence[Row]) -> Iterator[Goal]:
 
 def _ranks(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
-        if _number(row["groups"]) > 1:  # with one group, every tenant waits for its return
+        if _number(row["groups"]) > 1:  # with one group of ranks, every tenant waits for its restart
             what = f"others' median over before: {row['lost']}"
             yield Goal(what, _number(row["meanwhile_over_before"]), at_most=1.5)
 
@@ -200,7 +200,7 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
 
 
 def _distinct(rows: Sequence[Row], *names: str) -> list[Row]:
-    """The combinations of values in these columns, in order."""
+    """Return the different combinations of values in these columns, in order."""
     return [
         dict(zip(names, values, strict=True)) for values in dict.fromkeys(tuple(map(row.get, names)) for row in rows)
     ]

@@ -28,7 +28,7 @@ Row = dict[str, Value]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine that the figures were measured on."""
+    """The machine on which the figures were measured."""
 
     cpu: str
     cores: int
@@ -57,20 +57,20 @@ class ResultFile(msgspec.Struct, frozen=True):
 
 
 def number(value: Value) -> float:
-    """The value, which must be a number."""
+    """Return the value, which must be a number."""
     assert isinstance(value, int | float)
     return value
 
 
 def percentile(seconds: Sequence[float], q: float, *, unit: float = 1.0) -> float:
-    """The q-th percentile of some times, in units of `unit` seconds."""
+    """Return the q-th percentile of some times, in units of `unit` seconds."""
     import numpy as np  # imported here, so that --help does not wait for it
 
     return float(np.percentile(seconds, q)) / unit
 
 
 def report(benchmark: str, rows: Sequence[Row]) -> ResultFile:
-    """The figures of this run of this program."""
+    """Return the result file of this run."""
     return ResultFile(
         schema=SCHEMA,
         benchmark=benchmark,
@@ -83,7 +83,7 @@ def report(benchmark: str, rows: Sequence[Row]) -> ResultFile:
 
 
 def this_machine() -> Machine:
-    """The machine on which this program runs."""
+    """Return a description of this machine."""
     import torch  # torch is imported here, so that --help does not wait for it
 
     facts = _cpu_facts()
@@ -110,7 +110,7 @@ def write(path: Path, figures: ResultFile) -> None:
     """Write a result file as indented JSON.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     write_atomically(path, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 

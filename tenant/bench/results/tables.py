@@ -1,7 +1,7 @@
-"""Writes result files as tables into docs/benchmarks-detail.md: each kind between its own pair of markers.
+"""Writes result files as tables into docs/benchmarks-detail.md, the tables of each benchmark between a pair of markers.
 
-The goals of all kinds are in one table, if the document has its markers. The lines of a kind are kept until there is a
-new result file of that kind.
+The goals of all benchmarks are in one table, if the document has markers for it. Tables and goals of a benchmark
+without a new result file stay.
 """
 
 import re
@@ -22,10 +22,10 @@ _GOAL_HEADINGS = ("benchmark", "what", "wanted", "measured", "")
 
 
 def update(path: Path, reports: Sequence[ResultFile]) -> None:
-    """Replace the tables of a document by those of reports; kinds without a report stay.
+    """Replace the tables of a document by those of `reports`. Tables of other benchmarks stay.
 
     Raises:
-        ConfigError: the document lacks the markers of a kind.
+        ConfigError: the document lacks the markers of a benchmark.
         StorageError: the document cannot be written.
     """
     text = read_text(path)
@@ -70,7 +70,7 @@ def _kind_of(goal_line: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a report as text; `shared` has the columns with one value in all rows."""
+    """Rows of a report as text. `shared` has the columns with the same value in all rows."""
 
     shared: dict[str, str]
     headings: list[str]
@@ -89,7 +89,7 @@ class Table:
 
 
 def render(report: ResultFile) -> str:
-    """A result file as a table, below its command, date, machine and versions."""
+    """Format a result file: its command, date, machine and versions, then a table."""
     machine, table = report.machine, Table.of(report.rows)
     head = (
         f"{report.date[:10]}, {machine.cpu}, {machine.cores} cores "

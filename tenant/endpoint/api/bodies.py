@@ -4,7 +4,7 @@ field.
 A field of type `None`, or with one allowed value, is one of OpenAI's fields that may be sent and has no effect.
 
 A body of 8 MiB may hold millions of wrong values, and pydantic describes each in about a kilobyte. So a list is checked
-up to its first wrong item (`FIRST`), and an object with more than `_FIELDS` fields is refused before its fields are
+up to its first wrong item (`FAIL_FAST`), and an object with more than `_FIELDS` fields is refused before its fields are
 read.
 """
 
@@ -17,12 +17,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError, from_json
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """Return 5 for 5.0, because JSON has only one type of numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _few(value: Any) -> Any:
+def _check_field_count(value: Any) -> Any:
     """Refuse an object with more than `_FIELDS` fields."""
     if isinstance(value, dict) and len(value) > _FIELDS:
         raise PydanticCustomError("too_many_fields", f"an object has more than {_FIELDS} fields")
@@ -30,12 +30,12 @@ def _few(value: Any) -> Any:
 
 
 _FIELDS = 1024
-FEW = BeforeValidator(_few)
-FIRST = Field(fail_fast=True)
-WHOLE = BeforeValidator(_whole)
-Texts = Annotated[list[str], Field(min_length=1, max_length=128), FIRST]
-Ids = Annotated[list[Annotated[int, Field(ge=0), WHOLE]], Field(min_length=1), FIRST]
-ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128), FIRST]
+BOUNDED = BeforeValidator(_check_field_count)
+FAIL_FAST = Field(fail_fast=True)
+INTEGER = BeforeValidator(_as_integer)
+Texts = Annotated[list[str], Field(min_length=1, max_length=128), FAIL_FAST]
+Ids = Annotated[list[Annotated[int, Field(ge=0), INTEGER]], Field(min_length=1), FAIL_FAST]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128), FAIL_FAST]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -43,7 +43,7 @@ class Strict(BaseModel):
     """A body that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-    few = model_validator(mode="before")(_few)
+    check_field_count = model_validator(mode="before")(_check_field_count)
 
 
 class StreamOptions(Strict):
@@ -79,17 +79,17 @@ class CompletionFields(Generating):
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=_FIELDS, json_schema_extra={"additionalProperties": False}),
-            FEW,
+            BOUNDED,
         ]
         | None
     ) = None
-    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
-    n: Annotated[int, Field(ge=1, le=16), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
+    n: Annotated[int, Field(ge=1, le=16), INTEGER] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**53), le=2**53), WHOLE] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16), FIRST] | None = None
+    seed: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), INTEGER] | None = None
 
 
 class CompletionRequest(CompletionFields):
@@ -98,7 +98,7 @@ class CompletionRequest(CompletionFields):
     prompt: str | Texts | Ids | ManyIds
     best_of: Literal[1] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
     suffix: None = None
 
 
@@ -128,10 +128,10 @@ class Message(Strict):
     """A message of the chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FIRST] | None = None
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FIRST] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FAIL_FAST] | None = None
     tool_call_id: str | None = None
 
 
@@ -183,18 +183,18 @@ class ResponseFormat(Strict):
 class ChatRequest(CompletionFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FIRST]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FAIL_FAST]
     logprobs: bool | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=0), FEW] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FIRST] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0), BOUNDED] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FAIL_FAST] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128), FIRST] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128), FAIL_FAST] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
 
 
 class InputText(Strict):
@@ -202,8 +202,8 @@ class InputText(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0), FIRST] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0), FIRST] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
 
 
 class InputItem(Strict):
@@ -218,7 +218,7 @@ class InputMessage(InputItem):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], FIRST]
+    content: str | Annotated[list[InputText], FAIL_FAST]
 
 
 class InputCall(InputItem):
@@ -272,12 +272,14 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Generating):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096), FIRST]
+    input: (
+        str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096), FAIL_FAST]
+    )
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0), FIRST] | None = None
+    include: Annotated[list[str], Field(max_length=0), FAIL_FAST] | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), FEW] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1), INTEGER] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), BOUNDED] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -285,7 +287,7 @@ class ResponsesRequest(Generating):
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128), FIRST] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128), FAIL_FAST] | None = None
     truncation: Literal["disabled"] | None = None
 
 

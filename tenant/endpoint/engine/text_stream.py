@@ -27,7 +27,8 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._before = list(prompt[-_CONTEXT:])
-        self._said = self._decoded(self._before).rstrip(_UNKNOWN)  # the answer may complete a character of the prompt
+        # the answer may complete a character of the prompt
+        self._returned = self._decoded(self._before).rstrip(_UNKNOWN)
         self._pending: list[int] = []
         self._stop = [text for text in stop if text]
         self._held = ""
@@ -44,11 +45,11 @@ class TextStream:
 
     def _new(self, *, last: bool = False) -> str:
         text = self._decoded(self._before + self._pending)
-        new = text[len(self._said) :]
+        new = text[len(self._returned) :]
         if not last and len(self._pending) < _PENDING and (not new or text.endswith(_UNKNOWN)):
             return ""
         self._before, self._pending = self._pending, []
-        self._said = self._decoded(self._before)
+        self._returned = self._decoded(self._before)
         return new
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -60,11 +61,11 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        certain = len(text) - (0 if last else max((begun(text, stop) for stop in self._stop), default=0))
+        certain = len(text) - (0 if last else max((overlap_length(text, stop) for stop in self._stop), default=0))
         self._held = text[certain:]
         return text[:certain]
 
 
-def begun(text: str, stop: str) -> int:
+def overlap_length(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))

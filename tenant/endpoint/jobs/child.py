@@ -54,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def main() -> None:
     """Run the work that stdin describes."""
     work = msgspec.json.decode(sys.stdin.buffer.readline(), type=Work)
-    _give_way()
+    _lower_priority()
     when_stdin_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))
     output = Path(work.output)
     try:
@@ -62,11 +62,11 @@ def main() -> None:
             _wait_for(lock)
             _run(work, output, resume=_can_resume(output))
     except SymbiosisError as error:
-        _say(Report(error=one_line(str(error))))
+        _report(Report(error=one_line(str(error))))
         raise SystemExit(1) from None
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this process's priority, and make Linux end it first when memory runs out."""
     os.nice(_NICE)
     with contextlib.suppress(OSError):
@@ -83,9 +83,9 @@ def _run(work: Work, output: Path, *, resume: bool) -> None:
         output,
         remote=RemoteConfig(**work.remote),
         options=FineTuning(**work.options, resume=resume),
-        on_progress=lambda step, total, loss: _say(Report(step=step, total_steps=total, loss=loss)),
+        on_progress=lambda step, total, loss: _report(Report(step=step, total_steps=total, loss=loss)),
     )
-    _say(Report(tokens=result.tokens))
+    _report(Report(tokens=result.tokens))
 
 
 def _wait_for(lock: BinaryIO) -> None:
@@ -111,7 +111,7 @@ def _can_resume(output: Path) -> bool:
         return False
 
 
-def _say(report: Report) -> None:
+def _report(report: Report) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 

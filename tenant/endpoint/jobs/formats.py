@@ -5,9 +5,9 @@ from typing import Annotated, Generic, Literal, TypeVar
 from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenant.endpoint.api.bodies import WHOLE, Strict
+from tenant.endpoint.api.bodies import INTEGER, Strict
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.jobs.job import Asked, JobEvent, StoredJob
+from tenant.endpoint.jobs.job import JobEvent, JobSettings, StoredJob
 from tenant.endpoint.jobs.uploads import File
 from tenant.training.options import FineTuning
 
@@ -56,11 +56,11 @@ class Hyperparameters(Strict):
         sequence_length: tokens of an example; longer examples are cut.
     """
 
-    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
-    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
+    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), INTEGER] | None = None
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), INTEGER] | None = None
     learning_rate_multiplier: Literal["auto"] | Annotated[float, Field(gt=0, le=1000)] | None = None
-    rank: Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
-    sequence_length: Annotated[int, Field(ge=2, le=65536), WHOLE] | None = None
+    rank: Annotated[int, Field(ge=1, le=256), INTEGER] | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=65536), INTEGER] | None = None
 
 
 class Supervised(Strict):
@@ -85,11 +85,11 @@ class JobRequest(Strict):
     integrations: None = None
     metadata: None = None
     method: Method | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32), WHOLE] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32), INTEGER] | None = None
     suffix: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,40}$")] | None = None
     validation_file: None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> JobSettings:
         """Return the job with a number for each "auto"."""
         chosen = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
         given = {
@@ -97,7 +97,7 @@ class JobRequest(Strict):
             for name, value in (chosen or self.hyperparameters or Hyperparameters()).model_dump().items()
             if value not in ("auto", None)
         }
-        return Asked(
+        return JobSettings(
             training_file=self.training_file,
             suffix=self.suffix,
             seed=self.seed or 0,

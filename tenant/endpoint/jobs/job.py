@@ -20,7 +20,7 @@ Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A client's request for a job. The hyperparameters are those of `FineTuning`."""
 
     training_file: str
@@ -45,7 +45,7 @@ class FineTuningJob(msgspec.Struct, kw_only=True):
     id: str
     created_at: int
     model: str
-    asked: Asked
+    asked: JobSettings
     status: Status = "queued"
     finished_at: int | None = None
     fine_tuned_model: str | None = None
@@ -86,14 +86,14 @@ class StoredJob:
         """The output folder of the run."""
         return self.folder / "adapter"
 
-    def change(self, status: Status) -> None:
+    def set_status(self, status: Status) -> None:
         """Set the status, and store the job."""
         self.job.status = status
         if status in ENDED:
             self.job.finished_at = int(time.time())
         write_atomically(self.folder / "job.json", msgspec.json.encode(self.job), mode=0o600)
 
-    def tell(self, event: JobEvent) -> None:
+    def add_event(self, event: JobEvent) -> None:
         """Add an event, and store it."""
         self.events.append(event)
         descriptor = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

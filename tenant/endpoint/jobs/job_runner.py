@@ -24,7 +24,7 @@ from symbiosis_priv.system.files import UNDECODABLE
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.jobs.child import Report, Work
-from tenant.endpoint.jobs.job import ENDED, Asked, FineTuningJob, JobEvent, StoredJob
+from tenant.endpoint.jobs.job import ENDED, FineTuningJob, JobEvent, JobSettings, StoredJob
 from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.tasks import Tasks
 from tenant.training import corpus
@@ -80,13 +80,13 @@ class Jobs:
         self._closing = False
         for one in stored:
             if one.job.status == "running":
-                one.change("queued")
+                one.set_status("queued")
             elif one.job.status == "succeeded":
                 self._register(one)
         self._thread = threading.Thread(target=self._run_all, name="fine-tuning", daemon=True)
         self._thread.start()
 
-    def create(self, asked: Asked) -> StoredJob:
+    def create(self, asked: JobSettings) -> StoredJob:
         """Queue a job.
 
         Raises:
@@ -105,8 +105,8 @@ class Jobs:
             if sum(one.job.status not in ENDED for one in self._jobs.values()) >= _MAX_WAITING:
                 raise ApiError(429, f"{_MAX_WAITING} jobs are waiting; try again later", code="overloaded")
             stored = StoredJob(private_folder(self._runs / name), job, [])
-            stored.change("queued")
-            stored.tell(_event("the job is waiting"))
+            stored.set_status("queued")
+            stored.add_event(_event("the job is waiting"))
             self._jobs[name] = stored
             self._changed.notify_all()
         return stored
@@ -133,8 +133,8 @@ class Jobs:
         with self._changed:
             if stored.job.status in ENDED:
                 raise ApiError(400, f"the job has {stored.job.status} already", code="ended")
-            stored.change("cancelled")
-            stored.tell(_event("the job was cancelled"))
+            stored.set_status("cancelled")
+            stored.add_event(_event("the job was cancelled"))
             if self._running is stored:
                 self._stop_process()
         return stored
@@ -183,8 +183,8 @@ class Jobs:
                     self._changed.wait()
                 if self._closing or waiting is None:
                     return
-                waiting.change("running")
-                waiting.tell(_event("the job has started"))
+                waiting.set_status("running")
+                waiting.add_event(_event("the job has started"))
                 self._running = waiting
             try:
                 self._run(waiting)
@@ -221,7 +221,7 @@ class Jobs:
                 with contextlib.suppress(*UNDECODABLE):
                     last = msgspec.json.decode(line, type=Report)
                     if last.step is not None:
-                        stored.tell(_step(last))
+                        stored.add_event(_step(last))
         code = process.wait()
         with self._changed:
             self._process = None
@@ -253,8 +253,8 @@ class Jobs:
                 job.trained_tokens = last.tokens
                 job.fine_tuned_model = f"ft-{job.asked.suffix or 'model'}-{job.id[-6:]}"
                 if self._register(stored):
-                    stored.tell(_event(f"the job has succeeded: model {job.fine_tuned_model}"))
-                    stored.change("succeeded")
+                    stored.add_event(_event(f"the job has succeeded: model {job.fine_tuned_model}"))
+                    stored.set_status("succeeded")
                     for checkpoint in stored.adapter.glob("checkpoint-*"):
                         shutil.rmtree(checkpoint, ignore_errors=True)
                     return
@@ -263,10 +263,10 @@ class Jobs:
             if self._closing:  # an endpoint that opens this folder continues the job
                 return
             job.error = last.error
-            stored.tell(
+            stored.add_event(
                 JobEvent(created_at=int(time.time()), message=f"the job has failed: {job.error}", level="error")
             )
-            stored.change("failed")
+            stored.set_status("failed")
 
     def _register(self, stored: StoredJob) -> bool:
         assert stored.job.fine_tuned_model is not None

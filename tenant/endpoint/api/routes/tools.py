@@ -8,7 +8,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.answers import CalledFunction, CalledTool
 from tenant.endpoint.api.bodies import Function
 from tenant.endpoint.api.running import new_id
-from tenant.endpoint.engine.text_stream import begun
+from tenant.endpoint.engine.text_stream import overlap_length
 
 # the white space of calls in the chats that models are trained on
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -79,7 +79,7 @@ class ToolText:
         if self._tagged:
             at = self._held.find(_TAG)
             self._calling = at >= 0
-            certain = at if at >= 0 else len(self._held) - begun(self._held, _TAG)
+            certain = at if at >= 0 else len(self._held) - overlap_length(self._held, _TAG)
         else:
             begins = self._held.lstrip()[:1]
             self._calling = begins in ("{", "[") and begins != ""

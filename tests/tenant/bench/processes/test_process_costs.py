@@ -63,9 +63,9 @@ def test_costs_include_children() -> None:
 
 
 def test_the_resources_of_a_process_are_counted(tmp_path: Path) -> None:
-    before = process_costs.held([os.getpid()])
+    before = process_costs.resources([os.getpid()])
     with (tmp_path / "file").open("wb"):
-        after = process_costs.held([os.getpid()])
+        after = process_costs.resources([os.getpid()])
     assert after.files == before.files + 1
     assert after.threads >= 1
     assert after.bytes > 1 << 20

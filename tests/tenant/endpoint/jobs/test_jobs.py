@@ -138,7 +138,7 @@ def test_a_finished_jobs_model_is_there_when_the_endpoint_starts_again(
         job = FineTuningJob(
             id=name, created_at=1, model="tiny", asked=asked, fine_tuned_model=name.replace("ftjob", "ft")
         )
-        StoredJob(folder, job, []).change("succeeded")
+        StoredJob(folder, job, []).set_status("succeeded")
     shutil.copytree(adapters / "lora", tmp_path / "private" / "jobs" / "ftjob-good" / "adapter")
     with open_jobs(tmp_path / "private"):
         assert "ft-good" in tasks

@@ -1,11 +1,11 @@
 #!/bin/sh
-# One provider over two machines, each with half of the weights. On both, with the same provider.toml and checkpoint:
+# One provider on two machines, each with half of the weights. Run on both, with the same provider.toml and checkpoint:
 #
-#     sh two-nodes.sh 0 10.0.0.1     # on 10.0.0.1: this one serves, and its provider.toml says where
-#     sh two-nodes.sh 1 10.0.0.1     # on the other one
+#     sh two-nodes.sh 0 10.0.0.1     # on 10.0.0.1, which listens at the address in provider.toml
+#     sh two-nodes.sh 1 10.0.0.1     # on the other machine
 #
 # torch.distributed neither encrypts nor authenticates: 10.0.0.1 must be an address of a private network, and
-# INTERFACE the name of the machines' interface in it. With more GPUs per machine, set PER_NODE. When either machine
+# INTERFACE the name of the machines' interface to this network. With more GPUs per machine, set PER_NODE. When either machine
 # is lost, both commands fail: have systemd start them again (Restart=on-failure).
 set -eu
 node=$1 first=$2

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.jobs.job import Asked, FineTuningJob, JobEvent, StoredJob
+from tenant.endpoint.jobs.job import FineTuningJob, JobEvent, JobSettings, StoredJob
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET, OpenJobs
@@ -77,7 +77,7 @@ def long_job(jobs: Jobs, chats: bytes, *, epochs: int) -> Any:
     """Start a job, and wait for its second step."""
     file = jobs.files.add(io.BytesIO(chats), "chats.jsonl")
     asked: Any = {"training_file": file.id, "suffix": None, "seed": 0, "rank": 2, "sequence_length": 64}
-    stored = jobs.create(Asked(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
+    stored = jobs.create(JobSettings(**asked, epochs=epochs, batch_size=4, learning_rate=1e-3))
     until(lambda: len(steps(stored.events)) >= 2 or stored.job.error is not None)
     assert stored.job.error is None
     return stored
@@ -129,7 +129,7 @@ def has_more_steps(stored: StoredJob, count: int) -> bool:
 def test_a_finished_jobs_model_is_there_when_the_endpoint_starts_again(
     open_jobs: OpenJobs, tasks: Tasks, adapters: Path, tmp_path: Path
 ) -> None:
-    asked = Asked(
+    asked = JobSettings(
         training_file="file-1", suffix=None, seed=0, epochs=1, batch_size=1, learning_rate=1, rank=1, sequence_length=9
     )
     for name in ("ftjob-good", "ftjob-damaged"):

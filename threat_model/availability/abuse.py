@@ -25,7 +25,7 @@ from symbiosis_priv.kernels import probe_rows
 from tenant.bench.measured_models import small_llama
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
-from tenant.bench.processes.process_costs import Held
+from tenant.bench.processes.process_costs import Resources
 from tenant.bench.results.result_file import Row, percentile
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.availability.abusers import DEADLINE_S, Abuse, Client, abuses, request_of, serve_abuse
@@ -152,10 +152,10 @@ class _Bench:
         status = self._status()
         return status["connections"] == 1 and not status["handshakes"]["present"]
 
-    def _held(self) -> Held:
+    def _held(self) -> Resources:
         return process_costs.resources([self._local.pid("executor") or 0])
 
-    def _left(self, before: Held) -> Held:
+    def _left(self, before: Resources) -> Resources:
         """The provider's resources after the abuser's connections have ended."""
         end = time.monotonic() + _SETTLE_S
         while True:

@@ -25,7 +25,7 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from tenant.bench.measured_models import Llama
 from tenant.bench.processes import process_costs
 from tenant.bench.processes.children import Child
-from tenant.bench.processes.process_costs import Held
+from tenant.bench.processes.process_costs import Resources
 from tenant.bench.processes.providers import provide
 from tenant.bench.results.result_file import Row
 from tenant.masking.registry import session_scheme
@@ -54,8 +54,8 @@ class _Loss:
     at: float
     back: float
     named: bool
-    before: Held
-    after: Held
+    before: Resources
+    after: Resources
 
 
 def measure_ranks(
@@ -146,7 +146,7 @@ def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, exe
         raise ProtocolError("too few answers to compare: measure for longer (--seconds)")
     usual, during = ([1000 * (a.answered - a.asked) for a in some] for some in (before, meanwhile))
     (usual_p50, usual_p99), (during_p50, during_p99) = (np.percentile(ms, [50, 99]).tolist() for ms in (usual, during))
-    left = Held(*(now - then for now, then in zip(loss.after, loss.before, strict=True)))
+    left = Resources(*(now - then for now, then in zip(loss.after, loss.before, strict=True)))
     return {
         "lost": loss.what,
         "groups": executors,

@@ -408,6 +408,7 @@ def to_json(config: ProviderConfig) -> bytes:
 
 
 def from_json(data: bytes) -> ProviderConfig:
+    """The inverse of `to_json`. Raises `ConfigError`: the data is damaged."""
     try:
         return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
     except UNDECODABLE as error:

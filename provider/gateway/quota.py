@@ -1,7 +1,7 @@
 """Quotas of tenants: limits of their rates and of their rows in flight.
 
 Each rate has a token bucket that holds the tokens of one second. A request is admitted while no bucket is in debt, and
-may leave a bucket in debt: a large request is admitted too, later requests wait for it, and the average rate stays
+may leave a bucket in debt. So a large request is admitted too, later requests wait for it, and the average rate stays
 within the limit. A request that would wait for more than one second is refused (BUSY: the tenant may send the same
 bytes again), so that requests do not pile up. The answer, the log and the metrics name the limit.
 

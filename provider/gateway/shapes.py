@@ -71,7 +71,7 @@ def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
 
 
 def refuse_bad(detail: str) -> NoReturn:
-    """Refuse a request that no tenant of this release sends."""
+    """Raises `Refusal` BAD_REQUEST, for a request that no tenant of this release sends."""
     raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
 
 

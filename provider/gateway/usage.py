@@ -1,9 +1,9 @@
 """The bill: what each tenant has used, per day and role. The bill survives any end of this process.
 
-The counts are in one SQLite file in WAL mode. A commit takes eight system calls, so no request waits for one: a request
-is counted in a journal in mapped memory (`usage_journal`) before it is answered, and a thread commits once a second the
+The counts are in one SQLite file in WAL mode. A commit takes eight system calls, so no request waits for one. A request
+is counted in a journal in mapped memory (`usage_journal`) before it is answered. Once a second, a thread commits the
 counts that the file does not have yet. The same commit records the committed totals of each journal, so every count is
-in the bill once, whenever the process is killed: after a SIGKILL, the bill and the tenants' own counts differ by the
+in the bill once, whenever the process is killed. After a SIGKILL, the bill and the tenants' own counts differ by the
 requests in flight at most. `read` adds the counts that are in journals only, and the next provider that opens the file
 commits them. Every few seconds the file is flushed to the disk; a power cut loses at most the counts since the last
 flush.

@@ -24,13 +24,15 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class FloatGroup:
-    """float32 `weight` `[o, d]`, `bias` `[o]` or None; the members are stacked as in the ring."""
+    """One layer group: `weight` float32 `[o, d]`, `bias` float32 `[o]` or None. The members are stacked as in the
+    ring."""
 
     weight: Tensor
     bias: Tensor | None
 
     def product(self, rows: Tensor, *, direction: Direction, biased: bool) -> Tensor:
-        """`rows @ W.T` forward, with the bias if `biased`; `rows @ W` backward. float32 on the weight's device."""
+        """`rows @ W.T` forward, with the bias if `biased`; `rows @ W` backward. float32 `[r, d]` and `[r, o]` on the
+        weight's device."""
         if direction != FORWARD:
             return rows @ self.weight
         return linear(rows, self.weight, self.bias if biased else None)

@@ -1,11 +1,11 @@
 """Relay of effects: a helper sends its effects to the executor, hidden by a second keystream, and not to the tenant.
 
 The tenant then downloads one matrix and not two. A block is e + m modulo 2^32: e is the effect of rows of the mask, and
-m are the same rows of a second keystream of the same seed, which only helper and tenant can make. The executor sees
-uniform blocks; it subtracts them from its answers, and the tenant adds m. Tenants choose who relays to whom (`wire`),
-and operators allow it: a helper dials nothing but the addresses under `[relay] to`, and an executor accepts blocks
-from the certificates under `[relay] from` only. Where a block is missing, the tenant fetches the effect itself. So a
-relay can be lost at any time, and results do not change. Read in this order:
+m has the same rows of a second keystream of the same seed, which only the helper and the tenant can make. The executor
+sees uniform blocks; it subtracts them from its answers, and the tenant adds m. Tenants choose which helper relays to
+which executor (`wire`), and operators allow it: a helper dials nothing but the addresses under `[relay] to`, and an
+executor accepts blocks from the certificates under `[relay] from` only. If a block is missing, the tenant fetches the
+effect itself. So a block can be lost at any time, and results do not change. Read in this order:
 
 links     the helper's connections to executors
 blocks    the blocks that an executor keeps, within each tenant's share of the memory

@@ -3,8 +3,8 @@
 Theory of operation. A block takes its bytes from the tenant's share of the memory before they are received. Every row
 of a block is used for one answer; a request that is sent again gets the plain product. The tenant needs a used block
 and its signature as evidence if it finds a wrong row. So a used block is kept until the tenant has confirmed the
-requests that used it, or until the connection that carried the answer ends: on that connection, the tenant may hold a
-missing block against the executor. Other blocks expire.
+requests that used it, or until the connection that carried the answer ends. While that connection lasts, the tenant may
+attribute a missing block to the executor. Other blocks expire.
 
 A tenant can use only its own blocks: the id of another tenant's block names no block.
 """

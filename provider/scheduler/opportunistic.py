@@ -7,10 +7,10 @@
   is not scheduled first, and a request is passed over for one slice at most.
 * **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
   The saving is the difference between two products and one: the time to read the weights once more, less if the
-  products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for
-  `wait_share` of the time of its own product at most (so a large request waits longer than a small one), for
-  `max_wait_s` at most, and only while another tenant is expected to ask for the same layer group in time (`Absent`). A
-  single tenant never waits.
+  products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for at most
+  `wait_share` of the time of its own product, so a large request waits longer than a small one, and for at most
+  `max_wait_s`. A request waits only while another tenant is expected to ask for the same layer group in time
+  (`Absent`). A single tenant never waits.
 * **Added rows.** A product that reads the weights anyway takes more rows. Inference requests join every product, whole.
   A fine-tuning request joins if its tenant is within one slice of its turn, and is cut to the remaining room. In a
   product that fine-tuning leads, fine-tuning gets half of the slice. When inference is due, fine-tuning makes the

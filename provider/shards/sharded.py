@@ -14,8 +14,8 @@ plans would otherwise gather different layer groups. There are two ways to multi
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
-single experts is computed in a third way, `experts`: every rank has all rows and multiplies them with what its shard
-holds of their experts, and the sum of the ranks' results is the product.
+single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the parts of
+their experts in its shard. The sum of the ranks' results is the product.
 
 A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
 group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and

@@ -146,5 +146,5 @@ def _joined(sums: Tensor, bits: int) -> Tensor:
 
 
 def shifted(residues: Tensor, bits: int) -> Tensor:
-    """Multiply residues by 2^bits. Because 2^61 is 1 modulo p, this is a rotation of 61 bits."""
+    """Multiply int64 residues by 2^bits, entry by entry. Because 2^61 is 1 modulo p, this is a rotation of 61 bits."""
     return (residues << bits & PRIME) | (residues >> _BITS - bits)

@@ -67,8 +67,8 @@ class QuantisedGroup:
     def bounds(self, *, experts: int = 1, along_outputs: bool = True) -> dict[Direction, Bound]:
         """The public bounds of both directions, from one pass over the weights.
 
-        For rows that each belong to one expert of a stack, the norms are the largest of any expert's matrix, so a row's
-        scale does not depend on its expert, and every product is in range.
+        For rows that each belong to one expert of a stack, the norms are the largest of any expert's matrix. So the
+        scale of a row does not depend on its expert, and every product is in range.
 
         Args:
             experts: number of matrices.

@@ -71,7 +71,8 @@ def check_index(path: Path) -> dict[str, str]:
 
 
 class Checkpoint:
-    """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped."""
+    """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped.
+    Every method raises `CheckpointError` for a file that is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

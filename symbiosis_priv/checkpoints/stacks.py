@@ -12,13 +12,14 @@ from symbiosis_priv.checkpoints.layers import Joined
 
 
 def join(stack: Tensor, *, joined: Joined, transposed: bool) -> Tensor:
-    """The dense matrix `[o, d]` of a stack. Shares the stack's memory where the layout allows it."""
+    """The dense matrix `[o, d]` of a stack `[experts, out, in]` (`[experts, in, out]` if `transposed`). Shares the
+    stack's memory where the layout allows it."""
     matrices = stack.transpose(1, 2) if transposed else stack
     return matrices.flatten(0, 1) if joined == "outputs" else matrices.transpose(0, 1).flatten(1)
 
 
 def separate(matrix: Tensor, *, experts: int, joined: Joined, transposed: bool) -> Tensor:
-    """The stack of a dense matrix: the inverse of `join`."""
+    """The stack of a dense matrix `[o, d]`: the inverse of `join`."""
     matrices: Tensor
     if joined == "outputs":
         matrices = matrix.unflatten(0, (experts, -1))

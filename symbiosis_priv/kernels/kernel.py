@@ -83,6 +83,6 @@ class Kernel(ABC):
 
         Args:
             packed: weights in this kernel's layout.
-            rows: int32, contiguous, at least one row, on the packed weights' device.
-            out: int32, contiguous, overwritten.
+            rows: int32 `[r, d]` forward, `[r, o]` backward, r >= 1, contiguous, on the packed weights' device.
+            out: int32 `[r, o]` or `[r, d]`, contiguous, overwritten.
         """

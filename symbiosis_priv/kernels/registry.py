@@ -86,9 +86,13 @@ def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device
 def is_exact(
     kernel: Kernel, weight: Tensor, *, count: int, direction: Direction, weight_bits: int, device: torch.device
 ) -> bool:
-    """Compare with an int64 product, which wraps modulo 2^64, so its low 32 bits are right.
+    """Returns True if a kernel's product of `count` rows agrees with int64, which wraps modulo 2^64, in its low 32
+    bits.
 
-    Only some columns are compared: they are spread over the whole matrix, including the first and the last.
+    Up to 64 columns are compared, spread over the whole matrix, including the first and the last.
+
+    Args:
+        weight: int16 `[o, d]` on the CPU.
     """
     matrix = weight.t() if direction == FORWARD else weight
     width, columns = matrix.shape
@@ -102,7 +106,7 @@ def is_exact(
 
 
 def probe_rows(count: int, width: int) -> Tensor:
-    """Public test rows with the corners of int32: extremes, alternating signs, every byte pattern."""
+    """Public test rows, int32 `[count, width]`: the extremes of int32, alternating signs, every byte pattern."""
     mixed = torch.arange(count * width, dtype=torch.int64, device="cpu").reshape(count, width) * 0x9E3779B1 + 0x7F4A7C15
     rows = mixed.to(torch.int32)  # the multiplication wraps: a Weyl sequence over the whole ring
     rows[0, ::2] = -(1 << 31)

@@ -5,12 +5,12 @@ digits of weights,
 
     row = sum_i limb_i 2^(8 i),  weight = sum_j digit_j 2^(8 j),  result = sum_s 2^(8 s) sum_(i+j=s) limb_i . digit_j
 
-modulo 2^32, so s < 4. In each step, one product on the int8 tensor cores adds to the sums of all s. Its first matrix
-has the limbs of s in block s of its rows, and its terms are those of every digit: where the second matrix has digit j,
-block s has limb s - j, or zeros if there is none.
+modulo 2^32, so s < 4. In each step, one product on the int8 tensor cores adds to the sums of all s. Row block s of its
+first matrix belongs to the sum of s. Its terms are those of every digit: where the second matrix has digit j, block s
+has limb s - j, or zeros if there is no such limb.
 
-There is one product per step because Triton 3.7 waits for every int8 product before it goes on
-(`dotCanBeProperlyAsync`), and no operand is made in registers, so that the loads of later steps run meanwhile.
+A step has only one product, because Triton 3.7 waits for every int8 product before it continues
+(`dotCanBeProperlyAsync`). No operand is made in registers, so the loads of later steps run during the product.
 
 Triton's int8 products saturate on many GPUs (`mma...satfinite`) where all other int32 arithmetic wraps, so no
 accumulator may leave int32, and a program takes at most 2^16 terms (`triton_kernel.MAX_TERMS`). Each term adds at most

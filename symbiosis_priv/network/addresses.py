@@ -17,7 +17,7 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port` into its parts."""
+    """Split `host:port` or `[v6]:port` into its parts. Raises `ConfigError`: the text has another form."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     named = host.isprintable() and not any(map(str.isspace, host))  # the resolver does not accept a NUL either

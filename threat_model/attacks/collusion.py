@@ -140,7 +140,7 @@ def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, directio
 
 
 def matching(rows: Tensor, pads: Tensor) -> Tensor:
-    """Index of the pad of each row, int64.
+    """Index of the pad of each row: int32 `[r, d]` and `[n, d]` to int64 `[r]`.
 
     The right pad leaves small integers: one column leaves few candidates, and a few more columns decide between them.
     """

@@ -115,7 +115,7 @@ def _subtract_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Ten
 
 
 def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:
-    """Gradient rows without the public weight scales that the ring path folds in."""
+    """Gradient rows `[r, d]` without the public weight scales that the ring path folds in."""
     if exchange.direction == BACKWARD and exchange.arithmetic == "ring":
         return rows / public.quantised(exchange.group).channel_scale
     return rows

@@ -19,8 +19,8 @@ _PROMPTS = 80  # prompts that the attack on a deeper layer reads; its time grows
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
-    """The vocabulary row with the largest cosine, which a secret scale does not change. For a row of zeros, the result
-    is zeros."""
+    """The token of the vocabulary row with the largest cosine, which a secret scale does not change: rows `[r, d]` to
+    int64 `[r]`, by request. A row of zeros is read as the token whose own row is zero (padding)."""
     table = normalize(public.vocabulary_rows.double(), dim=1)
     empty = (table == 0).all(dim=1).to(table.dtype)  # padding
     cosines = {

@@ -11,10 +11,10 @@ checks in `concurrency`, `refusals` and `sweep`.
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
 refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request to the smallest one that still
 fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the correct
-answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property
-that the provider breaks: a check of values ignores whether the reply is bound to its request, and the check of the
-binding ignores values. A request is sent again to a busy provider. A provider that stops answering is reported as
-unreachable, not as dishonest.
+answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property that the
+provider breaks. A check of values ignores whether the reply is bound to its request, and the check of the binding
+ignores values. A request is sent again to a busy provider. A provider that stops answering is reported as unreachable,
+not as dishonest.
 
 A pass means that *these* requests were answered correctly. A provider could still answer wrongly later; in a session,
 Freivalds' check of every answer detects that (`tenant.core.verifier`). Rows and seeds are random test data: they are

@@ -64,7 +64,7 @@ class Public:
         return any(member.endswith(suffix) for entry in self.manifest.groups for member in entry.members)
 
     def group_of(self, suffix: str, *, layer: int | None = None) -> int:
-        """Index of the group with a member called `...layers.<layer>....<suffix>`."""
+        """Index of the group with a member called `...layers.<layer>....<suffix>`. Raises KeyError if there is none."""
         for index, entry in enumerate(self.manifest.groups):
             for member in entry.members:
                 if member.endswith(suffix) and (layer is None or f".{layer}." in member):

@@ -50,6 +50,8 @@ class _OnMeta(TorchFunctionMode):
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, in evaluation mode, with parameters on the meta device. Raises
+    `UnsupportedModelError`: the model cannot be built."""
     kind = architecture(config)
     try:
         with torch.device("meta"), _OnMeta():

@@ -68,7 +68,6 @@ class Provider:
         return None if self._metrics is None else self._metrics.address
 
     def status(self) -> Status:
-        """The status for the operator."""
         assert self._gateway is not None, "start it first"
         return self._status_source(self._gateway).take()
 

@@ -65,7 +65,6 @@ class Histogram(msgspec.Struct, kw_only=True):
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 

@@ -234,7 +234,6 @@ class Executor:
     # Messages
 
     def _receive(self) -> None:
-        """Take in all arrived messages."""
         for message in self._inbox.arrived():
             self._take_in(message)
 

@@ -129,7 +129,6 @@ class LocalInbox(Inbox):
         self._handler = handler
 
     def open_channel(self) -> RequestChannel:
-        """Make a channel to this inbox."""
         return _LocalChannel(self)
 
     def deliver(self, message: InboxMessage) -> None:

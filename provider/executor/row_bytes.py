@@ -24,7 +24,6 @@ def joined(parts: Sequence[memoryview]) -> memoryview:
 
 
 def copy_of(part: memoryview) -> memoryview:
-    """A copy of the bytes."""
     own = empty(len(part))
     fill(own, part)
     return own

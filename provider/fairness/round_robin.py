@@ -19,11 +19,9 @@ class RoundRobin(Generic[K, V]):
         self._queues: OrderedDict[K, OrderedDict[V, None]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of items."""
         return sum(map(len, self._queues.values()))
 
     def __bool__(self) -> bool:
-        """Returns True if there is an item."""
         return bool(self._queues)
 
     def put(self, client: K, item: V) -> None:

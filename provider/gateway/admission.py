@@ -127,7 +127,6 @@ class Register:
         """Time of the last answered product, by `time.monotonic`."""
 
     def count_request(self, tenant: TenantIdentity) -> None:
-        """Count a product of the tenant."""
         with self._lock:
             self._requests[tenant] += 1
             self.last_request = time.monotonic()

@@ -63,7 +63,6 @@ class Frames:
             raise Refusal(wire.ErrorCode.BAD_REQUEST, f"payload of {self.unread} bytes where {size} belong")
 
     def send(self, head: bytes, payload: memoryview = NOTHING) -> None:
-        """Send a frame."""
         if len(payload) <= self._small:
             self._stream.send_frame(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
             return

@@ -101,7 +101,6 @@ class Gateway:
         return self._reception.address
 
     def start(self) -> None:
-        """Start to accept connections."""
         self._reception.start()
 
     @property
@@ -116,7 +115,6 @@ class Gateway:
 
     @property
     def handshakes(self) -> Handshakes:
-        """Counts of handshakes."""
         return self._reception.handshakes
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:

@@ -133,7 +133,6 @@ class Reception:
         )
 
     def start(self) -> None:
-        """Start to accept connections."""
         self._thread.start()
 
     def renew(self, limits: Limits, credentials: Credentials) -> None:

@@ -124,7 +124,6 @@ class UnauthenticatedConnections:
                 del self._by_network[client.network]
 
     def all(self) -> list[UnauthenticatedConnection]:
-        """All connections."""
         with self._lock:
             return list(self._present)
 
@@ -186,7 +185,6 @@ class UnauthenticatedListener:
         return bound_address(self._listener)
 
     def start(self) -> None:
-        """Start to accept connections."""
         self._acceptor.start()
 
     def stop(self) -> None:

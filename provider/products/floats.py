@@ -60,7 +60,6 @@ class FloatGroups:
 
     @property
     def loaded(self) -> Collection[int]:
-        """The groups that are in memory."""
         return self._groups.keys()
 
     @property

@@ -72,7 +72,6 @@ class ServedModel:
 
     @property
     def served(self) -> range:
-        """The layer groups that are served."""
         return self._store.served
 
     @property
@@ -82,7 +81,6 @@ class ServedModel:
 
     @property
     def groups_loaded(self) -> int:
-        """Number of layer groups in memory."""
         return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(

@@ -105,7 +105,6 @@ class BlockStore:
         return self._memory // 2
 
     def counts(self) -> BlockCounts:
-        """The current figures."""
         with self._changed:
             self._expire()
             return BlockCounts(blocks=len(self._blocks), bytes=self._held.total(), **self._tally)

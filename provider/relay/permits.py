@@ -82,7 +82,6 @@ class Permits:
         return permit.tenant
 
     def has_permit(self, tenant: TenantIdentity) -> bool:
-        """True if the tenant has a permit."""
         with self._lock:
             self._expire()
             return tenant in self._by_tenant

@@ -85,7 +85,6 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stop - self.start
 
     @property

@@ -38,7 +38,6 @@ class Scheduler(Generic[J]):
         return self._waiting.counts()
 
     def put(self, job: J) -> None:
-        """Add a job."""
         if job.tenant not in self._jobs:
             self._discipline.arrived(job)
         self._jobs[job.tenant] += 1

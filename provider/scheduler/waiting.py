@@ -115,7 +115,6 @@ class RunnableJobs(Generic[J]):
         return {stage: sum(len(flow.jobs) for flow in level.flows.values()) for stage, level in self._levels.items()}
 
     def keys(self) -> Iterator[Key]:
-        """The keys of all jobs."""
         return iter(self._by_key)
 
     def of_key(self, key: Key) -> list[J]:

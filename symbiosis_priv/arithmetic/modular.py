@@ -48,7 +48,7 @@ class Column:
         return self.digits_of(_ROW_DIGIT)
 
     def digits_of(self, bits: int) -> Tensor:
-        """float64 `[n, ceil(61 / bits)]`, lowest digit first."""
+        """The column in digits of `bits` bits: float64 `[n, ceil(61 / bits)]`, lowest digit first."""
         return torch.stack([self.values >> low & (1 << bits) - 1 for low in range(0, _BITS, bits)], dim=1).double()
 
     def __len__(self) -> int:

@@ -22,8 +22,8 @@ at most `(RANGE - 1) (1 + 2 eps)`, where the last factor covers the rounding of 
 RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
 are below RANGE and fit int32.
 
-Narrow rings. With `ring_bits = w < 32` only residues modulo 2^w travel, and the bound above would cost `32 - w` bits of
-every row. So the range is a matter of statistics: rows are scaled until
+Narrow rings. With `ring_bits = w < 32` only residues modulo 2^w are sent, and the bound above would cost `32 - w` bits
+of every row. So the range is a matter of statistics: rows are scaled until
 
     kappa |xq|_2 max_o |Wq[o]|_2 / sqrt(d) = 2^(w-1),      kappa = 12 (`SPREAD`),
 
@@ -137,7 +137,7 @@ class Bound:
         return 1 << self.ring_bits - 1
 
     def narrowed(self, ring_bits: RingBits) -> Self:
-        """The bound for products of which `ring_bits` bits travel."""
+        """The bound for products of which `ring_bits` bits are sent."""
         return replace(self, ring_bits=ring_bits)
 
     def halved(self) -> Self:

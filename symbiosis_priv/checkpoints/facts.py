@@ -70,7 +70,8 @@ class GroupFacts:
         return self.by_expert
 
     def narrowed(self, ring_bits: RingBits, *, headroom_bits: int = 0) -> Self:
-        """A copy for products of which `ring_bits` bits travel, with rows scaled down by `headroom_bits` more bits."""
+        """A copy for products of which `ring_bits` bits are sent, with rows scaled down by `headroom_bits` more
+        bits."""
         bounds = {way: bound.narrowed(ring_bits).with_headroom(headroom_bits) for way, bound in self.bounds.items()}
         by_expert = self.by_expert and self.by_expert.narrowed(ring_bits, headroom_bits=headroom_bits)
         return replace(self, bounds=bounds, by_expert=by_expert)

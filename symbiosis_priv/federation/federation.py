@@ -30,7 +30,7 @@ class Federation:
         companies: providers and operators that count as one party although their operators' names differ.
         pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
         relay: helpers send effects to the executor, if both allow it.
-        ring_bits: bits of the integers that travel.
+        ring_bits: bits of the integers on the wire.
         registries: registries that list more executors; None: the tenant uses the executors of the file only.
         scope: the optional layer groups that the providers serve.
     """

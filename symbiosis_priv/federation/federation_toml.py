@@ -5,7 +5,7 @@ digest = "sha256:..."            # from `symbiosis-priv provider manifest`; chec
 weight_bits = 10
 # tied_head = true               # the providers serve the product of a tied LM head
 # experts = false                # the providers do not serve the experts of a mixture
-# ring_bits = 24                 # bits of the integers that travel: fewer bytes, coarser rounding. Without it 32
+# ring_bits = 24                 # bits of the integers on the wire: fewer bytes, coarser rounding. Without it 32
 
 [tenant]
 certificate = "keys/alice.pem"   # paths are relative to this file

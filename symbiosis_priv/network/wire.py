@@ -303,7 +303,7 @@ class Permit(Message, frozen=True, tag="permit"):
     max_bytes: Count
 
     def __repr__(self) -> str:
-        """Leaves out the token."""
+        """Leaves out the token, so that no log line reveals it."""
         return f"Permit(helpers={self.helpers}, seconds={self.seconds}, max_bytes={self.max_bytes})"
 
 

@@ -60,7 +60,6 @@ class Client:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
-        """A new `Channel` to the provider."""
         return Channel(
             self.peer,
             context=self._context,

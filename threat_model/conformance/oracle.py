@@ -72,7 +72,6 @@ class Oracle(ABC):
         self.sampled = sampled
 
     def entry(self, index: int) -> GroupEntry:
-        """Names and widths of a layer group."""
         return self.manifest.groups[index]
 
     def widths(self, index: int, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:

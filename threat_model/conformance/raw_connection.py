@@ -97,7 +97,6 @@ class RawConnection:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def send(self, message: wire.Message, payload: Tensor | None = None) -> None:

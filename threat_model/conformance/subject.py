@@ -275,7 +275,6 @@ class Subject:
         return self.oracle.judge_float(case.index, case.direction, case.rows, answer, arithmetic=case.arithmetic)
 
     def violation(self, what: str, case: Case, *, difference: Difference | None = None) -> Violation:
-        """A violation by this provider."""
         return Violation(what, case=case, group=self.oracle.entry(case.index).name, difference=difference)
 
     def expect_equal(

@@ -84,7 +84,6 @@ class Run:
             raise lost[0]
 
     def one(self) -> None:
-        """Count an example."""
         self.count += 1
         self.tick()
 

@@ -107,12 +107,12 @@ class ExecutorView:
 
     @property
     def ring_bits(self) -> wire.RingBits:
-        """Bits of the integers that travel."""
+        """Bits of the integers on the wire."""
         return 24 if any(e.fields.get("ring_bits") == 24 for e in self.exchanges) else 32
 
     @property
     def unused_bits(self) -> int:
-        """High bits of a word that do not travel. Words shifted left by them wrap as the ring does."""
+        """Number of high bits of a word that are not sent. Words shifted left by this number wrap as the ring does."""
         return 32 - self.ring_bits
 
     def of(self, *, group: int | None = None, direction: Direction | None = None) -> tuple[Exchange, ...]:
@@ -266,7 +266,6 @@ class Recorder:
         self._packets.append(Packet(self.now, f"{peer.host}:{peer.port}", upward, size))
 
     def views(self, neighbour: NeighbourView) -> Views:
-        """Cut the recording into views."""
         with self._lock:
             effects = sorted(self._effects, key=lambda e: e.order)
             names = sorted({e.helper for e in effects})

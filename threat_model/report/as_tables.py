@@ -21,7 +21,6 @@ _FULL, _SHORT = 17, 10  # columns of a scheme, with and without the chance level
 
 
 def show(suite: Suite, console: Console) -> None:
-    """Print the tables."""
     console.print(render(suite, width=console.width))
 
 

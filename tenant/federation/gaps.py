@@ -16,7 +16,7 @@ class ServedGroups:
     groups: Mapping[Direction, range]
 
 
-def lacking(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
+def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
     """Return a message with a fix for each gap. The list is empty if providers can compute every product and every pad.
 
     Args:

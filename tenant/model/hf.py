@@ -41,7 +41,7 @@ from tenant.model.division import division
 from tenant.model.experts.decoding import refuse_decoding
 from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
-from tenant.model.offloaded import NO_DISK, OffloadedParameter, seal
+from tenant.model.offloaded import NO_DISK, OffloadedParameter, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.model.tied_head import untie_head
 from tenant.options import Experts, Options
@@ -181,7 +181,7 @@ class RemoteQuantizer(HfQuantizer):
         for table in self._tables:
             table.requires_grad_(False)
         for module in model.modules():
-            seal(module, dtype=own.dtype, device=own.device)
+            set_dtype_and_device(module, dtype=own.dtype, device=own.device)
             if isinstance(module, RemoteLayer):
                 module.load_bias(dtype=own.dtype, device=own.device)
             elif isinstance(module, PreTrainedModel):

@@ -227,7 +227,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():
         # PEFT initialises missing adapter tensors at random and only warns
-        warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
+        warnings.filterwarnings("error", message=".*Discovered missing adapter keys", category=UserWarning)
         try:
             config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
             names = [name for name, _ in model.named_modules()]

@@ -113,7 +113,7 @@ class OffloadedParameter(nn.Parameter):
         return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
 
 
-def seal(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+def set_dtype_and_device(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
     """Set dtype and device of a module's offloaded parameters, after the checkpoint was loaded."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, OffloadedParameter):
@@ -141,7 +141,7 @@ class OffloadedWeight(OffloadedParameter):
 
     @classmethod
     def _no_reading(cls) -> str:
-        who, advice = reader()
+        who, advice = describe_reader()
         advice = advice or (
             f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and methods that do not change "
             f"linears, such as prompt tuning"
@@ -180,7 +180,7 @@ _READERS: dict[str, tuple[str, str | None]] = {
 }
 
 
-def reader() -> tuple[str, str | None]:
+def describe_reader() -> tuple[str, str | None]:
     """Describe the code that reads a parameter, from the call stack, and what to do instead (None if unknown)."""
     frame: FrameType | None = sys._getframe(1)
     caller = "this"

@@ -46,7 +46,7 @@ _JITTER: Final = 0.2  # random share of a pause, so that tenants that started to
 
 
 @dataclass(frozen=True)
-class Found:
+class Discovered:
     """Executors whose descriptors were verified.
 
     Args:
@@ -58,7 +58,7 @@ class Found:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *, now: float) -> Found:
+def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *, now: float) -> Discovered:
     """Decide which announced executors a tenant uses. The order of the descriptors makes no difference.
 
     Args:
@@ -73,19 +73,19 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
     refused: dict[str, str] = {}
     # Two executors with one name or address cannot both be right: the newer descriptor counts.
     for one in sorted(announced, key=lambda one: one.age, reverse=True):
-        said = one.descriptor
-        if said.expires / MS < now - CLOCK_TOLERANCE_S or said.draining:
+        descriptor = one.descriptor
+        if descriptor.expires / MS < now - CLOCK_TOLERANCE_S or descriptor.draining:
             continue
-        if (said.model_digest, said.weight_bits) != (federation.model_digest, federation.weight_bits):
+        if (descriptor.model_digest, descriptor.weight_bits) != (federation.model_digest, federation.weight_bits):
             continue
         peer = Peer(
             one.name,
             one.operator,
             "executor",
-            said.host,
-            said.port,
+            descriptor.host,
+            descriptor.port,
             one.certificate,
-            layers=said.layers,
+            layers=descriptor.layers,
             remote_only=not local,
         )
         own = traits(peer)
@@ -103,7 +103,7 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
             taken.append(own)
     candidates = _operators_in_turn(candidates)
     refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in candidates[MAX_FOUND:]}
-    return Found(tuple(sorted(candidates[:MAX_FOUND], key=lambda peer: peer.name)), refused)
+    return Discovered(tuple(sorted(candidates[:MAX_FOUND], key=lambda peer: peer.name)), refused)
 
 
 def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
@@ -142,7 +142,7 @@ class Discovery:
         self._deadline_s = deadline_s
         self._clock = clock
         self._newest: dict[str, VerifiedDescriptor] = {}
-        self._found = Found()
+        self._found = Discovered()
         self._silent: set[str] = set()  # registries whose failure has been logged
         self._rejected: dict[str, Counter[str]] = {}  # per registry, the refusals that were logged
         self._refreshing = threading.Lock()

@@ -83,7 +83,7 @@ class Prober:
         connecting.set_result(None)
         return None
 
-    def revive(self, urgent: Collection[Route] = ()) -> None:
+    def reconnect(self, urgent: Collection[Route] = ()) -> None:
         """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
         for route in self._routes.to_probe(urgent):
             self._probe(route, self._try_once)
@@ -125,10 +125,10 @@ class Prober:
             if error := self._errors.get(route):
                 return error
         layers = self._manifest.layers
-        said = [self._state_of(route, layers) for route in routes.executors]
+        states = [self._state_of(route, layers) for route in routes.executors]
         return UncoveredError(
             f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
-            f"{'; '.join(said)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
+            f"{'; '.join(states)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
             f"check` shows the layers of each executor."
         )
 

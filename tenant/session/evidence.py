@@ -50,7 +50,7 @@ Signer = Callable[[str], tuple[Peer, PublicKeyTypes] | None]
 """Returns the helper whose certificate has this `fingerprint`, and the certificate's key; None if there is none."""
 
 
-def disclose(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer | None:
+def restore_product(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer | None:
     """Replace a relayed answer by the executor's product and the effects that the helpers have signed.
 
     Args:
@@ -91,7 +91,7 @@ def _signed(
     fetch: Callable[[bytes, int], tuple[wire.Block, bytearray]],
     signer: Signer,
 ) -> Tensor | Peer:
-    """Return a block, int32 `[rows, o]`, or the provider at fault. Raises `TransportError` as `disclose` does."""
+    """Return a block, int32 `[rows, o]`, or the provider at fault. Raises `TransportError` as `restore_product`."""
     encoding = wire.encoding_of("ring", part.rows.ring_bits)
     size = encoding.size(block.rows, part.outputs)
     try:

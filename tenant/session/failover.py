@@ -142,12 +142,12 @@ class Failover:
 
     def _next(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
         while True:
-            self.runtime.prober.revive()
+            self.runtime.prober.reconnect()
             self.faults.check(part, retry)
             route = self._open_for(part, preferred)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
-                self.runtime.prober.revive(urgent=self.routes.executors)
+                self.runtime.prober.reconnect(urgent=self.routes.executors)
             try:
                 if other is not None:
                     self._replace_pads(part, retry, other, spoilt=lambda pad: True)
@@ -200,7 +200,7 @@ class Failover:
                 patience = min(left, _LOOK_AGAIN_S)
                 waited = time.monotonic() - began
                 others = self.routes.replacements(part.index, holders, part.size, waited_s=waited)
-                self.runtime.prober.revive(urgent=others)
+                self.runtime.prober.reconnect(urgent=others)
             effects: list[Promise[Any]] = [share.effect for share in missing]
             wait(effects, max(0.0, patience))
             late = [share for share in missing if not share.effect.done()]

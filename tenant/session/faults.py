@@ -16,7 +16,7 @@ from tenant.core.parts import Part
 from tenant.preparation.prepared import Preparation
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
-from tenant.session.evidence import Signer, disclose
+from tenant.session.evidence import Signer, restore_product
 from tenant.session.retry import RetryState
 from tenant.session.tally import Tally
 
@@ -62,7 +62,7 @@ class Faults:
             found = [peer for peer in involved if peer in self.routes.quarantined]
             try:
                 if not found and part.relayed:
-                    at_fault = disclose(part, answer.words, answer.fetch_block, self.signer)
+                    at_fault = restore_product(part, answer.words, answer.fetch_block, self.signer)
                     found = [] if at_fault is None else [at_fault]
             except TransportError as lost:  # no evidence, so no provider is suspected
                 self.end_relays(executor)

@@ -32,7 +32,7 @@ _LAST_PAUSE_S: Final = 300.0
 _USED_PART: Final = 0.5  # share of an executor's stated times that is used: clocks differ, and messages take time
 
 
-class Granted(NamedTuple):
+class GrantedPermit(NamedTuple):
     """A permit, and the time of its renewal, by `time.monotonic`."""
 
     permit: wire.Permit
@@ -55,7 +55,7 @@ class Relays:
             for route in routes.helpers
             for pin in route.peer.pins
         }
-        self._granted: dict[Peer, Granted] = {}
+        self._granted: dict[Peer, GrantedPermit] = {}
         self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
         self._lock = threading.Lock()
 
@@ -125,5 +125,5 @@ class Relays:
             late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
             self.pause(route.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
             return None
-        self._granted[route.peer] = Granted(permit, now + _USED_PART * permit.seconds)
+        self._granted[route.peer] = GrantedPermit(permit, now + _USED_PART * permit.seconds)
         return permit

@@ -34,7 +34,7 @@ from tenant.model.loading import load_adapter
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods known to PEFT
-from tenant.tasks.folders import Stored
+from tenant.tasks.folders import TaskFolder
 from tenant.tasks.methods.sparse import Patterns
 
 NAME = "default"
@@ -134,7 +134,7 @@ class Adapter:
 
 
 @torch.inference_mode(False)  # the adapter may be trained later
-def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
+def load(model: PreTrainedModel, source: TaskFolder, *, trainable: bool) -> Adapter:
     """Load the adapter of a task's folder.
 
     Raises:

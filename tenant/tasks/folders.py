@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class TaskFolder:
     """A task's PEFT folder, its PEFT method in capitals, and the bytes of its file of tensors. `within` is the folder
     in which the files must lie; None if the user named `folder`."""
 
@@ -38,7 +38,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def stored(folder: Path, *, within: Path | None = None) -> Stored:
+def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
     """Check a task's folder without reading its tensors. No symbolic link may lead out of `within`.
 
     Raises:
@@ -49,7 +49,7 @@ def stored(folder: Path, *, within: Path | None = None) -> Stored:
         check_links(folder, within)
     config = vet_adapter(folder)
     size = (folder / TENSORS).stat().st_size
-    return Stored(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
+    return TaskFolder(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
 
 
 def check_links(folder: Path, within: Path) -> None:
@@ -59,7 +59,7 @@ def check_links(folder: Path, within: Path) -> None:
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
 
 
-def memory_of(source: Stored) -> int:
+def memory_of(source: TaskFolder) -> int:
     """Return the bytes that a task's tensors take in memory. PEFT loads half precision as float32. Raises
     `CheckpointError` if the file of tensors is damaged."""
     file = source.folder / TENSORS
@@ -71,7 +71,7 @@ def memory_of(source: Stored) -> int:
         raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error
 
 
-def stored_in(repository: Path) -> dict[str, Stored]:
+def stored_in(repository: Path) -> dict[str, TaskFolder]:
     """Check every task folder in `repository`. Returns them by name; files and hidden folders are skipped. Raises
     `ConfigError` or `CheckpointError` if one folder is refused (`check_name`, `stored`)."""
     if not repository.is_dir():

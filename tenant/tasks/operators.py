@@ -281,7 +281,7 @@ class ByPeft(Operator):
         try:
             with base_layer(_stop):
                 self._layer(x)
-        except _Asked as asked:
+        except _BaseLayerCalled as asked:
             self._passes_on = asked.x is x
             return asked.x
         self._passes_on = True  # the method replaces the base layer
@@ -326,13 +326,13 @@ def operator(layers: Sequence[nn.Module], key: Hashable, *, in_blocks: bool) -> 
     return kind(layers, in_blocks=in_blocks)
 
 
-class _Asked(BaseException):
+class _BaseLayerCalled(BaseException):
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
 
 def _stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise _Asked(x)
+    raise _BaseLayerCalled(x)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
 from tenant.tasks.adapter import Adapter
 from tenant.tasks.batch import BASE, Batch, Composition
-from tenant.tasks.folders import Stored, check_name, memory_of, stored, stored_in
+from tenant.tasks.folders import TaskFolder, check_name, memory_of, stored, stored_in
 
 DEFAULT_MEMORY = 1 << 30
 _COMPOSITIONS = 64  # limit of cached compositions, each of a few kilobytes
@@ -84,7 +84,7 @@ class Tasks:
         self.model: Any = model
         self.memory_limit = memory_limit
         self.tag = tag or Path(str(model.name_or_path)).name or type(model).__name__
-        self._sources: dict[str, Stored | PeftConfig] = {}
+        self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
         self._used: Counter[str] = Counter()
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
@@ -130,7 +130,7 @@ class Tasks:
     def __getitem__(self, name: str) -> TaskInfo:
         with self._lock:
             source, loaded = self._source(name), self._loaded.get(name)
-            on_disk = source if isinstance(source, Stored) else None
+            on_disk = source if isinstance(source, TaskFolder) else None
             return TaskInfo(
                 id=TaskId(self.tag, _method(source), name),
                 folder=None if on_disk is None else on_disk.folder,
@@ -309,7 +309,7 @@ class Tasks:
             self._sources |= found
             return [TaskId(self.tag, _method(source), name) for name, source in found.items()]
 
-    def _source(self, name: str) -> Stored | PeftConfig:
+    def _source(self, name: str) -> TaskFolder | PeftConfig:
         try:
             return self._sources[name]
         except KeyError:
@@ -318,7 +318,7 @@ class Tasks:
     def _load(self, name: str, *, trainable: bool = False) -> Adapter:
         source, loaded = self._source(name), self._loaded.get(name)
         if loaded is None:
-            if isinstance(source, Stored):
+            if isinstance(source, TaskFolder):
                 source = stored(source.folder, within=source.within)  # the folder may have changed
                 self._make_room(name, memory_of(source))
                 loaded = adapters.load(self.model, source, trainable=trainable)
@@ -425,7 +425,7 @@ def _run_in(active: tuple[tuple[Tasks, Batch], ...], run: Callable[..., Any], *a
         _active.reset(token)
 
 
-def _method(source: Stored | PeftConfig) -> str:
-    if isinstance(source, Stored):
+def _method(source: TaskFolder | PeftConfig) -> str:
+    if isinstance(source, TaskFolder):
         return source.method
     return str(getattr(source.peft_type, "value", source.peft_type)).upper()

@@ -74,7 +74,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeness:
+class Similarity:
     """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines between their vectors:
     hidden states of tokens, or rows of the first output."""
 
@@ -86,15 +86,15 @@ class Likeness:
 @torch.no_grad()
 def compare_embeddings(
     reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
-) -> Likeness:
+) -> Similarity:
     """Run both models on blocks of token ids, at least one, and compare the last hidden states."""
-    return _likeness(reference, model, blocks, _hidden, progress)
+    return _similarity(reference, model, blocks, _hidden, progress)
 
 
 @torch.no_grad()
 def compare_outputs(
     reference: Any, model: Any, inputs: Mapping[str, Tensor], *, progress: Callable[[int, int], None] | None = None
-) -> Likeness:
+) -> Similarity:
     """Run both models on the same inputs (pixels, sound) and compare their first outputs: logits, or hidden states.
 
     Args:
@@ -104,7 +104,7 @@ def compare_outputs(
     Raises:
         ConfigError: the model does not run on these inputs.
     """
-    return _likeness(reference, model, [inputs], _first_output, progress)
+    return _similarity(reference, model, [inputs], _first_output, progress)
 
 
 def read_inputs(file: Path) -> dict[str, Tensor]:
@@ -116,13 +116,13 @@ def read_inputs(file: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
 
 
-def _likeness(
+def _similarity(
     reference: Any,
     model: Any,
     inputs: Sequence[Any],
     vectors: Callable[[Any, Any], Tensor],
     progress: Callable[[int, int], None] | None,
-) -> Likeness:
+) -> Similarity:
     cosines = []
     for done, one in enumerate(inputs, start=1):
         want, got = vectors(reference, one), vectors(model, one)
@@ -131,7 +131,7 @@ def _likeness(
         if progress:
             progress(done, len(inputs))
     found = torch.cat(cosines)
-    return Likeness(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
+    return Similarity(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
 
 
 def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

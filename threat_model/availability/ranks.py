@@ -183,7 +183,7 @@ def _lower_priority(gateway: int) -> None:
 def _ranks(gateway: int) -> dict[int, int]:
     """The process id of each rank."""
     found = {}
-    for pid in process_costs.tree([gateway]):
+    for pid in process_costs.descendants([gateway]):
         with contextlib.suppress(OSError):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
             if name == "rank":  # see `provider.shards.torchrun.show_rank`

@@ -3,7 +3,7 @@
     with open_link() as link, LocalFederation(model, folder, host=link.host) as local:
         federation = link.federation(local.federation)
         with Child("tenant", serve, federation, network=link.network) as tenant:
-            link.impose(Condition(mbit_per_s=100, round_trip_ms=100))
+            link.apply(Condition(mbit_per_s=100, round_trip_ms=100))
 
 A link emulates the tenant's network access with latency, limited bandwidth and loss. All providers share its bandwidth,
 which is separate for each direction. There are two kinds of links. The first is closer to a real network:

@@ -26,7 +26,7 @@ def open_link(kind: Kind | None = None) -> Iterator[Link]:
         with ExitStack() as held:
             try:
                 link = held.enter_context(_OPENERS[name]())
-                link.impose(Condition())
+                link.apply(Condition())
             except SymbiosisError as error:
                 reasons.append(f"{name}: {error}")
                 continue

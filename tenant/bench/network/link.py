@@ -94,7 +94,7 @@ class Link(ABC):
     why_not_better = ""
 
     @abstractmethod
-    def impose(self, condition: Condition) -> None:
+    def apply(self, condition: Condition) -> None:
         """Emulate this condition from now on; `Condition()` has no limits."""
 
     def ports(self, ports: Sequence[int]) -> list[int]:

@@ -36,7 +36,7 @@ class _NetemLink(Link):
         _command(*self._inside, "ip", "address", "add", f"{self._guest}/30", "dev", self.inner)
         _command(*self._inside, "ip", "link", "set", "dev", self.inner, "up")
 
-    def impose(self, condition: Condition) -> None:
+    def apply(self, condition: Condition) -> None:
         shape = ["delay", f"{condition.round_trip_ms / 2:g}ms", "limit", _LIMIT]
         if condition.mbit_per_s is not None:
             shape += ["rate", f"{condition.mbit_per_s:g}mbit"]

@@ -32,7 +32,7 @@ class _ProxyLink(Link):
         self._proxy = proxy
         self.emulators = [proxy.pid]
 
-    def impose(self, condition: Condition) -> None:
+    def apply(self, condition: Condition) -> None:
         self._proxy.ask(condition, timeout_s=_ANSWER_S)
 
     def ports(self, ports: Sequence[int]) -> list[int]:
@@ -57,7 +57,7 @@ def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
 
     async def answer(question: Condition | list[int]) -> list[int]:
         if isinstance(question, Condition):
-            proxy.impose(question)
+            proxy.apply(question)
             return []
         return [await proxy.listen(port) for port in question]
 
@@ -89,9 +89,9 @@ class Proxy:
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
-        self.impose(Condition())
+        self.apply(Condition())
 
-    def impose(self, condition: Condition) -> None:
+    def apply(self, condition: Condition) -> None:
         """Apply a condition to all later bytes."""
         self._condition = condition
         self._directions = [DelayLine(condition, seed=seed) for seed in range(2)]

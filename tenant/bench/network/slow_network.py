@@ -94,7 +94,7 @@ def measure_network(
         first: dict[tuple[Condition, str], float] = {}
         for condition, masking in product((Condition(), *conditions), maskings):
             on_turn(f"{masking}: {condition}, emulated by {link.kind}")
-            link.impose(condition)
+            link.apply(condition)
             remote = remote_config(local, masking, effort, federation=federation)
             with Child("tenant", serve_tenant, model, remote, effort.threads, network=link.network) as tenant:
                 for name, task in work.items():

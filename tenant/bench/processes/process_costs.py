@@ -34,17 +34,17 @@ def check_supported() -> None:
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return the user and system time of processes and their living descendants."""
-    return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in tree(pids))
+    return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in descendants(pids))
 
 
 def peak_mib(pids: Iterable[int]) -> float:
     """Return the sum of the peak resident memory of each process and living descendant, in MiB."""
-    return sum(_peak_kib(pid) for pid in tree(pids)) / _KIB_PER_MIB
+    return sum(_peak_kib(pid) for pid in descendants(pids)) / _KIB_PER_MIB
 
 
 def resources(pids: Iterable[int]) -> Resources:
     """Return the resources of processes and their living descendants."""
-    members = tree(pids)
+    members = descendants(pids)
     threads = files = pages = 0
     for pid in members:
         with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def resources(pids: Iterable[int]) -> Resources:
     return Resources(len(members), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def tree(pids: Iterable[int]) -> set[int]:
+def descendants(pids: Iterable[int]) -> set[int]:
     """Return the ids of processes and their living descendants."""
     parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
     found = {pid for pid in pids if pid in parents}
@@ -87,7 +87,7 @@ def lower_session_priority(pid: int, nice: int) -> None:
 
 def sessions(pid: int) -> set[int]:
     """Return the sessions of a process and its living descendants."""
-    return {int(stat[3]) for member in tree([pid]) if (stat := _stat(member))}
+    return {int(stat[3]) for member in descendants([pid]) if (stat := _stat(member))}
 
 
 def _stat(pid: int) -> list[str]:

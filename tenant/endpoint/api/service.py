@@ -164,7 +164,7 @@ class Service:
 
     def request(
         self,
-        asked: CompletionFields,
+        body: CompletionFields,
         prompt: Sequence[int],
         *,
         client: str,
@@ -177,32 +177,32 @@ class Service:
         Raises:
             ApiError: the prompt and the new tokens exceed the context, or a field is wrong.
         """
-        if asked.stream_options is not None and not asked.stream:
+        if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         return EngineRequest(
             id=new_id("request"),
             prompt=tuple(prompt),
-            adapter=self.adapter(asked.model),
+            adapter=self.adapter(body.model),
             client=client,
             max_tokens=self._new_tokens(len(prompt), limit, default=default),
             stop_tokens=self.ends,
-            stop=tuple([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()),
-            sampling=self._sampling(asked, **sampling),
+            stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
+            sampling=self._sampling(body, **sampling),
             fixed_length=self.fixed_length,
         )
 
-    def _new_tokens(self, prompt: int, asked: int | None, *, default: int) -> int:
+    def _new_tokens(self, prompt: int, body: int | None, *, default: int) -> int:
         left = self.context - prompt
-        if asked is None:
+        if body is None:
             return min(default, left)
-        if asked > left:
+        if body > left:
             raise ApiError(
                 400,
-                f"{prompt:,} tokens of prompt and {asked:,} new tokens exceed this model's context of {self.context:,}",
+                f"{prompt:,} tokens of prompt and {body:,} new tokens exceed this model's context of {self.context:,}",
                 code="context_length_exceeded",
                 param="max_tokens",
             )
-        return asked
+        return body
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:
         """Return the error for a prompt that exceeds the context."""
@@ -213,21 +213,21 @@ class Service:
             param=param,
         )
 
-    def _sampling(self, asked: CompletionFields, **more: Any) -> Sampling:
+    def _sampling(self, body: CompletionFields, **more: Any) -> Sampling:
         """Return the sampling options. Missing fields are taken from the model's generation config, else OpenAI's
         defaults."""
-        biases = {int(token): bias for token, bias in (asked.logit_bias or {}).items()}
+        biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
             raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
-        said = {key: getattr(asked, key) for key in self._defaults}
-        chosen = {key: self._defaults[key] if value is None else value for key, value in said.items()}
+        given = {key: getattr(body, key) for key in self._defaults}
+        chosen = {key: self._defaults[key] if value is None else value for key, value in given.items()}
         return Sampling(
             temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
             top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
             top_k=chosen["top_k"] or 0,
-            seed=asked.seed,
-            presence_penalty=asked.presence_penalty or 0.0,
-            frequency_penalty=asked.frequency_penalty or 0.0,
+            seed=body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=biases,
             **more,
         )

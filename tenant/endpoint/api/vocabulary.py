@@ -90,5 +90,5 @@ class _Answer:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            said = self._matcher.get_error().partition("\n")[0][:200]
-            raise ConfigError(f"the JSON schema cannot be followed: {said}")
+            reason = self._matcher.get_error().partition("\n")[0][:200]
+            raise ConfigError(f"the JSON schema cannot be followed: {reason}")

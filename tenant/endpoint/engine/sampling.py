@@ -46,13 +46,13 @@ class Sampler:
         Raises:
             NonFiniteError: no token has a probability.
         """
-        said = self._sampling
+        options = self._sampling
         scores = self._scores(logits.detach().float())
-        token = int(scores.argmax()) if said.temperature == 0 else self._drawn(scores.cpu())
+        token = int(scores.argmax()) if options.temperature == 0 else self._drawn(scores.cpu())
         if self._grammar is not None:
             self._grammar.accept(token)
         self._count(token)
-        return token, None if said.logprobs is None else token_logprob(logits, token, top=said.logprobs)
+        return token, None if options.logprobs is None else token_logprob(logits, token, top=options.logprobs)
 
     @property
     def finished(self) -> bool:
@@ -60,10 +60,10 @@ class Sampler:
         return self._grammar is not None and self._grammar.finished()
 
     def _scores(self, logits: Tensor) -> Tensor:
-        said = self._sampling
-        if self._added is None and (said.logit_bias or said.presence_penalty or said.frequency_penalty):
+        options = self._sampling
+        if self._added is None and (options.logit_bias or options.presence_penalty or options.frequency_penalty):
             self._added = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-            for token, bias in said.logit_bias.items():
+            for token, bias in options.logit_bias.items():
                 self._added[token] = bias
         if self._added is not None:
             logits = logits + self._added
@@ -75,17 +75,17 @@ class Sampler:
         return logits
 
     def _count(self, token: int) -> None:
-        said = self._sampling
-        if self._added is not None and (said.presence_penalty or said.frequency_penalty):
+        options = self._sampling
+        if self._added is not None and (options.presence_penalty or options.frequency_penalty):
             self._uses[token] += 1
-            self._added[token] -= said.frequency_penalty + said.presence_penalty * (self._uses[token] == 1)
+            self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
 
     def _drawn(self, scores: Tensor) -> int:
-        said = self._sampling
-        chances = torch.softmax(scores.double() / said.temperature, dim=-1)
+        options = self._sampling
+        chances = torch.softmax(scores.double() / options.temperature, dim=-1)
         tokens = None
-        if said.top_k or said.top_p < 1:
-            chances, tokens = _most_likely(chances, said.top_k, said.top_p)
+        if options.top_k or options.top_p < 1:
+            chances, tokens = _most_likely(chances, options.top_k, options.top_p)
         sums = chances.cumsum(0)
         if not 0 < float(sums[-1]) < float("inf"):
             raise NonFiniteError

@@ -97,8 +97,8 @@ class Jobs:
             with self._reading:  # one file at a time is in memory
                 corpus.check(path)
         except ConfigError as error:
-            said = public(str(error), {path: asked.training_file})
-            raise ApiError(400, said, code="invalid_training_file", param="training_file") from error
+            message = public(str(error), {path: asked.training_file})
+            raise ApiError(400, message, code="invalid_training_file", param="training_file") from error
         name = f"ftjob-{secrets.token_hex(12)}"
         job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
         with self._changed:

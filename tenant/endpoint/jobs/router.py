@@ -73,8 +73,8 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     def create(asked: formats.JobRequest) -> formats.JobAnswer:
         """Queue a fine-tuning job of the base model."""
         if asked.model != jobs.name:
-            said = f"only the base model, {jobs.name}, can be fine-tuned"
-            raise ApiError(404, said, code="model_not_found", param="model")
+            message = f"only the base model, {jobs.name}, can be fine-tuned"
+            raise ApiError(404, message, code="model_not_found", param="model")
         return formats.JobAnswer.of(jobs.create(asked.asked()))
 
     @router.get("/v1/fine_tuning/jobs")

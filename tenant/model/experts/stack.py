@@ -14,7 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.checkpoints.metadata import called
 from tenant.model import torch_compile
-from tenant.model.offloaded import OffloadedWeight, reader
+from tenant.model.offloaded import OffloadedWeight, describe_reader
 from tenant.model.remote_linear import LayerGroup
 
 
@@ -54,7 +54,7 @@ class OffloadedStack(OffloadedWeight):
     factors: tuple[Factors, ...] = ()
 
     @classmethod
-    def standing_for(cls, group: LayerGroup, shape: Sequence[int]) -> Self:
+    def of_group(cls, group: LayerGroup, shape: Sequence[int]) -> Self:
         """Make the parameter of a layer group."""
         stack = cls(shape)
         stack.group = group
@@ -86,7 +86,7 @@ class OffloadedStack(OffloadedWeight):
 
     @classmethod
     def _no_reading(cls) -> str:
-        who, advice = reader()
+        who, advice = describe_reader()
         advice = advice or (
             "Adapt experts with LoraConfig(target_parameters=...) and one active adapter, "
             "or keep the experts here with RemoteConfig(experts='local')"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import Role
-from tenant.federation.gaps import ServedGroups, lacking, layer_text
+from tenant.federation.gaps import ServedGroups, find_gaps, layer_text
 
 LAYERS = (0, 0, 1, 1, 2, 2)
 ALL = range(len(LAYERS))
@@ -32,12 +32,12 @@ def serving(who: Peer, forward: range = ALL, backward: range = ALL) -> ServedGro
 def test_a_gap_is_named_with_its_direction() -> None:
     one, two = peer("alpha", "executor"), peer("gamma", "executor")
     there = [serving(one, range(2)), serving(two, range(4, 6), range(2, 6))]
-    found = lacking(federation([one, two]), there, LAYERS)
+    found = find_gaps(federation([one, two]), there, LAYERS)
     assert found == ["layer 1 forward: no executor; list, start or repair an executor that serves them"]
-    assert [line.partition(":")[0] for line in lacking(federation([one, two]), there[:1], LAYERS)] == [
+    assert [line.partition(":")[0] for line in find_gaps(federation([one, two]), there[:1], LAYERS)] == [
         "layers 1-2 forward",
     ]
-    assert [line.partition(":")[0] for line in lacking(federation([one, two]), [], LAYERS)] == [
+    assert [line.partition(":")[0] for line in find_gaps(federation([one, two]), [], LAYERS)] == [
         "layers 0-2 forward",
         "layers 0-2 backward",
     ]
@@ -53,17 +53,18 @@ def test_the_text_of_a_set_of_layers(groups: list[int], text: str) -> None:
 def test_without_pads_every_helper_is_needed() -> None:
     peers = [peer("alpha", "executor"), peer("beta", "helper"), peer("delta", "helper")]
     there = [serving(peers[0]), serving(peers[1])]
-    for line, direction in zip(lacking(federation(peers), there, LAYERS), DIRECTIONS, strict=True):
+    for line, direction in zip(find_gaps(federation(peers), there, LAYERS), DIRECTIONS, strict=True):
         assert line.startswith(f"executor 'alpha', layers 0-2 {direction}: no pads without helper 'delta'")
         assert "[pads] helpers = 1" in line
-    assert lacking(federation(peers, pad_helpers=1), there, LAYERS) == []
-    assert not any("[pads]" in line for line in lacking(federation(peers[:2]), there[:1], LAYERS))  # there is no other
+    assert find_gaps(federation(peers, pad_helpers=1), there, LAYERS) == []
+    no_other = find_gaps(federation(peers[:2]), there[:1], LAYERS)
+    assert not any("[pads]" in line for line in no_other)
 
 
 def test_too_few_companies_are_named_with_their_executor_and_layers() -> None:
     peers = [peer("alpha", "executor", "A"), peer("beta", "helper", "B"), peer("delta", "helper", "A")]
     there = [serving(peers[0]), serving(peers[1], range(4), ALL), serving(peers[2])]
-    found = lacking(federation(peers, pad_helpers=1), there, LAYERS)
+    found = find_gaps(federation(peers, pad_helpers=1), there, LAYERS)
     assert [line.partition(",")[0] for line in found] == ["executor 'alpha'"]
     assert "layer 2 forward: helpers of 0 companies other than its own, but [pads] helpers = 1: start" in found[0]
 
@@ -103,4 +104,4 @@ def test_a_federation_with_executors_and_helpers_for_all_layers_has_no_gap(
         executors = [p for p in present if p.role == "executor"]
         helpers = [p for p in present if p.role == "helper"]
         whole &= bool(executors) and all(masked(executor, helpers) for executor in executors)
-    assert (lacking(known, there, LAYERS) == []) == whole
+    assert (find_gaps(known, there, LAYERS) == []) == whole

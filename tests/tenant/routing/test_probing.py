@@ -42,7 +42,7 @@ def test_nothing_is_kept_of_executors_that_have_left(
     )
     for last in range(20):
         routes.update([replace(peer, layers=LayerRange(0, last))])
-        prober.revive()
+        prober.reconnect()
         assert heard.acquire(timeout=20)
         for worker in prober.workers:
             assert worker.join(20)

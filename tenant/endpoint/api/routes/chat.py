@@ -26,51 +26,51 @@ _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some mode
 
 
 @router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
-async def chat(asked: ChatRequest, http: Request) -> Any:
+async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     endpoint = endpoint_of(http)
-    prepared = await PreparedChat.of(asked, endpoint.service, endpoint.client(http))
-    return await respond(prepared, http, streamed=asked.stream)
+    prepared = await PreparedChat.of(body, endpoint.service, endpoint.client(http))
+    return await respond(prepared, http, streamed=body.stream)
 
 
 class PreparedChat:
     """A chat whose fields have been checked, and its answers."""
 
-    def __init__(self, asked: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
-        self.requests = choices(request, asked.n or 1)
-        self._asked = asked
+    def __init__(self, body: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
+        self.requests = choices(request, body.n or 1)
+        self._asked = body
         self._service = service
         self._in_tags = in_tags
         self.created = int(time.time())
-        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": self.created, "model": asked.model}
+        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": self.created, "model": body.model}
 
     @classmethod
-    async def of(cls, asked: ChatRequest, service: Service, client: str) -> "PreparedChat":
+    async def of(cls, body: ChatRequest, service: Service, client: str) -> "PreparedChat":
         """Check the fields and make the request for the engine."""
-        if asked.top_logprobs is not None and not asked.logprobs:
+        if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        limits = {limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None}
+        limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
-        template = service.chat_template(service.adapter(asked.model))
+        template = service.chat_template(service.adapter(body.model))
         in_tags = False
-        if asked.tools:
+        if body.tools:
             try:
                 in_tags = tagged(template)
             except ConfigError as error:
                 raise ApiError(400, str(error), param="tools") from error
-        prompt = await _prompt(asked, service, template, client)
-        grammar = await _grammar(asked, service, template, client)
+        prompt = await _prompt(body, service, template, client)
+        grammar = await _grammar(body, service, template, client)
         request = service.request(
-            asked,
+            body,
             prompt,
             client=client,
             limit=limits.pop() if limits else None,
             default=_NEW_TOKENS,
             grammar=grammar,
-            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return cls(asked, service, request, in_tags=in_tags)
+        return cls(body, service, request, in_tags=in_tags)
 
     def whole(self, results: list[Collected], running: Running) -> answers.Chat:
         """Return the answer as one object."""
@@ -170,11 +170,11 @@ class _AllText:
         return "", []
 
 
-async def _prompt(asked: ChatRequest, service: Service, template: str, client: str) -> list[int]:
-    messages = [_message(one, place) for place, one in enumerate(asked.messages)]
+async def _prompt(body: ChatRequest, service: Service, template: str, client: str) -> list[int]:
+    messages = [_message(one, place) for place, one in enumerate(body.messages)]
     tools = None
-    if asked.tools and asked.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in asked.tools]
+    if body.tools and body.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools]
 
     def render() -> str:
         return render_chat(messages, service.tokenizer, chat_template=template, tools=tools, add_generation_prompt=True)
@@ -217,30 +217,30 @@ def _message(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-async def _grammar(asked: ChatRequest, service: Service, template: str, client: str) -> Any:
+async def _grammar(body: ChatRequest, service: Service, template: str, client: str) -> Any:
     """Return the grammar of the answer: that of `response_format`, or of calls that are forced, strict or not
     parallel."""
-    forces = asked.tool_choice not in (None, "auto", "none")
-    tools = [] if asked.tool_choice == "none" else [tool.function for tool in asked.tools or ()]
-    if asked.parallel_tool_calls is False and not asked.tools:
+    forces = body.tool_choice not in (None, "auto", "none")
+    tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
+    if body.parallel_tool_calls is False and not body.tools:
         raise ApiError(400, "false needs tools", param="parallel_tool_calls")
-    said = asked.response_format
-    if said is not None and said.type != "text":
+    wanted = body.response_format
+    if wanted is not None and wanted.type != "text":
         if forces or tools:
             raise ApiError(400, "response_format and tools exclude each other here", param="response_format")
-        schema = said.json_schema.json_schema if said.json_schema else None
-        schema = _ANY_OBJECT if said.type == "json_object" else schema
+        schema = wanted.json_schema.json_schema if wanted.json_schema else None
+        schema = _ANY_OBJECT if wanted.type == "json_object" else schema
         if schema is None:
             raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
         rules, param = f"start: %json {json.dumps({'x-guidance': _SPACE, **schema})}", "response_format"
     elif forces:
-        name = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
+        name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         functions = [tool for tool in tools if name in (None, tool.name)]
         if not functions:
             raise ApiError(400, "tools has no such tool", param="tool_choice")
         rules, param = calling(functions, template, forced=True), "tool_choice"
-    elif tools and (asked.parallel_tool_calls is False or any(tool.strict for tool in tools)):
-        parallel = asked.parallel_tool_calls is not False
+    elif tools and (body.parallel_tool_calls is False or any(tool.strict for tool in tools)):
+        parallel = body.parallel_tool_calls is not False
         rules, param = calling(tools, template, forced=False, parallel=parallel), "tools"
     else:
         return None

@@ -21,44 +21,44 @@ _MOST = 128  # choices of all prompts
 
 
 @router.post("/v1/completions", response_model=Completion, responses=DOCUMENTED)
-async def completions(asked: CompletionRequest, http: Request) -> Any:
+async def completions(body: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
-    prepared = await _Prepared.of(asked, endpoint.service, endpoint.client(http))
-    return await respond(prepared, http, streamed=asked.stream)
+    prepared = await _Prepared.of(body, endpoint.service, endpoint.client(http))
+    return await respond(prepared, http, streamed=body.stream)
 
 
 class _Prepared:
     """A request whose fields have been checked, and its answers."""
 
     def __init__(
-        self, asked: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.EngineRequest]
+        self, body: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.EngineRequest]
     ) -> None:
         self.requests = requests
-        self._asked = asked
+        self._asked = body
         self._service = service
         self._texts = texts
-        self._head: dict[str, Any] = {"id": new_id("cmpl"), "created": int(time.time()), "model": asked.model}
+        self._head: dict[str, Any] = {"id": new_id("cmpl"), "created": int(time.time()), "model": body.model}
 
     @classmethod
-    async def of(cls, asked: CompletionRequest, service: Service, client: str) -> "_Prepared":
+    async def of(cls, body: CompletionRequest, service: Service, client: str) -> "_Prepared":
         """Check the fields and make the requests for the engine, ordered by prompt."""
-        service.adapter(asked.model)
-        prompts = await service.prompts(asked.prompt, param="prompt", client=client)
-        n = asked.n or 1
+        service.adapter(body.model)
+        prompts = await service.prompts(body.prompt, param="prompt", client=client)
+        n = body.n or 1
         if n * len(prompts) > _MOST:
             raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")
-        logprobs = {"logprobs": asked.logprobs, "prompt_logprobs": asked.logprobs if asked.echo else None}
+        logprobs = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
         requests = []
         for prompt in prompts:
             request = service.request(
-                asked, prompt, client=client, limit=asked.max_tokens, default=_NEW_TOKENS, **logprobs
+                body, prompt, client=client, limit=body.max_tokens, default=_NEW_TOKENS, **logprobs
             )
             requests += choices(request, n)
         texts = [""] * len(requests)
-        if asked.echo:
+        if body.echo:
             texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
-        return cls(asked, service, texts=texts, requests=requests)
+        return cls(body, service, texts=texts, requests=requests)
 
     def whole(self, results: list[Collected], running: Running) -> Completion:
         """Return the answer as one object."""

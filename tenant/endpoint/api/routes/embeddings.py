@@ -15,12 +15,12 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/embeddings")
-async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
+async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
     """Compute the embedding of one text or of several."""
     endpoint = endpoint_of(http)
     service = endpoint.service
-    adapter = service.adapter(asked.model)
-    prompts = await service.prompts(asked.input, param="input", client=endpoint.client(http))
+    adapter = service.adapter(body.model)
+    prompts = await service.prompts(body.input, param="input", client=endpoint.client(http))
     requests = [
         engine.EngineRequest(
             id=new_id("embd"),
@@ -36,10 +36,10 @@ async def embeddings(asked: EmbeddingRequest, http: Request) -> Embeddings:
     count = sum(map(len, prompts))
     return Embeddings(
         data=[
-            Embedding(index=index, embedding=_written(answer.vector, in_base64=asked.encoding_format == "base64"))
+            Embedding(index=index, embedding=_written(answer.vector, in_base64=body.encoding_format == "base64"))
             for index, answer in enumerate(answers)
         ],
-        model=asked.model,
+        model=body.model,
         usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
     )
 

@@ -36,41 +36,41 @@ async def model(model: str, http: Request) -> Model:
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, responses=_TEXT)
-async def load_adapter(asked: LoadRequest, http: Request) -> PlainTextResponse:
+async def load_adapter(body: LoadRequest, http: Request) -> PlainTextResponse:
     """Add an adapter of any method from a folder, if the endpoint was started with `--allow-loading`."""
     endpoint = endpoint_of(http)
     tasks, folder = _loading(endpoint)
-    if asked.lora_name == endpoint.service.name:
+    if body.lora_name == endpoint.service.name:
         raise ApiError(400, "this is the base model's name", param="lora_name")
-    if asked.lora_name in tasks:
-        raise ApiError(409, f"there is an adapter {asked.lora_name} already; unload it first", param="lora_name")
+    if body.lora_name in tasks:
+        raise ApiError(409, f"there is an adapter {body.lora_name} already; unload it first", param="lora_name")
     try:
-        path = (folder / asked.lora_path).resolve()
+        path = (folder / body.lora_path).resolve()
         if not path.is_relative_to(folder):
             raise ApiError(404, "the adapter is outside the folder of --allow-loading", param="lora_path")
-        tasks.register(asked.lora_name, path, within=folder)
+        tasks.register(body.lora_name, path, within=folder)
     except CheckpointError as error:
         log.warning("the adapter of lora_path cannot be used: %s", error)
-        raise ApiError(400, public(str(error), {path: asked.lora_path}), param="lora_path") from error
+        raise ApiError(400, public(str(error), {path: body.lora_path}), param="lora_path") from error
     except (ConfigError, OSError, ValueError) as error:
         raise ApiError(404, "there is no PEFT folder of this name", param="lora_path") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None, responses=_TEXT)
-async def unload_adapter(asked: UnloadRequest, http: Request) -> PlainTextResponse:
+async def unload_adapter(body: UnloadRequest, http: Request) -> PlainTextResponse:
     """Unload an adapter that no request uses."""
     endpoint = endpoint_of(http)
     tasks, _ = _loading(endpoint)
-    if asked.lora_name not in tasks:
-        raise ApiError(404, f"there is no adapter {asked.lora_name[:80]!a}", code="model_not_found", param="lora_name")
-    if users := endpoint.service.users[asked.lora_name]:
+    if body.lora_name not in tasks:
+        raise ApiError(404, f"there is no adapter {body.lora_name[:80]!a}", code="model_not_found", param="lora_name")
+    if users := endpoint.service.users[body.lora_name]:
         raise ApiError(409, f"{users} requests use this adapter; wait for their end", param="lora_name")
     try:
-        tasks.unregister(asked.lora_name)
+        tasks.unregister(body.lora_name)
     except TaskError as error:
         raise ApiError(409, str(error), param="lora_name") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.get("/metrics", response_model=None, responses=_TEXT)

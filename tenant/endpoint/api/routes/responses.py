@@ -20,32 +20,32 @@ _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_for
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
-async def responses(asked: ResponsesRequest, http: Request) -> Any:
+async def responses(body: ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     endpoint = endpoint_of(http)
     try:
-        chat = await PreparedChat.of(_chat(asked), endpoint.service, endpoint.client(http))
+        chat = await PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http))
     except ApiError as error:
         error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
         raise
-    return await respond(_Prepared(asked, chat), http, streamed=asked.stream)
+    return await respond(_Prepared(body, chat), http, streamed=body.stream)
 
 
-def _chat(asked: ResponsesRequest) -> ChatRequest:
+def _chat(body: ResponsesRequest) -> ChatRequest:
     """Convert the request to a chat request."""
     same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
-    given: dict[str, Any] = {name: getattr(asked, name) for name in same}
-    given |= {"messages": _messages(asked), "max_tokens": asked.max_output_tokens}
-    given["stream_options"] = {"include_usage": True} if asked.stream else None
-    if asked.tools:
-        given["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in asked.tools]
-    choice = asked.tool_choice
+    given: dict[str, Any] = {name: getattr(body, name) for name in same}
+    given |= {"messages": _messages(body), "max_tokens": body.max_output_tokens}
+    given["stream_options"] = {"include_usage": True} if body.stream else None
+    if body.tools:
+        given["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
+    choice = body.tool_choice
     given["tool_choice"] = choice
     if choice is not None and not isinstance(choice, str):
         given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    if asked.text is not None and asked.text.format is not None:
-        form = asked.text.format.model_dump(by_alias=True, exclude={"type"})
-        kind = asked.text.format.type
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format.model_dump(by_alias=True, exclude={"type"})
+        kind = body.text.format.type
         given["response_format"] = {"type": kind, "json_schema": form if kind == "json_schema" else None}
     try:
         return ChatRequest.model_validate(given)
@@ -53,12 +53,12 @@ def _chat(asked: ResponsesRequest) -> ChatRequest:
         raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
 
 
-def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the conversation as messages, with calls inside the assistant's messages."""
     found: list[dict[str, Any]] = []
-    if asked.instructions is not None:
-        found.append({"role": "system", "content": asked.instructions})
-    for item in [InputMessage(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input:
+    if body.instructions is not None:
+        found.append({"role": "system", "content": body.instructions})
+    for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):
             text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
             found.append({"role": item.role, "content": text})
@@ -76,11 +76,11 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
 class _Prepared:
     """A conversation whose fields have been checked, and its answer."""
 
-    def __init__(self, asked: ResponsesRequest, chat: PreparedChat) -> None:
+    def __init__(self, body: ResponsesRequest, chat: PreparedChat) -> None:
         self.requests = chat.requests
         self._chat = chat
-        said = asked.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
-        self._head: dict[str, Any] = {**said, "id": new_id("resp"), "created_at": chat.created}
+        given = body.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
+        self._head: dict[str, Any] = {**given, "id": new_id("resp"), "created_at": chat.created}
 
     def whole(self, results: list[Collected], running: Running) -> answers.Response:
         """Return the answer as one object."""

@@ -133,7 +133,7 @@ def test_bytes_arrive_unchanged_and_delayed(kind: Kind, echo: int) -> None:
     with opened(kind) as link:
         (port,) = link.ports([echo])
         for condition in (Condition(mbit_per_s=40, round_trip_ms=30), Condition(mbit_per_s=40, loss=0.01)):
-            link.impose(condition)
+            link.apply(condition)
             with Child("client", serve_client, link.host, port, network=link.network) as client:
                 _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
             assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5

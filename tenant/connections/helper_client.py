@@ -136,15 +136,15 @@ class HelperClient:
             return channel.worker.submit(self._effect, channel, wanted, relay)
 
     def _effect(self, channel: Channel, wanted: MaskRows, relay: Relay | None) -> Tensor | None:
-        persists = not self._routes.can_replace(wanted.group, [self.peer])
+        retries = not self._routes.can_replace(wanted.group, [self.peer])
         outputs = wanted.facts.outputs(wanted.direction)
         size = wire.RING32.size(wanted.rows, outputs)
-        if not persists and self.route.health.state is State.DOWN:
+        if not retries and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; other helpers make the pads")
         began = time.monotonic()
         until = began + self._routes.patience_with_helpers_s(wanted.group, [self.peer], size)
         try:
-            welcome = channel.welcome() if persists else channel.connect(deadline=until)
+            welcome = channel.welcome() if retries else channel.connect(deadline=until)
             self._routes.connected(self.route, welcome)
             started = time.monotonic()
             reply = None if relay is None else self._relayed(channel, relay, outputs, until)
@@ -153,7 +153,7 @@ class HelperClient:
                 end = wanted.first_row + wanted.rows
                 for first in range(wanted.first_row, end, step):
                     request = self._request(wanted.part(first, min(step, end - first)))
-                    if persists:
+                    if retries:
                         effects.append(channel.request(request, None, outputs=outputs))
                     else:
                         effects.append(channel.attempt(request, None, outputs=outputs, deadline=until).words)
@@ -162,7 +162,7 @@ class HelperClient:
                 effect = None if reply.relayed else reply.words
         except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed:
-                self._routes.failed(self.route, error, waited_s=0.0 if persists else time.monotonic() - began)
+                self._routes.failed(self.route, error, waited_s=0.0 if retries else time.monotonic() - began)
             raise
         self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
         return effect

@@ -129,10 +129,10 @@ def check(
 
     preparation = _preparation(loaded, model)
     found = _found(loaded, timeout)
-    everybody = replace(loaded, peers=(*loaded.peers, *found.executors))
+    with_found = replace(loaded, peers=(*loaded.peers, *found.executors))
     with terminal.working("asking the providers"):
-        findings = probe_all(everybody, preparation, timeout=timeout)
-    _show(everybody, findings, preparation, found)
+        findings = probe_all(with_found, preparation, timeout=timeout)
+    _show(with_found, findings, preparation, found)
 
 
 def _found(federation: Federation, timeout: float) -> Discovered:

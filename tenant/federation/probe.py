@@ -46,7 +46,7 @@ _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
 _LOST = "check its address, and with its operator whether it runs"
 _SLOW = f"{_LOST}; --timeout waits longer"
-_judging = threading.Lock()  # verification keys are read from one file
+_verifying = threading.Lock()  # verification keys are read from one file
 
 
 @dataclass
@@ -257,7 +257,7 @@ class ProviderProbe:
                     finding.warnings.append(one_line(f"{direction}: {error}"))
                     finding.groups[direction] = range(0)
                     break
-                with _judging:
+                with _verifying:
                     right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
                 if not right:
                     preparation.forget_keys()  # as a session does after a wrong product

@@ -167,15 +167,15 @@ def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 # A word in the name of a calling function or module, the description of that caller, and what works instead.
-_APART = (
+_MERGE_ELSEWHERE = (
     "Merge the adapter into the full model instead: "
     "PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
 )
 _START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
 _READERS: dict[str, tuple[str, str | None]] = {
     "loftq": ("LoftQ (it re-quantises W)", _START),
-    "merge": ("merging an adapter into W", _APART),
-    "unmerge": ("merging an adapter into W", _APART),
+    "merge": ("merging an adapter into W", _MERGE_ELSEWHERE),
+    "unmerge": ("merging an adapter into W", _MERGE_ELSEWHERE),
     "resized": ("resizing the LM head", "Resize it and save the checkpoint first, then have providers serve that"),
 }
 

@@ -75,7 +75,7 @@ class ProviderHealth:
         self._tolerance, self._jitter = tolerance, jitter
         self._failures_in_a_row = 0
         self._measured_at: float | None = None
-        self._dearest_s = 0.0
+        self._slowest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
         """Record that a request was lost, late or refused. Returns True if that opened the breaker.
@@ -106,7 +106,7 @@ class ProviderHealth:
         the breaker."""
         if self._measured_at is not None and self._is_long_ago(now):
             self._latency.count = self._per_byte.count = 0  # the connection's properties may have changed completely
-        self._dearest_s = max(seconds, (1 - _WEIGHT) * self._dearest_s)
+        self._slowest_s = max(seconds, (1 - _WEIGHT) * self._slowest_s)
         closed = self.state is not State.UP
         self.state, self._failures_in_a_row, self._measured_at = State.UP, 0, now
         if size <= FEW_BYTES:
@@ -162,8 +162,8 @@ class ProviderHealth:
 
     def _is_long_ago(self, now: float) -> bool:
         assert self._measured_at is not None
-        believed_s = max(self._tolerance.stale_s, self._tolerance.stale_times * self._dearest_s)
-        return now - self._measured_at > believed_s
+        valid_s = max(self._tolerance.stale_s, self._tolerance.stale_times * self._slowest_s)
+        return now - self._measured_at > valid_s
 
 
 class _Average:

@@ -162,13 +162,13 @@ class Failover:
     def _open_for(self, part: Part, preferred: Route | None) -> Route | None:
         """Choose an open executor that may see rows under the part's pads."""
         relays = part.pads and self.runtime.relays is not None
-        lying_at = blocks_of(part.pads[0])[:1] if relays else []
+        blocks = blocks_of(part.pads[0])[:1] if relays else []
         return self.routes.choose(
             part.index,
             part.size,
             holders=part.sent.holders,
             prefer=preferred,
-            relayed_to=lying_at[0].executor if lying_at else None,
+            relayed_to=blocks[0].executor if blocks else None,
         )
 
     def _failed(self, route: Route, error: Exception, retry: RetryState, *, waited_s: float) -> None:

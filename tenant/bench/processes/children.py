@@ -52,10 +52,10 @@ class Child(Generic[Q, A]):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
         self._name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(serve, arguments, theirs, network), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_run, args=(serve, arguments, child_end, network), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
         self._ready = False
 
     @property

@@ -16,7 +16,7 @@ from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.tasks.methods.registration import peft_type
 
-MERGE_AT_HOME = (
+CANNOT_MERGE = (
     "merging changes base weights, which stay at the providers. Save the adapter, and merge it into the full model, "
     "where the method can be merged at all"
 )
@@ -106,11 +106,11 @@ class MethodLayer(nn.Module, BaseTunerLayer):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Always raises, because base weights cannot be changed."""
-        raise UnsupportedMethodError(MERGE_AT_HOME)
+        raise UnsupportedMethodError(CANNOT_MERGE)
 
     def unmerge(self) -> None:
         """Always raises; see `merge`."""
-        raise UnsupportedMethodError(MERGE_AT_HOME)
+        raise UnsupportedMethodError(CANNOT_MERGE)
 
 
 class MethodTuner(BaseTuner):

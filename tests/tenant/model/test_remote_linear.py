@@ -44,7 +44,7 @@ from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig, rounded_model
 from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.model.hf import backend_of
-from tenant.model.offloaded import OffloadedWeight, seal
+from tenant.model.offloaded import OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
 
 QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
@@ -96,7 +96,7 @@ def siblings(backend: Counting, index: int = QKV) -> Siblings:
     entry = backend.facts[index].entry
     modules = [RemoteLinear(entry.inputs, outputs, group=group, member=i) for i, outputs in enumerate(entry.outputs)]
     for module in modules:
-        seal(module, dtype=torch.float32, device=torch.device("cpu"))
+        set_dtype_and_device(module, dtype=torch.float32, device=torch.device("cpu"))
     return modules
 
 

@@ -28,8 +28,8 @@ class Options:
             "simulate" runs the same arithmetic on this machine, without providers.
         weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file sets them.
         ring_bits: bits of the integers that travel: 32, or 24 for a quarter fewer bytes and rounding about as fine as
-            bfloat16's (docs/benchmarks.md). None for `ring_bits` of the federation file, or 32. Everything within one
-            `ring_bits` has the same bits, whatever the masking.
+            bfloat16's (docs/benchmarks.md). None for `ring_bits` of the federation file, or 32. With the same
+            `ring_bits`, results have the same bits under every masking.
         checkpoint: the full base checkpoint, if the model's folder holds only the tenant's tensors. It is read once, to
             make the verification keys.
         experts: where the experts of a mixture run (docs/experts.md). The router stays with the tenant in every mode:

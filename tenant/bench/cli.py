@@ -78,7 +78,7 @@ def step(
     effort: Effort = _EFFORT,
     json: Json = None,
 ) -> None:
-    """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
+    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
     from tenant.bench.processes.tenant_process import Step
     from tenant.bench.steps_and_tokens import measure_step
 
@@ -97,7 +97,7 @@ def token(
     effort: Effort = _EFFORT,
     json: Json = None,
 ) -> None:
-    """A generated token of a Llama, whole and split."""
+    """Measure a generated token of a Llama, whole and split."""
     from tenant.bench.processes.tenant_process import Generate
     from tenant.bench.steps_and_tokens import measure_token
 
@@ -131,7 +131,7 @@ def scale(
     svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
     json: Json = None,
 ) -> None:
-    """The tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
+    """Measure the tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
 
     Two of the lists stay at their first value while the third one varies.
     """
@@ -255,7 +255,7 @@ def network(
 
 @app.command("bytes")
 def moved(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -> None:
-    """Bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B, computed from their shapes."""
+    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B."""
     from tenant.bench.network.moved_bytes import moved_bytes
 
     maskings = [scheme(name) for name in masking.split(",")]

@@ -452,7 +452,7 @@ class Channel:
 
 
 def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:
-    """The words that the provider receives: with narrow rings, only the low bits of each word."""
+    """Return the words that the provider receives: in a narrow ring, only the low bits of each word."""
     if words is None or message.encoding.item_bits == wire.RING32.item_bits:
         return words
     return message.encoding.unpack(message.encoding.pack(words), rows=len(words))

@@ -32,7 +32,7 @@ The promises, and the tests that would refute them (`tests/tenant/core/` unless 
   `tests/tenant/session/test_schedules.py::test_rule_8_holds_over_random_schedules`,
   `threat_model.planted.blind_to_companies`.
 * **Every answer is checked before it is used.** A wrong product passes with probability 2^-60 at most (2^-59 for the
-  dense product of a stack of experts, and in a narrow ring), whatever the error is.
+  dense product of a stack of experts, and in a narrow ring), for every error.
   `test_masked.py::test_an_unchecked_answer_is_found`, `test_verifier.py::test_a_wrong_entry_never_passes`,
   `test_rules.py::test_rule_6_no_lie_is_used`, `tests/symbiosis_priv/arithmetic/test_wraps.py`.
 * **A wrong result is attributed before the next request leaves, and no honest provider is convicted for damage

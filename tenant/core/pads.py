@@ -76,7 +76,7 @@ class Share(NamedTuple):
     fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
 
     def without_first(self, rows: int) -> Self:
-        """The share without its first `rows` rows."""
+        """Return the share without its first `rows` rows."""
         block = self.block and self.block._replace(start=self.block.start + rows)
         first, offset = self.first_row + rows, self.offset + rows
         return type(self)(self.holder, self.keystream, first, self.effect, offset, block, self.fetch)
@@ -196,7 +196,7 @@ class EffectSource(ABC):
     def _keystream(
         self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None, *, second: bool = False
     ) -> Keystream:
-        """The keystream of a seed for one layer group and direction, or for rows for its experts.
+        """Return the keystream of a seed for one layer group and direction, or for rows for its experts.
 
         Args:
             second: return the keystream that hides relayed effects, which has the width of effects.
@@ -211,7 +211,7 @@ class EffectSource(ABC):
 
 
 def with_first_rows(pads: Sequence[Pad]) -> Iterable[tuple[int, Pad]]:
-    """The pads of consecutive rows, each with the first row that it covers."""
+    """Yield the pads of consecutive rows, each with the first row that it covers."""
     return zip(accumulate([pad.rows for pad in pads], initial=0), pads, strict=False)
 
 

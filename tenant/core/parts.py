@@ -76,7 +76,7 @@ class Part:
         del self.encoded
 
     def counts_of(self, first: int, rows: int) -> Counts | None:
-        """The counts of some rows of this part."""
+        """Return the counts of some rows of this part."""
         return None if self.counts is None else clip(self.counts, first, rows)
 
     def remask(self, fresh: Mapping[int, Pad]) -> None:

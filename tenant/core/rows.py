@@ -45,7 +45,7 @@ class UncheckedProduct(NamedTuple):
     ring_bits: RingBits = DEFAULT_RING_BITS
 
     def rows(self, rows: slice) -> Self:
-        """The product of some of these rows."""
+        """Return the product of some of these rows."""
         effects, expected = [effect[rows] for effect in self.effects], _at(self.expected, rows)
         start, answer = self.start + rows.start, self.answer[rows]
         return self._replace(start=start, answer=answer, effects=effects, expected=expected)
@@ -199,5 +199,5 @@ class FloatRows(Rows):
 
 
 def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
-    """The values of one expert, or of some rows; None if there are none."""
+    """Return the values of one expert, or of some rows; None if there are none."""
     return None if values is None else values[place]

@@ -149,7 +149,7 @@ def _on_meta(kwargs: dict[str, Any]) -> bool:
 
 
 def _bytes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes of an operation's results, found by running the operation on the meta device, which allocates nothing."""
+    """Return the bytes of an operation's results. Runs the operation on the meta device, which allocates nothing."""
     without = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     try:
         made = func(*args, **without | {"device": torch.device("meta")})

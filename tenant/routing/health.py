@@ -143,7 +143,7 @@ class ProviderHealth:
         return expected
 
     def patience_s(self, size: int, *, others_s: float | None) -> float:
-        """Seconds to wait for an answer while another provider can be asked.
+        """Return the seconds to wait for an answer while another provider can be asked.
 
         Args:
             size: bytes of the exchange.

@@ -182,7 +182,7 @@ class Routes:
             return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
     def patience_s(self, route: Route, group: GroupIndex, size: int, *, left_s: float) -> float:
-        """Seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
+        """Return the seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
         others = [
@@ -199,7 +199,7 @@ class Routes:
         return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
-        """The layer groups below `groups` that no executor serves. Quarantined executors do not count."""
+        """Return the layer groups below `groups` that no executor serves, except quarantined ones."""
         return [group for group in map(GroupIndex, range(groups)) if not self.able(group)]
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
@@ -312,7 +312,7 @@ class Routes:
     def patience_with_helpers_s(
         self, group: GroupIndex, holders: Collection[Peer], size: int, *, left_s: float = math.inf
     ) -> float:
-        """Seconds to wait for effects of these helpers while other helpers are available."""
+        """Return the seconds to wait for effects of these helpers while other helpers are available."""
         others = self.holders(group, without=holders)
         up = len(others) == self.helpers_per_pad and all(other.is_up for other in others)
         others_s = max(other.health.expected_s(size) for other in others) if up else None
@@ -320,7 +320,7 @@ class Routes:
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
     def _wasted(self, route: Route, waited_s: float) -> float:
-        """Seconds of a wait for one provider during which another provider could have answered."""
+        """Return the seconds of a wait for one provider during which another provider could have answered."""
         same_role = self.helpers if route.peer.role == "helper" else self.executors
         return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 

@@ -111,7 +111,7 @@ class PadPool:
             self._refill.submit(self._draw_ahead, block)
 
     def ready(self) -> int:
-        """Number of pad rows whose effects have arrived."""
+        """Return the number of pad rows whose effects have arrived."""
         with self._lock:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 

@@ -103,7 +103,7 @@ class Adapter:
         return self.trainable and self._version() != self._saved
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that training changes."""
+        """Yield the parameters that training changes."""
         return (p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad)
 
     def train(self, mode: bool) -> None:
@@ -173,7 +173,7 @@ def base_layer(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def shared_bytes() -> int:
-    """Bytes of the buffers that several tasks share, such as VeRA's projections."""
+    """Return the bytes of the buffers that several tasks share, such as VeRA's projections."""
     return _bytes(_buffers.values())
 
 

@@ -24,7 +24,7 @@ BASE = "__base__"
 
 
 class Composition:
-    """Which rows of a batch belong to which task. Several batches may use a composition at the same time.
+    """Maps the rows of a batch to tasks. Several batches may use a composition at the same time.
 
     Args:
         names: the task of each row; `BASE` for a row without an adapter.

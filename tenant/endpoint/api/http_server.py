@@ -54,7 +54,7 @@ class _Connection(H11Protocol):
 
     def _watch(self) -> None:
         if self.flow.write_paused:
-            return  # waits for the client to read, whatever the client sends
+            return  # data from the client does not end the wait for the client to read
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_watching()
         elif self._late is None and not self.transport.is_closing():

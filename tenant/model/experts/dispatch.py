@@ -65,7 +65,7 @@ class AsRouted(Dispatch):
         self.counts: Counts = tuple(sizes.tolist())
 
     def sizes(self, counts: Tensor) -> Tensor:
-        """The number of rows that are sent for each expert, int64 `[e]`, at least its count."""
+        """Return the number of rows that are sent for each expert, int64 `[e]`, at least its count."""
         return counts
 
     def spread(self, stack: OffloadedStack, x: Tensor) -> Tensor:

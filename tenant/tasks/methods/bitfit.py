@@ -56,7 +56,7 @@ class BitFitTuner(MethodTuner):
         return peft_config
 
     def _biased(self) -> Iterator[str]:
-        """Names of the model's modules with a bias, without modules of other adapters."""
+        """Yield the names of the model's modules with a bias, without modules of other adapters."""
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
             if name.startswith(inside) and inside:

@@ -107,7 +107,7 @@ class DiffPruningLayer(MethodLayer):
         return {"diff_pruning_delta": None, "diff_pruning_gate": None} | sparse
 
     def penalties(self) -> Iterator[Tensor]:
-        """The weighted expected number of non-zeros of each active adapter that learns its support."""
+        """Yield the weighted expected number of non-zeros of each active adapter that learns its support."""
         for adapter in self.active_adapters:
             if adapter in self.diff_pruning_gate and not self.disable_adapters:
                 gate = self.diff_pruning_gate[adapter] - _BETA * math.log(-_GAMMA / _ZETA)

@@ -24,8 +24,7 @@ class SessionSecret:
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def seed_for(self, *holder: str) -> Seed:
-        """Return the 32-byte seed for one holder. A helper is identified by its name and its key's fingerprint (rule
-        11)."""
+        """Return the 32-byte seed for one holder, for a helper its name and its key's fingerprint (rule 11)."""
         self._check_alive()
         return Seed(derive(self._secret, "helper", *holder))
 

@@ -199,7 +199,7 @@ class Routes:
         return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
-        """Return the layer groups below `groups` that no executor serves, except quarantined ones."""
+        """Return the layer groups below `groups` that no executor serves. Executors in quarantine do not count."""
         return [group for group in map(GroupIndex, range(groups)) if not self.able(group)]
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:

@@ -146,9 +146,9 @@ class ExecutorClient:
                 raise ConnectionLostError(f"{self.route} no longer serves layer group {part.index}")
             started = time.monotonic()
             limit = row_limit(part.widest, welcome)
-            pieces = part.sent.split(limit) if part.count > limit else [part.sent]
+            matrices = part.sent.split(limit) if part.count > limit else [part.sent]
             requests = self._requests(part, limit)
-            for request, rows in zip(requests, pieces, strict=True):
+            for request, rows in zip(requests, matrices, strict=True):
                 reply = channel.attempt(
                     request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
                 )

@@ -113,7 +113,7 @@ Holders = Callable[[GroupIndex, Peer | None], tuple[Sequence[HelperClient], Rela
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What a session gives to a scheme. All of it belongs to one process.
+    """The objects that a session passes to a scheme, all of one process.
 
     Args:
         secret: the source of seeds and row numbers.

@@ -112,8 +112,8 @@ class Prober:
         return self._retry(route, lambda: not self._enough())
 
     def _enough(self) -> bool:
-        heard = sum(route.welcome is not None for route in self._routes.helpers)
-        return heard >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
+        answered = sum(route.welcome is not None for route in self._routes.helpers)
+        return answered >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
 
     def _missing(self) -> SymbiosisError:
         """Return the error to raise for the providers that failed."""

@@ -69,7 +69,7 @@ class Route:
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
     def figures(self, *, quarantined: bool) -> ProviderFigures:
-        state = "not heard yet" if self.welcome is None else str(self.health.state)
+        state = "no answer yet" if self.welcome is None else str(self.health.state)
         return ProviderFigures(
             name=self.peer.name,
             role=self.peer.role,

@@ -1,4 +1,5 @@
-"""What belongs to one process of a session: the secret and its counters, pads, threads, connections (rules 2 and 12).
+"""The objects of a session that belong to one process: the secret and its counters, pads, threads and connections
+(rules 2 and 12).
 
 A forked child does not use its parent's `Runtime`. A `Runtime` is closed with its session, when the session is garbage
 collected, or when the program ends: it tells its threads to stop, shuts connections down, which wakes the threads that

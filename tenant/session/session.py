@@ -128,7 +128,7 @@ class Session:
 
     def close(self) -> None:
         """Close connections and delete the secret. A product that another thread waits for fails."""
-        generation()  # in a forked child, what is open here belongs to the parent
+        generation()  # in a forked child, drops what the parent has opened
         with self._lock:
             self._closed = True
             products, self._products = self._products, None

@@ -364,19 +364,19 @@ def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
     for route, cost in zip(routes, costs, strict=True):
         for now in range(4):
             route.health.answered(float(now), seconds=cost, size=LARGE)
-    seats = [n for n in range(len(costs)) for _ in range(PARALLEL_CHANNELS)]
-    queue = PartQueue([LargePart()] * parts, [routes[n] for n in seats])  # type: ignore[list-item]
-    free_at = dict.fromkeys(range(len(seats)), 0.0)
+    slots = [n for n in range(len(costs)) for _ in range(PARALLEL_CHANNELS)]
+    queue = PartQueue([LargePart()] * parts, [routes[n] for n in slots])  # type: ignore[list-item]
+    free_at = dict.fromkeys(range(len(slots)), 0.0)
     done, end = [0] * len(costs), 0.0
     while free_at:
-        seat = min(free_at, key=lambda seat: (free_at[seat], seat))
-        route = routes[seats[seat]]
-        if queue.take(route, only_if_faster=seat > 0) is None:
-            del free_at[seat]
+        slot = min(free_at, key=lambda slot: (free_at[slot], slot))
+        route = routes[slots[slot]]
+        if queue.take(route, only_if_faster=slot > 0) is None:
+            del free_at[slot]
             continue
-        done[seats[seat]] += 1
-        free_at[seat] += costs[seats[seat]]
-        end = max(end, free_at[seat])
+        done[slots[slot]] += 1
+        free_at[slot] += costs[slots[slot]]
+        end = max(end, free_at[slot])
     return done, end
 
 

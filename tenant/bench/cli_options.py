@@ -156,4 +156,4 @@ def finish(benchmark: str, path: Path | None, rows: Sequence[Row]) -> None:
 def refuse_wrong(rows: Sequence[Row], *counts: str) -> None:
     """Raise `ProtocolError` if one of the columns `counts`, which count wrong answers, is not 0."""
     if wrong := sum(int(number(row[name])) for row in rows for name in counts):
-        raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
+        raise ProtocolError(f"{wrong} answers differ from those that the same tenant received alone")

@@ -386,7 +386,7 @@ class Routes:
             )
         if able and not any(len(self.holders(group, route)) == self.helpers_per_pad for route in able):
             raise QuarantinedError(
-                f"too many helpers are quarantined: a pad is shared by {self.helpers_per_pad} of other companies than "
+                f"too many helpers are quarantined: a pad needs {self.helpers_per_pad} of companies other than "
                 f"the executor's; nothing more is sent"
             )
 

@@ -99,7 +99,7 @@ def _signed(
     except (ProviderError, ProtocolError) as error:
         refused = isinstance(error, ProviderError) and error.code != wire.ErrorCode.REFUSED
         if refused or isinstance(error, FrameTooLargeError):
-            raise ConnectionLostError(f"{block.executor.name} hands out no block: {error}") from error
+            raise ConnectionLostError(f"{block.executor.name} does not return a block: {error}") from error
         log.error("%s does not have a block that it has used: %s", block.executor.name, error)
         return block.executor
     message = statement(signed, permit=signed.permit, executor=block.certificate, payload=payload)
@@ -108,7 +108,7 @@ def _signed(
         return block.executor
     # not proof of a fault: a helper that is also a tenant can order a block from another helper
     if helper != share.holder:
-        raise ConnectionLostError(f"a block for {block.executor.name} is signed by another helper than was told to")
+        raise ConnectionLostError(f"a block for {block.executor.name} is signed by a helper that was not asked for it")
     expected = (part.index, part.direction, "ring", block.rows, part.rows.ring_bits)
     if (signed.group, signed.direction, signed.arithmetic, signed.rows, signed.ring_bits) != expected:
         assert helper is not None

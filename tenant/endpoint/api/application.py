@@ -99,7 +99,7 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
 
 
 async def _bug(_: Request, __: Exception) -> Response:
-    return ApiError(500, "an error of the endpoint; its log has the place").response()
+    return ApiError(500, "an error in the endpoint; see its log").response()
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

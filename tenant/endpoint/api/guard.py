@@ -70,9 +70,7 @@ class Guard:
             except Exception as error:  # its text may quote a prompt, so only its type and place are logged
                 log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
                 if not status:
-                    await ApiError(500, "an error of the endpoint; its log has the place").response()(
-                        scope, receive, noted
-                    )
+                    await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
         finally:
             self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
 

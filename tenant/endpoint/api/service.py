@@ -191,18 +191,18 @@ class Service:
             fixed_length=self.fixed_length,
         )
 
-    def _new_tokens(self, prompt: int, body: int | None, *, default: int) -> int:
+    def _new_tokens(self, prompt: int, limit: int | None, *, default: int) -> int:
         left = self.context - prompt
-        if body is None:
+        if limit is None:
             return min(default, left)
-        if body > left:
+        if limit > left:
             raise ApiError(
                 400,
-                f"{prompt:,} tokens of prompt and {body:,} new tokens exceed this model's context of {self.context:,}",
+                f"{prompt:,} tokens of prompt and {limit:,} new tokens exceed this model's context of {self.context:,}",
                 code="context_length_exceeded",
                 param="max_tokens",
             )
-        return body
+        return limit
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:
         """Return the error for a prompt that exceeds the context."""

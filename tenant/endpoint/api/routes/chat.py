@@ -38,7 +38,7 @@ class PreparedChat:
 
     def __init__(self, body: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
         self.requests = choices(request, body.n or 1)
-        self._asked = body
+        self._body = body
         self._service = service
         self._in_tags = in_tags
         self.created = int(time.time())
@@ -96,7 +96,7 @@ class PreparedChat:
 
     async def chunks(self, running: Running) -> AsyncIterator[answers.ChatChunk]:
         """Yield the chunks of a stream."""
-        options = self._asked.stream_options
+        options = self._body.stream_options
         texts = [self._separated() for _ in self.requests]
         dones = []
 
@@ -131,13 +131,13 @@ class PreparedChat:
             yield last
 
     def _separated(self) -> "ToolText | _AllText":
-        tools = self._asked.tools
-        if not tools or self._asked.tool_choice == "none":
+        tools = self._body.tools
+        if not tools or self._body.tool_choice == "none":
             return _AllText()
         return ToolText(tagged=self._in_tags, names={tool.function.name for tool in tools})
 
     def _logprobs(self, tokens: Sequence[engine.Token]) -> answers.ChatLogprobs | None:
-        if not self._asked.logprobs:
+        if not self._body.logprobs:
             return None
         found = []
         for token in tokens:

@@ -35,7 +35,7 @@ class _Prepared:
         self, body: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.EngineRequest]
     ) -> None:
         self.requests = requests
-        self._asked = body
+        self._body = body
         self._service = service
         self._texts = texts
         self._head: dict[str, Any] = {"id": new_id("cmpl"), "created": int(time.time()), "model": body.model}
@@ -78,7 +78,7 @@ class _Prepared:
 
     async def chunks(self, running: Running) -> AsyncIterator[Completion]:
         """Yield the chunks of a stream."""
-        options = self._asked.stream_options
+        options = self._body.stream_options
         offsets = [0] * len(self.requests)
         dones: dict[int, engine.Done] = {}
 
@@ -92,7 +92,7 @@ class _Prepared:
             return Completion(**self._head, choices=[choice], ledger=ledger)
 
         async for index, event in running:
-            if isinstance(event, engine.Started) and self._asked.echo:
+            if isinstance(event, engine.Started) and self._body.echo:
                 yield chunk(index, self._texts[index], self._of_prompt(index, event))
             elif isinstance(event, engine.Token) and (event.text or event.logprob is not None):
                 yield chunk(index, event.text, [(event.id, event.logprob)] if event.logprob else [])
@@ -105,13 +105,13 @@ class _Prepared:
 
     @property
     def _prompts(self) -> int:
-        return len(self.requests) // (self._asked.n or 1)
+        return len(self.requests) // (self._body.n or 1)
 
     def _of_prompt(self, index: int, started: engine.Started) -> list[tuple[int, engine.TokenLogprob | None]]:
         return list(zip(self.requests[index].prompt, started.prompt_logprobs, strict=False))
 
     def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int) -> TextLogprobs | None:
-        if self._asked.logprobs is None:
+        if self._body.logprobs is None:
             return None
         text_of = self._service.vocabulary.text_of
         texts = [text_of(token) for token, _ in tokens]

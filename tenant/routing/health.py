@@ -69,6 +69,7 @@ class ProviderHealth:
     def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
         self.state = State.UP
         self.retry_at = 0.0
+        self.failures = 0
         self.down_since = 0.0
         self._latency, self._per_byte = _Average(), _Average()
         self._tolerance, self._jitter = tolerance, jitter
@@ -82,6 +83,7 @@ class ProviderHealth:
         Args:
             wasted_s: seconds of waiting during which other providers could have been asked.
         """
+        self.failures += 1
         penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:
             self.retry_at = max(self.retry_at, penalty_until)

@@ -145,7 +145,7 @@ def test_a_connection_that_was_closed_between_requests_is_no_failure(
 
 
 @contextlib.contextmanager
-def every_lane_taken(session: Session) -> Iterator[None]:
+def every_channel_taken(session: Session) -> Iterator[None]:
     """Take every connection, as other threads of the program could."""
     with contextlib.ExitStack() as stack:
         for route in session.routes.executors:
@@ -163,7 +163,7 @@ def test_connections_in_use_are_not_a_failure_of_an_executor(
     session = new_session("local", [new_provider(), new_provider()], tolerance=tolerance)
     assert all_right(session, store)
     with ThreadPoolExecutor(1) as thread:
-        with every_lane_taken(session):
+        with every_channel_taken(session):
             asked = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
             with pytest.raises(TimeoutError):
                 asked.result(2.5)
@@ -176,7 +176,7 @@ def test_a_deadline_that_passes_without_a_free_connection_is_explained(
 ) -> None:
     session = new_session("local", [executor], deadline_s=1.0)
     assert is_right(session, store, OUT, FORWARD, 3, 0)
-    with every_lane_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
+    with every_channel_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
         is_right(session, store, OUT, FORWARD, 3, 0)
     (route,) = session.routes.executors
     assert (route.health.failures, route.in_flight) == (0, 0)

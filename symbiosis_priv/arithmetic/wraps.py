@@ -73,14 +73,14 @@ class Corrector:
             expected: int64 `[r]`, the residues `t @ R` of the true products.
 
         Returns:
-            The numbers of these rows, and what are then their true products: int32 `[n, o]`.
+            The numbers of these rows, and their true products: int32 `[n, o]`.
         """
         differences = (expected - dot(y, self._column)).remainder_(PRIME)
         found = torch.searchsorted(self._residues, differences).clamp_(max=len(self._residues) - 1)
         rows = (self._residues[found] == differences).nonzero()[:, 0]
         places, t = self._places[found[rows]], y[rows]
         wraps = self._factors[places // self._width] * (1 << self._bits)
-        t[torch.arange(len(rows), device="cpu"), places % self._width] += wraps
+        t[torch.arange(len(rows), dtype=torch.int64, device="cpu"), places % self._width] += wraps
         return rows.tolist(), t
 
     def corrected(self, y: Tensor, expected: int, second: Check) -> Tensor | None:

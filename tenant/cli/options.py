@@ -114,8 +114,7 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 @contextmanager
 def loading() -> Iterator[None]:
     """Context manager for imports of torch and transformers, which take seconds: shows that the command is loading.
-    Calls `quiet` at the end.
-    """
+    Calls `quiet` at the end."""
     with terminal.working("loading torch and transformers"):
         yield
         quiet()

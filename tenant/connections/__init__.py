@@ -2,7 +2,7 @@
 
 channel          one TLS connection, for one request at a time; it sends rows as `MaskedRows` only
 channel_pool     several channels to one provider
-relayed_effects  which blocks of effects a request names
+relayed_effects  finds the blocks that a request names
 executor_client  sends masked rows to an executor
 helper_client    requests effects from a helper
 notices          logs what a request waits for

@@ -4,7 +4,7 @@ calls.
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
                     Simulation            the tenant's own copy of the weights; no network; the reference
                     session.Session       providers, masked and verified
-PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
+PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, for comparison only (masking.paper_pool)
 """
 
 from abc import ABC, abstractmethod

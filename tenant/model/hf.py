@@ -207,8 +207,7 @@ class RemoteQuantizer(HfQuantizer):
 @contextlib.contextmanager
 def _without_ignored_arguments(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Refuse arguments that a tuner ignores. Replaces PEFT's `_enable_peft_forward_hooks` for tuners that cannot choose
-    an adapter per row.
-    """
+    an adapter per row."""
     _check_not_ignored(kwargs)
     yield
 

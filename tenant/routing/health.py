@@ -1,10 +1,10 @@
 """The health of a provider: a circuit breaker, and the cost of its answers. Callers pass the time; the module uses no
 socket and no clock.
 
-A failure opens the breaker. The provider is then not asked for a pause, which doubles with every failure in a row and
-is varied at random by up to a half, so that tenants that lost the provider together do not return together. After the
-pause the caller connects again. If that succeeds, the provider gets one request as a trial, and the answer to the trial
-closes the breaker.
+A failure opens the breaker. The provider then gets no requests during a pause. The pause doubles with every failure in
+a row and is varied at random by up to a half, so that tenants that lost the provider together do not return together.
+After the pause the caller connects again. If that succeeds, the provider gets one request as a trial, and the answer to
+the trial closes the breaker.
 
 Cost is measured by real requests: seconds per exchange for small exchanges, seconds per byte for large ones.
 
@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Final
 
 FEW_BYTES: Final = 1 << 16
-"""Bytes of a small exchange, whose duration is that of a round trip."""
+"""Largest size in bytes of a small exchange, whose duration is that of a round trip."""
 _WEIGHT = 0.2  # weight of a new measurement in the average
 _ENOUGH = 3  # number of measurements after which the cost counts as known
 _PATIENCE = 8.0  # the session waits this many times the expected time

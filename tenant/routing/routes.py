@@ -162,8 +162,7 @@ class Routes:
 
     def likely(self, group: GroupIndex) -> Route | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
-        under pads of the helpers that `holders` returns for it.
-        """
+        under pads of the helpers that `holders` returns for it."""
         with self._lock:
             able = [route for route in self.able(group) if self._has_holders(group, route)]
             if len(able) == 1:
@@ -232,8 +231,7 @@ class Routes:
         self, group: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
     ) -> list[Route]:
         """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
-        there are not enough. `executor` will see the rows; None for any executor that serves the group.
-        """
+        there are not enough. `executor` will see the rows; None for any executor that serves the group."""
         with self._lock:
             return self._holders(group, executor, without)
 

@@ -147,8 +147,7 @@ class _Generation:
 
     def _keep(self, tokens: list[int], cache: Any) -> None:
         """Keep the cache if it has every token except the last, and only keys and values of attention. Layers with a
-        state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens.
-        """
+        state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens."""
         plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
         if plain and self._decoding.beams == 1 and (behind := cache.get_seq_length() - len(tokens) + 1) >= 0:
             if behind:  # generated after the end of an answer of fixed length

@@ -48,7 +48,7 @@ class Worker:
     """Runs jobs one after the other in its own thread, which starts with the first job.
 
     Attributes:
-        unfinished: number of jobs that are queued or being done.
+        unfinished: number of jobs that are queued or running.
     """
 
     def __init__(self, name: str) -> None:

@@ -181,7 +181,8 @@ def linear(
 ) -> None:
     """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
 
-    Pads are drawn before the clock runs; "back to back" is a call that finds what was drawn during the last one.
+    Pads are drawn before the clock starts. "back to back" is a call with the pads that were drawn during the call
+    before.
     """
     from tenant.bench.masked_linear import measure_linears
 

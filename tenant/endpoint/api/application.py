@@ -1,6 +1,6 @@
 """The application: all routes, behind the guard."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Security
@@ -70,7 +70,8 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = ApiError(error.status_code, str(error.detail)).response()
+    detail = "there is no such route; GET /openapi.json lists the routes" if error.status_code == 404 else error.detail
+    answer = ApiError(error.status_code, str(detail)).response()
     answer.headers.update(error.headers or {})
     if error.status_code == 405 and (methods := _methods(http)):
         answer.headers["Allow"] = ", ".join(methods)
@@ -85,17 +86,29 @@ def _methods(http: Request) -> list[str]:
 
 
 async def _wrong_field(_: Request, error: Exception) -> Response:
-    """Return an error that names the first wrong field without its value."""
+    """Return an error that names one wrong field, the innermost one, without its value."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
+    inner = max(error.errors(), key=lambda one: len(one["loc"]))
+    if inner["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON").response()
-    if first["type"] == "extra_forbidden":
-        message = f"{'.'.join(place)} is not supported; leave it out"
+    where, *location = inner["loc"]
+    in_body = where == "body"
+    place = _place(location, error.body) if in_body and inner["type"] != "missing" else ".".join(map(str, location))
+    if inner["type"] in ("extra_forbidden", "none_required"):
+        message = f"{place} is not supported; leave it out"
     else:
-        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
-    return ApiError(400, message[:500], param=".".join(place)[:200] or None).response()
+        message = f"{place or 'the body'}: {inner['msg']}"
+    return ApiError(400, message[:500], param=place[:200] or None).response()
+
+
+def _place(location: Sequence[int | str], body: Any) -> str:
+    """Return the path of a field in a body. A location also names the alternatives of a type (`str`), which are no fields."""
+    path = []
+    for part in location:
+        if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+            path.append(str(part))
+    return ".".join(path)
 
 
 async def _bug(_: Request, __: Exception) -> Response:

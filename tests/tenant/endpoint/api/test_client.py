@@ -227,6 +227,28 @@ def test_what_is_not_supported_is_named(client: Any, field: str, value: Any) -> 
     assert (refused.value.param or "").startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "messages.0.content.0.type"),
+        ("messages", [{"role": "user", "content": 5}], "messages.0.content"),
+        ("messages", [{"content": "x"}], "messages.0.role"),
+        ("stop", ["a", 5], "stop.1"),
+        ("modalities", ["audio"], "modalities.0"),
+    ],
+)
+def test_the_place_of_a_wrong_value_is_a_field_of_the_request(client: Any, field: str, value: Any, place: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": "tiny", "messages": HELLO}, extra_body={field: value})
+    assert refused.value.param == place
+    assert f"{place}: " in refused.value.message
+
+
+def test_a_route_that_does_not_exist_is_named_so(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="no such route"):
+        client.images.generate(prompt="x")
+
+
 def test_unknown_models_and_wrong_keys(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="none-such", prompt="x")

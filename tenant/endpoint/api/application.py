@@ -102,7 +102,8 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
 
 
 def _place(location: Sequence[int | str], body: Any) -> str:
-    """Return the path of a field in a body. A location also names the alternatives of a type (`str`), which are no fields."""
+    """Return the path of a field in a body. A location also names alternatives of a type (`str`), which are no
+    fields."""
     path = []
     for part in location:
         if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):

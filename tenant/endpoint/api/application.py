@@ -106,7 +106,8 @@ def _place(location: Sequence[int | str], body: Any) -> str:
     fields."""
     path = []
     for part in location:
-        if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+        known = part in body if isinstance(body, Mapping) else isinstance(body, list) and isinstance(part, int)
+        if known:
             body = body[part]
             path.append(str(part))
     return ".".join(path)

@@ -28,6 +28,7 @@ from provider.refusal import Refusal
 from provider.shards.rendezvous import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
 from symbiosis_priv.system import processes as start
+from symbiosis_priv.system.private import PrivateFolder
 
 log = logs.EventLog(__name__)
 
@@ -218,11 +219,12 @@ def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
 
 
 def _private_folder(path: Path) -> None:
-    """Make the folder of the socket for this user only. Raises `ConfigError` if other users can enter it."""
+    """Make the folder of the socket for this user only. Raises `ConfigError` if other users can enter or replace it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # the owner of a folder can always enter it
         raise ConfigError(f"endpoint: other users may enter {path}; choose a new folder, or chmod 700 it")
+    PrivateFolder.open(path).close()
 
 
 def _require_unused(path: Path) -> None:

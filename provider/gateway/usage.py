@@ -76,6 +76,11 @@ COUNTED = UsageCounts.__struct_fields__
 _values = msgspec.structs.astuple
 _ZEROS = (0,) * len(COUNTED)
 
+
+class _DamagedRecordError(sqlite3.DatabaseError):
+    """The file's record of a journal cannot be read."""
+
+
 JournalTotals = list[tuple[Key, Totals]]
 
 BilledRole = Role | Literal["none"]
@@ -317,23 +322,31 @@ def _add_to(sums: dict[Key, Totals], slots: JournalTotals) -> None:
         sums[tuple(key)] = tuple(map(operator.add, sums.get(tuple(key), _ZEROS), totals))
 
 
-def _rows(slots: Iterable[tuple[Key, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:
+def _rows(slots: Iterable[tuple[Key | None, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:
     """The rows to add to a file that has the settled totals. (After a power cut, the settled totals may be larger.)"""
     rows: list[tuple[str | int, ...]] = []
     for (key, totals), old in zip(slots, itertools.chain(settled, itertools.repeat(_ZEROS)), strict=False):
         counts = [max(0, now - before) for now, before in zip(totals, old, strict=True)]
-        if any(counts):
-            rows.append((*key, *counts))
+        if _is_intact(key) and any(counts):
+            rows.append((*(key or ()), *counts))
     return rows
+
+
+def _is_intact(key: Key | None) -> bool:
+    """False for the key of a damaged slot."""
+    return key is not None and len(key) == len(_KEY)
 
 
 def _settled(connection: sqlite3.Connection, journal: str) -> list[Totals] | None:
     """The totals of a journal that the file has; None if the file does not list the journal."""
     found = connection.execute("SELECT settled FROM journals WHERE name = ?", (journal,)).fetchone()
     try:
-        return None if found is None else unpack(found[0])
+        totals = None if found is None else unpack(found[0])
     except UNDECODABLE as error:
-        raise sqlite3.DatabaseError(f"the record of {journal} is damaged") from error
+        raise _DamagedRecordError(f"the record of {journal} is damaged") from error
+    if any(len(counts) != len(COUNTED) for counts in totals or ()):
+        raise _DamagedRecordError(f"the record of {journal} is damaged")
+    return totals
 
 
 def _open(database: Path | None) -> sqlite3.Connection:
@@ -394,8 +407,8 @@ def read(
     Args:
         database: usage database of a provider.
         since: the first day, for example 2026-01-31.
-        damaged: called with a message for every row with a value that is not a count or not text. A damaged count is 0
-            in the bill; invalid characters are replaced.
+        damaged: called with a message for every row with a value that is not a count or not text, and for damaged
+            parts of journals. A damaged count is 0 in the bill; invalid characters are replaced.
 
     Raises:
         ConfigError: the file does not exist or is not a usage database.
@@ -409,7 +422,9 @@ def read(
             connection.execute("BEGIN")
             query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
             rows = [_read_row(values, damaged) for values in connection.execute(query, (since,))]
-            missing = [row for journal in found for row in _missing_rows(connection, journal) if str(row[0]) >= since]
+            missing = [
+                row for journal in found for row in _intact_rows(connection, journal, damaged) if str(row[0]) >= since
+            ]
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
     by_key = {tuple([row[name] for name in _KEY]): row for row in rows}
@@ -436,3 +451,16 @@ def _missing_rows(connection: sqlite3.Connection, journal: JournalReader) -> lis
     """The rows of a journal that the file does not have yet; no rows if the file does not list the journal."""
     settled = _settled(connection, journal.path.name)
     return [] if settled is None else _rows(journal.totals(), settled)
+
+
+def _intact_rows(
+    connection: sqlite3.Connection, journal: JournalReader, damaged: Callable[[str], None]
+) -> list[tuple[str | int, ...]]:
+    """As `_missing_rows`, for reading: damaged parts of the journal are reported and left out."""
+    if not all(_is_intact(key) for key, _ in journal.totals()):
+        damaged(f"{journal.path}: damaged slots, whose counts are not in the bill")
+    try:
+        return _missing_rows(connection, journal)
+    except _DamagedRecordError as error:
+        damaged(f"{journal.path}: {error}, so its counts are not in the bill")
+        return []

@@ -144,8 +144,8 @@ class JournalReader:
             return False
         return os.fstat(self._file).st_nlink > 0
 
-    def totals(self) -> Iterator[tuple[Key, Totals]]:
-        """Yield the keys and their totals, by slot."""
+    def totals(self) -> Iterator[tuple[Key | None, Totals]]:
+        """Yield the keys and their totals, by slot. The key of a damaged slot is None."""
         for start in range(0, _SIZE, _SLOT_BYTES):
             slot = self._slot(start)
             sequence = _SEQUENCE.unpack_from(slot)[0] if len(slot) == _SLOT_BYTES else 0
@@ -155,10 +155,10 @@ class JournalReader:
             where = _SEQUENCE.size + 2 * self._totals.size
             (length,) = _LENGTH.unpack_from(slot, where)
             where += _LENGTH.size
-            try:
-                key = msgspec.msgpack.decode(slot[where : where + length], type=Key)
-            except UNDECODABLE:  # also after a power cut
-                return
+            key = None
+            with contextlib.suppress(*UNDECODABLE):
+                if min(totals) >= 0:
+                    key = msgspec.msgpack.decode(slot[where : where + length], type=Key)
             yield key, totals
 
     def close(self) -> None:

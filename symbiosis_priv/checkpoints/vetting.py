@@ -34,6 +34,9 @@ _MAX_COUNT = 1 << 14  # limit of experts, labels and sizes, because Python build
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
 _SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
 _MAX_REPEATS = 2
+_MAX_NAMES = 1 << 12  # of an adapter's lists; PEFT compares each name with all others and with each module
+_MAX_PATTERNS = {"save": 1 << 6, "pattern": 1 << 10}  # of modules_to_save and rank_pattern: compiled for each module
+_TOKENS = ("token_indices", "trainable_token_indices")
 _METHOD = re.compile(r"[A-Za-z0-9_]{1,64}")
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -70,9 +73,7 @@ def vet(folder: Path) -> dict[str, Any]:
                 f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
                 f"verified; if you trust the rest of it, delete that entry"
             )
-        most = _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
-        if any(n > most for n in _numbers(value)):
-            raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
+        _check_numbers(path, key, value)
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
         if key in _KERNELS and any(
@@ -111,6 +112,11 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has an entry {key}, which an adapter must not set; delete it")
         if key.endswith(("_path", "_file")) and not key.endswith("name_or_path") and value:
             raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
+        if key == "shadow_model" and value != "mirror":
+            raise CheckpointError(f"{path} names another model to load ({key}); use an adapter with 'mirror'")
+        most = _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
+        if isinstance(value, list | dict) and len(value) > most and key not in _TOKENS:
+            raise CheckpointError(f"{path} has {len(value)} entries in {key}, and at most {most} are allowed")
     for key in config:
         if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
             _check_patterns(path, key, config[key])
@@ -126,6 +132,8 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     for key, (asked, held) in _sizes(config, folder / "adapter_model.safetensors").items():
         if not isinstance(asked, int) or asked > held:
             raise CheckpointError(f"{path} states {key} = {str(asked)[:40]}, but its tensors allow {held} at most")
+    for key, value in _entries(config):
+        _check_numbers(path, key, value)
     return config
 
 
@@ -136,8 +144,6 @@ def _check_patterns(path: Path, key: str, value: Any) -> None:
     (`target_modules` and its like may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.)
     """
     patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | dict) else []
-    if len(patterns) > _MAX_COUNT:
-        raise CheckpointError(f"{path} has {len(patterns)} entries in {key}, more than any model has modules")
     for pattern in map(str, patterns):
         if not _SIMPLE_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MAX_REPEATS:
             raise CheckpointError(f"{path} has the pattern {pattern[:40]!r} in {key}; write module names in full")
@@ -149,7 +155,8 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
     repeated = config.get("layer_replication")
     tokens = config.get("num_virtual_tokens")
     entries = config.get("theta_d_length")  # length of a vector that Uni-LoRA creates with numpy
-    if not repeated and not tokens and not entries:
+    listed = [config[key] for key in _TOKENS if config.get(key)]
+    if not repeated and not tokens and not entries and not listed:
         return {}
     try:
         with safe_open(tensors, framework="pt") as file:
@@ -159,6 +166,10 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
     found: dict[str, tuple[Any, int]] = {}
     if entries:
         found["theta_d_length"] = entries, max((n for shape in shapes.values() for n in shape), default=0)
+    for indices in listed:  # a row of a tensor for each index
+        lists = indices.values() if isinstance(indices, dict) else [indices]
+        longest = max((len(each) for each in lists if isinstance(each, list)), default=None)
+        found["token_indices"] = longest, max((shape[0] for shape in shapes.values() if shape), default=0)
     if tokens:
         rows, width = (*shapes.get("prompt_embeddings", ()), 0, 0)[:2]
         limits = {"num_virtual_tokens": rows if width else 0, "token_dim": width}
@@ -176,6 +187,13 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
             layers = None
         found["layer_replication"] = layers, _MAX_LAYERS
     return found
+
+
+def _check_numbers(path: Path, key: str, value: Any) -> None:
+    """Refuse a number of layers, experts or labels for which Python would build modules without end."""
+    most = _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
+    if any(n > most for n in _numbers(value)):
+        raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -1,17 +1,24 @@
 """Parses `host:port`, opens listening sockets, finds IP addresses that a registry must not list, and checks `Host`
 headers."""
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Container, Sequence
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from symbiosis_priv.errors import ConfigError
 
 _PORT_DIGITS: Final = 5
 _METADATA: Final = frozenset(
-    map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
+    map(
+        ipaddress.ip_address,
+        (
+            *("100.100.100.200", "168.63.129.16", "192.0.0.192"),  # Alibaba, Azure, Oracle
+            *("fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"),  # AWS, Google, Oracle, Scaleway
+        ),
+    )
 )  # metadata services of clouds that have no link-local address
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
@@ -27,7 +34,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def is_internal(address: str) -> bool:
-    """Returns True for an IP address of this machine, of its link or of a cloud's metadata service, and for an address
+    """Returns True for a loopback address, an address of the link or of a cloud's metadata service, and for an address
     that is not unicast. False for every other address, private networks included, and for a name.
     """
     try:
@@ -39,6 +46,15 @@ def is_internal(address: str) -> bool:
     return (
         ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip.is_reserved or ip in _METADATA
     )
+
+
+def is_own(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
+    """Returns True for an address of this machine's network interfaces: the kernel would use it as the source too.
+    Sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(address)
+        return bool(probe.getsockname()[0] == address[0])
+    return False
 
 
 def listen(address: str, *, backlog: int) -> socket.socket:

@@ -26,7 +26,7 @@ from torch import Tensor
 from symbiosis_priv.certificates.reading import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.network import tls, wire
-from symbiosis_priv.network.addresses import is_internal
+from symbiosis_priv.network.addresses import is_internal, is_own
 from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class ClientConnection:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
         refusal: OSError | None = None
         for family, kind, protocol, _, address in self._addresses(deadline):
-            if self._remote_only and is_internal(address[0]):
+            if self._remote_only and (is_internal(address[0]) or is_own(family, address)):
                 refusal = OSError(f"{address[0]} is not an address that a registry may lead to")
                 continue
             candidate = self._socket = socket.socket(family, kind, protocol)

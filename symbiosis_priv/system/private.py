@@ -126,7 +126,8 @@ class PrivateFolder:
         if open_to_others or not _is_own(status):
             raise ConfigError(
                 f"other users can change {self.path} and replace its content: chown it to this user and "
-                f"`chmod go-w` it, or choose another cache folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)"
+                f"`chmod go-w` it, or choose another folder (for the cache: RemoteConfig(cache=...), "
+                f"SYMBIOSIS_PRIV_CACHE)"
             )
 
     def _delete(self, name: str) -> str:

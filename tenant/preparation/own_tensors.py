@@ -21,6 +21,7 @@ from symbiosis_priv.errors import CheckpointError
 
 _TOKENIZER = (
     *("tokenizer*", "*vocab*", "merges*", "*tokens*.json", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
+    *("*.tokenizer", "word_*.json", "byte_maps.json"),
     *("dict.txt", "tekken.json", "emoji.json", "normalizer.json", "processor_config.json"),
     *("*.jinja", "*chat_template*", "additional_chat_templates/*"),
 )

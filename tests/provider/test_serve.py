@@ -192,6 +192,15 @@ def test_a_socket_that_others_could_reach_is_refused(configure: Configure, socke
         Provider(configure(executor=executor)).start()
 
 
+def test_a_socket_whose_folder_others_could_replace_is_refused(configure: Configure, socket_folder: Path) -> None:
+    """Whoever can write to a folder above the socket's folder can put another executor in its place."""
+    socket_folder.mkdir(mode=0o777)
+    socket_folder.chmod(0o777)
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/own/executor.sock")
+    with pytest.raises(ConfigError, match="other users can change"):
+        Provider(configure(executor=executor)).start()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can enter what is another user's alone")
 def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socket_folder: Path) -> None:
     socket_folder.mkdir(mode=0o700)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet_adapter
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from tenant.model.hf import RemoteConfig, backend_of
@@ -61,6 +61,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         }
         refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, scratch / "cache")))
         refused["verification keys of another user"] = _refuses_planted_keys(lab, scratch / "shared")
+        refused["an adapter that names another model to load"] = _refuses_another_model(lab, scratch / "shadow")
         refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, scratch / "run", cache)
     return refused
 
@@ -109,6 +110,19 @@ def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
     shared.chmod(0o777)
     try:
         prepare(None, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
+    except SymbiosisError:
+        return True
+    return False
+
+
+def _refuses_another_model(lab: Lab, folder: Path) -> bool:
+    """Returns True if the tenant does not load an adapter for which PEFT would load a second model."""
+    folder.mkdir()
+    save_file({}, folder / "adapter_model.safetensors")
+    said = {"peft_type": "SHADOW", "shadow_model": str(lab.store.path)}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    try:
+        vet_adapter(folder)
     except SymbiosisError:
         return True
     return False

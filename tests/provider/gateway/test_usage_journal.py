@@ -2,16 +2,18 @@
 
 import contextlib
 import os
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider.gateway import usage_journal
-from provider.gateway.usage import UsageCounters, UsageCounts, read
+from provider.gateway.usage import COUNTED, UsageCounters, UsageCounts, read
 from provider.gateway.usage_journal import Journal, journals
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -135,7 +137,7 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "usage.sqlite", fields=2)
 
 
-def found(journal: Journal, folder: Path) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+def found(journal: Journal, folder: Path) -> list[tuple[tuple[str, ...] | None, tuple[int, ...]]]:
     with journals(folder / "usage.sqlite", fields=2) as readers:
         (reader,) = readers
         return list(reader.totals())
@@ -180,6 +182,41 @@ def test_what_a_power_cut_leaves_of_a_journal_can_be_read(kept: int, journal: Jo
     path = tmp_path / journal.name
     path.write_bytes(path.read_bytes()[:kept])
     assert found(journal, tmp_path) == [(("alice",), (1, 2))][: kept // 512]
+
+
+@pytest.mark.parametrize("damage", ["key", "length", "negative", "short key", "note", "note's totals"])
+def test_a_damaged_slot_or_note_stops_neither_the_bill_nor_the_counting(damage: str, tmp_path: Path) -> None:
+    """One damaged slot hid all later slots, or stopped the bill and the next start."""
+    database = tmp_path / "usage.sqlite"
+    usage = UsageCounters(database)
+    for tenant in TENANTS[:3]:
+        count(usage, tenant)
+    name = usage._journals[-1].name
+    kill(usage)
+    path, slot = database.with_name(name), usage_journal._SLOT_BYTES
+    content, at = bytearray(path.read_bytes()), usage_journal._SEQUENCE.size + 2 * 8 * len(COUNTED)
+    if damage == "key":
+        content[slot + at + 8] = 0xC1  # no type of msgpack
+    elif damage == "length":
+        content[slot + at : slot + at + 8] = b"\xff" * 8
+    elif damage == "negative":
+        content[slot + 8 : slot + at] = b"\xff" * (at - 8)
+    elif damage == "short key":
+        content[slot + at : slot + at + 8] = len(msgspec.msgpack.encode(KEY[:3])).to_bytes(8, "little")
+        content[slot + at + 8 : slot + at + 8 + 64] = msgspec.msgpack.encode(KEY[:3]).ljust(64, b"\0")
+    path.write_bytes(content)
+    if damage.startswith("note"):
+        note = b"\xc1" if damage == "note" else msgspec.msgpack.encode([(1,)])
+        with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("UPDATE journals SET settled = ?", (note,))
+    said: list[str] = []
+    left = {"alice": 1, "carol": 1} if not damage.startswith("note") else {}
+    assert {row["tenant"]: row["requests"] for row in read(database, damaged=said.append)} == left
+    assert len(said) == 1
+    assert name in said[0]
+    if left:
+        with contextlib.closing(UsageCounters(database)):
+            assert billed(database) == left
 
 
 def test_nothing_but_files_is_read(tmp_path: Path) -> None:

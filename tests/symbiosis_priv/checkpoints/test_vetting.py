@@ -127,6 +127,12 @@ ADAPTER = {"peft_type": "LORA", "r": 4}
         {"peft_type": "XLORA", "adapters": {"one": "evil/adapter"}},
         {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "/elsewhere/evil.bin"},
         {"corda_config": {"cache_file": "/elsewhere/evil.pt"}},
+        {"peft_type": "SHADOW", "shadow_model": "/elsewhere/model"},  # with AutoModel.from_pretrained
+        {"target_modules": [f"m{number}" for number in range(1 << 15)]},  # PEFT compares each with each module
+        {"target_parameters": [f"m{number}" for number in range(1 << 15)]},
+        {"modules_to_save": [f"m{number}" for number in range(100)]},  # compiled as a pattern for each module
+        {"rank_pattern": {f"m{number}": 1 for number in range(1 << 11)}},
+        {"peft_type": "PEANUT", "depth": 10**9},
         {"peft_type": "LORA" * 17},  # a task's name is made of it
         {"peft_type": ["LORA"]},
     ],
@@ -152,12 +158,22 @@ def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entri
         {"layer_replication": [[0, 2], [0, 2]], "r": 4, "rank_pattern": {"q_proj": 10**6}},
         {"layer_replication": [[0, 2]] * 2000, "r": 4},
         {"layer_replication": [1], "r": 4},
+        {"peft_type": "TRAINABLE_TOKENS", "token_indices": [0] * 17},
+        {"trainable_token_indices": {"embed_tokens": [0] * 17}},
+        {"trainable_token_indices": [0] * (1 << 15)},
+        {"trainable_token_indices": 10**9},
     ],
 )
 def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entries: dict[str, Any]) -> None:
     tensors = {"prompt_embeddings": torch.zeros(8, 16), "model.q_proj.lora_A.weight": torch.zeros(4, 16)}
+    tensors["model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.zeros(16, 4)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    honest = {"num_virtual_tokens": 8, "token_dim": 16, "layer_replication": [[0, 2], [0, 2]]}
+    honest = {
+        "num_virtual_tokens": 8,
+        "token_dim": 16,
+        "layer_replication": [[0, 2], [0, 2]],
+        "token_indices": [0] * 16,
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | honest))
     assert vet_adapter(tmp_path)["r"] == 4
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))

@@ -1,5 +1,6 @@
 """Addresses as people write them."""
 
+import socket
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
@@ -7,8 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import is_internal, parse_address
+from symbiosis_priv.network.addresses import is_internal, is_own, parse_address
 
+METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
+"""IPv6 addresses of the metadata services of AWS, Google, Oracle and Scaleway."""
 VISIBLE = st.characters(exclude_categories=["C", "Z"], exclude_characters="[]")
 
 
@@ -51,6 +54,12 @@ def test_internal_addresses_are_recognised_in_every_form(address: IPv4Address) -
     assert is_internal(str(IPv6Address((0x2002 << 112) + (int(address) << 80))))  # 6to4
 
 
-@pytest.mark.parametrize("address", ["::1", "::", "fe80::1", "fe80::1%lo", "ff02::1", "fd00:ec2::254"])
+@pytest.mark.parametrize("address", ["::1", "::", "fe80::1", "fe80::1%lo", "ff02::1", *METADATA])
 def test_internal_addresses_of_ipv6(address: str) -> None:
     assert is_internal(address)
+
+
+def test_an_address_of_this_machine_is_its_own_and_no_other_is() -> None:
+    """Loopback is an interface of this machine; documentation addresses (RFC 5737) are not."""
+    assert is_own(socket.AF_INET, ("127.0.0.1", 80))
+    assert not is_own(socket.AF_INET, ("203.0.113.7", 80))

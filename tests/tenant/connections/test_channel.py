@@ -27,7 +27,7 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.network import wire
+from symbiosis_priv.network import dial, wire
 from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
@@ -397,10 +397,13 @@ def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewPr
     assert impostor.hellos == []
 
 
+@pytest.mark.parametrize("internal", [True, False], ids=["loopback", "another interface"])
 def test_an_executor_from_a_registry_is_not_reached_on_this_machine(
-    new_provider: NewProvider, connect: NewChannel
+    internal: bool, new_provider: NewProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = new_provider()
+    if not internal:  # an address of a network interface is not internal, but it is this machine's
+        monkeypatch.setattr(dial, "is_internal", lambda address: False)
     with pytest.raises(TransportError, match="not an address"):
         ask(connect(replace(provider.peer("executor"), remote_only=True), deadline_s=0.5))
     assert provider.hellos == []

@@ -22,10 +22,10 @@ from tenant.bench.cli_options import (
     Json,
     Masking,
     Maskings,
+    Progress,
     Repeat,
     Rows,
     Seconds,
-    Tell,
     Threads,
     Tokens,
     finish,
@@ -83,7 +83,7 @@ def step(
     from tenant.bench.steps_and_tokens import measure_step
 
     task = Step(batch=batch, tokens=tokens)
-    _contest("step", partial(measure_step, shape=shape, task=task), shape, masking, effort, json)
+    _compare("step", partial(measure_step, shape=shape, task=task), shape, masking, effort, json)
 
 
 @app.command()
@@ -102,19 +102,19 @@ def token(
     from tenant.bench.steps_and_tokens import measure_token
 
     task = Generate(prompt=prompt, tokens=tokens)
-    _contest("token", partial(measure_token, shape=shape, task=task), shape, masking, effort, json)
+    _compare("token", partial(measure_token, shape=shape, task=task), shape, masking, effort, json)
 
 
-def _contest(
+def _compare(
     benchmark: str, work: Callable[..., list[Row]], shape: Llama, masking: str, effort: Effort, json: Path | None
 ) -> None:
-    from tenant.bench.steps_and_tokens import contest
+    from tenant.bench.steps_and_tokens import comparison
 
     maskings = [scheme(name) for name in masking.split(",")]
 
-    def run(folder: Path, tell: Tell) -> list[Row]:
-        with contest(folder, shape, maskings, effort) as running:
-            return work(running, maskings=maskings, repeat=effort.repeat, on_turn=tell)
+    def run(folder: Path, progress: Progress) -> list[Row]:
+        with comparison(folder, shape, maskings, effort) as running:
+            return work(running, maskings=maskings, repeat=effort.repeat, on_turn=progress)
 
     measure(benchmark, json, run)
 
@@ -143,7 +143,7 @@ def scale(
     found = measure(
         "scale",
         json,
-        lambda folder, tell: measure_scale(folder, **points, masking=name, effort=effort, on_turn=tell),
+        lambda folder, progress: measure_scale(folder, **points, masking=name, effort=effort, on_turn=progress),
     )
     for axis, file in pictures.items():
         write_atomically(file, picture(found, axis).encode())
@@ -190,7 +190,7 @@ def linear(
     measure(
         "linear",
         json,
-        lambda folder, tell: measure_linears(
+        lambda folder, progress: measure_linears(
             folder, widths=sizes, row_counts=counts, masking=name, repeat=repeat, threads=threads
         ),
     )
@@ -230,7 +230,7 @@ def network(
     if batch % overlap:
         raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
     conditions = [Condition.parse(text) for text in condition.split(",")]
-    with measuring() as (folder, tell):
+    with measuring() as (folder, progress):
         rows, emulated = measure_network(
             folder,
             shape,
@@ -241,7 +241,7 @@ def network(
             maskings=[scheme(name) for name in masking.split(",")],
             kind=next((kind for kind in KINDS if kind == link), None),
             effort=effort,
-            on_turn=tell,
+            on_turn=progress,
         )
     for work in dict.fromkeys(row["work"] for row in rows):
         show([{name: row[name] for name in row if name != "difference"} for row in rows if row["work"] == work])
@@ -260,7 +260,7 @@ def moved(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -
     from tenant.bench.network.moved_bytes import moved_bytes
 
     maskings = [scheme(name) for name in masking.split(",")]
-    measure("bytes", json, lambda folder, tell: moved_bytes(maskings))
+    measure("bytes", json, lambda folder, progress: moved_bytes(maskings))
 
 
 @app.command()
@@ -314,7 +314,7 @@ def provider(
         seconds=seconds,
         threads=threads,
     )
-    found = measure("provider", json, lambda folder, tell: (row for row, _ in measured(folder)))
+    found = measure("provider", json, lambda folder, progress: (row for row, _ in measured(folder)))
     if picture is not None:
         write_atomically(picture, many_tenants.picture(found).encode())
     refuse_wrong(found, "wrong")
@@ -338,7 +338,7 @@ def tasks(
     measure(
         "tasks",
         json,
-        lambda folder, tell: measure_tasks(
+        lambda folder, progress: measure_tasks(
             folder,
             shape,
             tasks=tasks,
@@ -346,7 +346,7 @@ def tasks(
             tokens=tokens,
             traffic=traffic,
             effort=effort,
-            on_turn=tell,
+            on_turn=progress,
         ),
     )
 
@@ -371,7 +371,9 @@ def endpoint(
 
     checkpoint = None if model is None else resolve(model)
     work = partial(measure_streams, streams=streams, prompt=prompt, tokens=tokens, masking=scheme(masking))
-    measure("endpoint", json, lambda folder, tell: work(folder, checkpoint or shape, effort=effort, on_turn=tell))
+    measure(
+        "endpoint", json, lambda folder, progress: work(folder, checkpoint or shape, effort=effort, on_turn=progress)
+    )
 
 
 @app.command()
@@ -392,7 +394,7 @@ def bits(
     found = measure(
         "bits",
         json,
-        lambda folder, tell: compare_bits(folder, scenarios=scenarios, variants=variants, seconds=seconds),
+        lambda folder, progress: compare_bits(folder, scenarios=scenarios, variants=variants, seconds=seconds),
     )
     refuse_wrong(found, "wrong", "tenants_with_other_answers_alone")
 
@@ -421,7 +423,7 @@ def kernels(
     measure(
         "kernels",
         json,
-        lambda folder, tell: (row for inputs, outputs in shapes for row in timed(inputs=inputs, outputs=outputs)),
+        lambda folder, progress: (row for inputs, outputs in shapes for row in timed(inputs=inputs, outputs=outputs)),
     )
 
 
@@ -450,13 +452,13 @@ def quality(
     measure(
         "quality",
         json,
-        lambda folder, tell: measure_quality(
+        lambda folder, progress: measure_quality(
             fetch(folder) if model is None else model,
             text=words,
             tokens=tokens,
             rings=rings,
             weight_bits=counts,
-            tell=tell,
+            progress=progress,
         ),
     )
 

@@ -45,7 +45,7 @@ Maskings = Annotated[
 ]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def pairs(text: str, option: str) -> list[tuple[int, int]]:
     return counts
 
 
-def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iterable[Row]]) -> list[Row]:
+def measure(benchmark: str, json: Path | None, work: Callable[[Path, Progress], Iterable[Row]]) -> list[Row]:
     """Run a benchmark, then show its figures and goals, and write them to the file that --json names.
 
     Args:
@@ -116,17 +116,17 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
         work: returns the rows; called with an empty folder and a function that shows progress.
     """
     rows = []
-    with measuring() as (folder, tell):
-        for row in work(folder, tell):
+    with measuring() as (folder, progress):
+        for row in work(folder, progress):
             rows.append(row)
-            tell(f"{len(rows)} measured")
+            progress(f"{len(rows)} measured")
     show(rows)
     finish(benchmark, json, rows)
     return rows
 
 
 @contextmanager
-def measuring() -> Iterator[tuple[Path, Tell]]:
+def measuring() -> Iterator[tuple[Path, Progress]]:
     """Context manager: yields a temporary folder and a function that shows progress."""
     quiet()
     console = terminal.console(stderr=True)

@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.wheels import unpack_wheel
 from symbiosis_priv.limits import GroupIndex, RingBits
-from tenant.bench.cli_options import Tell
+from tenant.bench.cli_options import Progress
 from tenant.bench.results.result_file import Row
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
@@ -65,7 +65,7 @@ def measure_quality(
     tokens: int,
     rings: Sequence[RingBits],
     weight_bits: Sequence[int],
-    tell: Tell,
+    progress: Progress,
 ) -> Iterator[Row]:
     """Yield a row for bfloat16, and for every ring with every number of weight bits.
 
@@ -76,12 +76,12 @@ def measure_quality(
     """
     blocks = _blocks(model, text, tokens)
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    tell("bfloat16")
+    progress("bfloat16")
     rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
     bfloat16 = compare_embeddings(reference, rounded, blocks)
     yield _row("bfloat16", None, None, bfloat16, bfloat16, None)
     for ring_bits, bits in itertools.product(rings, weight_bits):
-        tell(f"ring of {ring_bits} bits, {bits} weight bits")
+        progress(f"ring of {ring_bits} bits, {bits} weight bits")
         config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
         split = AutoModel.from_pretrained(
             model, dtype=torch.float32, quantization_config=config, trust_remote_code=False

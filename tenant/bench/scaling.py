@@ -35,7 +35,7 @@ def measure_scale(
 
     Args:
         rows, widths, depths: the points; widths must be multiples of 64.
-        effort, on_turn: see `measure_step` and `contest`.
+        effort, on_turn: see `measure_step` and `comparison`.
     """
     measured: dict[tuple[int, int], list[Row]] = {}
     base = (widths[0], depths[0])
@@ -43,7 +43,7 @@ def measure_scale(
         shape = Llama(width=width, layers=depth, inner=_inner(width))
         folder = directory / f"{width}-{depth}"
         folder.mkdir(parents=True)
-        with steps_and_tokens.contest(folder, shape, [masking], effort) as running:
+        with steps_and_tokens.comparison(folder, shape, [masking], effort) as running:
             for count in rows if (width, depth) == base else rows[:1]:
                 on_turn(f"width {width}, {depth} layers, {count} rows")
                 task = Step(batch=1, tokens=count)

@@ -44,8 +44,8 @@ class TurnCost:
     helper_cpu_s: float
 
 
-class Contest:
-    """Running providers and tenants, made by `contest`."""
+class Comparison:
+    """Running providers and tenants, made by `comparison`."""
 
     def __init__(self, local: LocalFederation, tenants: dict[str, Child[Task, list[Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
@@ -93,7 +93,7 @@ def _cpu_when_idle(pids: Sequence[int]) -> list[float]:
 
 
 @contextmanager
-def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effort) -> Iterator[Contest]:
+def comparison(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effort) -> Iterator[Comparison]:
     """Context manager: start an executor, a helper, the whole model (named `WHOLE`), and a tenant for each masking.
 
     Args:
@@ -109,16 +109,22 @@ def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effo
             name: stack.enter_context(Child(f"tenant {name}", serve_tenant, model, remote, effort.threads)).wait_ready()
             for name, remote in remotes.items()
         }
-        yield Contest(local, tenants)
+        yield Comparison(local, tenants)
 
 
 def measure_step(
-    running: Contest, shape: Llama, task: Step, maskings: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
+    running: Comparison,
+    shape: Llama,
+    task: Step,
+    maskings: Sequence[str],
+    *,
+    repeat: int,
+    on_turn: Callable[[str], None],
 ) -> list[Row]:
     """Measure, and return a row per variant with medians over `repeat` turns, after a warm-up turn.
 
     Args:
-        running: a contest with a tenant per masking scheme.
+        running: a comparison with a tenant per masking scheme.
     """
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
@@ -147,7 +153,7 @@ def measure_step(
 
 
 def measure_token(
-    running: Contest,
+    running: Comparison,
     shape: Llama,
     task: Generate,
     maskings: Sequence[str],
@@ -175,7 +181,7 @@ def measure_token(
 
 
 def _turns(
-    running: Contest, task: Task, names: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
+    running: Comparison, task: Task, names: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
 ) -> dict[str, list[TurnCost]]:
     turns: dict[str, list[TurnCost]] = {name: [] for name in names}
     for turn in range(_WARM_UP + repeat):

@@ -92,14 +92,14 @@ def probe_all(
         peers: the providers to probe; all providers of the federation if None.
     """
     probes = [ProviderProbe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
-    threads = [threading.Thread(target=probe.look, args=(timeout,), daemon=True) for probe in probes]
+    threads = [threading.Thread(target=probe.run, args=(timeout,), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:
         thread.start()
     for thread, probe in zip(threads, probes, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            probe.give_up(f"{probe.name} did not answer within {timeout:g} s; {_SLOW}")
+            probe.abort(f"{probe.name} did not answer within {timeout:g} s; {_SLOW}")
     for probe in probes:  # one at a time, because parallel measurements would share network and cores
         if preparation is not None and probe.finding.failure is None:
             probe.measure(timeout)
@@ -108,7 +108,7 @@ def probe_all(
 
 
 class ProviderProbe:
-    """Probes one provider and records failures in `finding`. For one thread; another thread may call `give_up`."""
+    """Probes one provider and records failures in `finding`. For one thread; another thread may call `abort`."""
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
         self.finding = Finding(peer)
@@ -119,14 +119,14 @@ class ProviderProbe:
         self._welcome: wire.Welcome | None = None
         self._deadline = 0.0
 
-    def look(self, timeout: float) -> None:
+    def run(self, timeout: float) -> None:
         """Probe everything except throughput."""
         self._guarded(timeout, self._look)
 
     def measure(self, timeout: float) -> None:
         self._guarded(timeout, self._measure)
 
-    def give_up(self, failure: str) -> None:
+    def abort(self, failure: str) -> None:
         """Replace the finding by a failure and break the connection, while the probing thread still waits."""
         self.finding = Finding(self.finding.peer, failure)
         connection, self._connection = self._connection, None

@@ -86,11 +86,11 @@ class _Waiting:
     class because a generator takes longer than many steps of a product."""
 
     def __enter__(self) -> None:
-        if (part := _of_thread.part) is not None:
+        if (part := _thread_state.part) is not None:
             part.end_turn()
 
     def __exit__(self, *exception: object) -> None:
-        if (part := _of_thread.part) is not None:
+        if (part := _thread_state.part) is not None:
             part.take_turn()
 
 
@@ -138,7 +138,7 @@ class _Part:
         self._random: list[Tensor] | None = None
 
     def run(self, work: Callable[[], R], modes: Callable[[], ExitStack]) -> R:
-        _of_thread.part = self
+        _thread_state.part = self
         self.take_turn()
         try:
             with modes():
@@ -162,11 +162,11 @@ class _Part:
         self._turns.lock.release()
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     part: _Part | None = None
 
 
-_of_thread = _OfThread()
+_thread_state = _ThreadState()
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _gradients(trained: Sequence[nn.Parameter], parts: Sequence[_Part]) -> Itera
 
 
 def _set_aside(parameter: Tensor) -> None:
-    part, gradient = _of_thread.part, parameter.grad
+    part, gradient = _thread_state.part, parameter.grad
     assert part is not None
     assert gradient is not None
     part.gradients.append((parameter, gradient))

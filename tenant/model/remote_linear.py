@@ -32,7 +32,7 @@ from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tenant.model.overlap import waiting
 
 
-class Rider(Protocol):
+class AdapterRows(Protocol):
     """Rows of an adapter that are sent with a layer group's forward request, masked and verified like all rows."""
 
     member: int
@@ -53,9 +53,9 @@ class LayerGroup:
         self.index = index
         self.weights = weights
         self.inputs = backend.facts[index].entry.inputs
-        self.riders: weakref.WeakSet[Rider] = weakref.WeakSet()
+        self.adapter_rows: weakref.WeakSet[AdapterRows] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
-        self._of_thread = _OfThread()
+        self._thread_state = _ThreadState()
         self.handle = torch_compile.register(self)
 
     def output(self, x: Tensor, member: int) -> Tensor:
@@ -64,8 +64,8 @@ class LayerGroup:
             return self._output(x, member)
 
     def _output(self, x: Tensor, member: int) -> Tensor:
-        of_thread = self._of_thread
-        pending = of_thread.pending
+        state = self._thread_state
+        pending = state.pending
         if pending is None or not pending.is_for(x) or pending.parts[member] is None:
             parts: tuple[Tensor, ...]
             if torch.is_grad_enabled():
@@ -74,10 +74,10 @@ class LayerGroup:
                 parts = torch_compile.forward(self, x, output_dtype(x))
             if len(parts) == 1:  # there are no siblings
                 return parts[0]
-            pending = of_thread.pending = _Pending(x, list(parts))
+            pending = state.pending = _Pending(x, list(parts))
         part, pending.parts[member] = pending.parts[member], None
         if all(p is None for p in pending.parts):
-            of_thread.pending = None
+            state.pending = None
         assert part is not None
         return part
 
@@ -87,24 +87,28 @@ class LayerGroup:
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute each member's output, in `dtype`, with one backend call."""
-        if len(self.riders) and (riders := [(r, extra) for r in self.riders if (extra := r.rows()) is not None]):
-            return self._forward_with(riders, x, dtype)
+        if len(self.adapter_rows) and (
+            sent := [(r, extra) for r in self.adapter_rows if (extra := r.rows()) is not None]
+        ):
+            return self._forward_with(sent, x, dtype)
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
         self.multiply(FORWARD, [rows], [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)])
         return parts
 
-    def _forward_with(self, riders: list[tuple[Rider, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Compute the outputs of `x` and of the riders' rows with one backend call, in the wider of the dtypes."""
+    def _forward_with(
+        self, sent: list[tuple[AdapterRows, Tensor]], x: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Compute the outputs of `x` and of the adapter rows with one backend call, in the wider of the dtypes."""
         wide = torch.promote_types(dtype, torch.float32)
         own = x.reshape(-1, x.shape[-1])
-        rows = torch.cat([own.to(wide), *(extra.to(wide) for _, extra in riders)])
+        rows = torch.cat([own.to(wide), *(extra.to(wide) for _, extra in sent)])
         parts = [torch.empty((len(rows), width), dtype=wide, device=x.device) for width in self._outputs]
         self.multiply(FORWARD, [rows], parts)
         start = len(own)
-        for rider, extra in riders:
-            rider.take(parts[rider.member][start : start + len(extra)])
+        for source, extra in sent:
+            source.take(parts[source.member][start : start + len(extra)])
             start += len(extra)
         return tuple(
             part[: len(own)].clone().to(dtype).view(shape) for part, shape in zip(parts, self.shapes(x), strict=True)
@@ -132,8 +136,8 @@ class LayerGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # a copied model shares the session, not the pending outputs
         twin = memo[id(self)] = type(self)(self.backend, self.index, self.weights)
-        for rider in self.riders:
-            twin.riders.add(copy.deepcopy(rider, memo))
+        for source in self.adapter_rows:
+            twin.adapter_rows.add(copy.deepcopy(source, memo))
         return twin
 
 
@@ -152,7 +156,7 @@ class _Pending:
         return self._copy is None or torch.equal(self._copy, x)
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """The pending outputs of a group, per thread, because each thread runs the model on its own input."""
 
     pending: _Pending | None = None

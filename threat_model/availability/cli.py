@@ -10,8 +10,8 @@ from symbiosis_priv.errors import ProtocolError
 from tenant.bench.cli_options import (
     HALF_THE_CORES,
     Json,
+    Progress,
     Seconds,
-    Tell,
     Threads,
     measure,
     numbers,
@@ -41,7 +41,7 @@ def abuse(
     rows = measure(
         "abuse",
         json,
-        lambda folder, tell: measure_abuse(folder, hidden=hidden, seconds=seconds, visits=visits, threads=threads),
+        lambda folder, progress: measure_abuse(folder, hidden=hidden, seconds=seconds, visits=visits, threads=threads),
     )
     refuse_wrong(rows, "wrong")
 
@@ -51,8 +51,8 @@ def chaos(*, work: TenantWork = _WORK, killing: Killing = _KILLING, json: Json =
     """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs."""
     from threat_model.availability.chaos import run_chaos
 
-    def run(folder: Path, tell: Tell) -> Iterable[Row]:
-        found = run_chaos(folder, work, killing, on_event=tell)
+    def run(folder: Path, progress: Progress) -> Iterable[Row]:
+        found = run_chaos(folder, work, killing, on_event=progress)
         return found.rows(generations=work.generations, every_s=killing.every)
 
     found = measure("chaos", json, run)
@@ -79,7 +79,7 @@ def ranks(
     found = measure(
         "ranks",
         json,
-        lambda folder, tell: measure_ranks(folder, shape, sharding, groups=counts, on_event=tell),
+        lambda folder, progress: measure_ranks(folder, shape, sharding, groups=counts, on_event=progress),
     )
     refuse_wrong(found, "wrong")
     if unnamed := [str(row["lost"]) for row in found if row["named"] != "yes"]:

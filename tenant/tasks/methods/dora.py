@@ -30,8 +30,8 @@ class RemoteDora(DoraLinearLayer):
         self.weight = module.lora_magnitude_vector[adapter].weight
         by_row = layer.weight.detach().t() if module.fan_in_fan_out else layer.weight.detach()
         self.register_buffer("squares", by_row.to(torch.float32).square().sum(1), persistent=False)
-        self._rider = _RowsOfA(module, adapter, layer.member)
-        layer.group.riders.add(self._rider)
+        self._rows_of_a = _RowsOfA(module, adapter, layer.member)
+        layer.group.adapter_rows.add(self._rows_of_a)
 
     def forward(
         self,
@@ -61,9 +61,9 @@ class RemoteDora(DoraLinearLayer):
     @torch.no_grad()
     def _norm(self, a: Tensor, b: Tensor, scaling: float, layer: RemoteLayer) -> Tensor:
         """Return the norms of the rows of `W + s B A`, float32 `[o]`. As in PEFT, no gradient flows through them."""
-        if self._rider.rows() is not None:
+        if self._rows_of_a.rows() is not None:
             layer(a)  # the layer's output came from a request that did not include the rows of `A`
-        image = self._rider.image - (0 if layer.bias is None else layer.stored_bias().to(a.device))
+        image = self._rows_of_a.image - (0 if layer.bias is None else layer.stored_bias().to(a.device))
         a, b = a.to(torch.float32), b.to(torch.float32)
         for part in layer.moved or ():
             image = image - part(a)

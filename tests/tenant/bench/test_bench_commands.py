@@ -17,7 +17,7 @@ from tenant.bench.cli_options import Effort
 from tenant.bench.measured_models import Llama
 from tenant.bench.processes.tenant_process import Generate
 from tenant.bench.results.result_file import Row, number, read
-from tenant.bench.steps_and_tokens import Contest, contest
+from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import spans
 
 
@@ -29,22 +29,24 @@ def bench(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
     shape = Llama(width=64, layers=1, inner=64)
-    with contest(tmp_path_factory.mktemp("contest"), shape, ["pad"], Effort(threads=1, pool_memory_mib=16)) as running:
+    with comparison(
+        tmp_path_factory.mktemp("comparison"), shape, ["pad"], Effort(threads=1, pool_memory_mib=16)
+    ) as running:
         yield running
 
 
 @pytest.fixture
-def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the running tenants and providers."""
 
     @contextmanager
-    def already(folder: Path, shape: Llama, maskings: Any, effort: Effort) -> Iterator[Contest]:
+    def already(folder: Path, shape: Llama, maskings: Any, effort: Effort) -> Iterator[Comparison]:
         assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
         yield running
 
-    monkeypatch.setattr(steps_and_tokens, "contest", already)
+    monkeypatch.setattr(steps_and_tokens, "comparison", already)
 
 
 def check_step(rows: list[Row], folder: Path, shown: str) -> None:
@@ -205,7 +207,7 @@ def test_bench_endpoint_compares_a_checkpoint_with_plain_transformers(tmp_path: 
     assert all(number(row["tokens_per_s"]) > 0 for row in rows)
 
 
-def test_a_turn_ends_when_all_processes_are_idle(running: Contest) -> None:
+def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
     turn = running.turn("pad", Generate(prompt=1, tokens=4))
     assert len(turn.seconds) == 4
     assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0

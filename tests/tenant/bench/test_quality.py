@@ -19,7 +19,9 @@ def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
     text = " ".join(map(str, range(40)))
-    rows = list(measure_quality(folder, text=text, tokens=30, rings=(32, 24), weight_bits=(10,), tell=lambda _: None))
+    rows = list(
+        measure_quality(folder, text=text, tokens=30, rings=(32, 24), weight_bits=(10,), progress=lambda _: None)
+    )
     assert [(row["arithmetic"], row["ring_bits"]) for row in rows] == [("bfloat16", None), ("ring", 32), ("ring", 24)]
     assert rows[0]["error_over_bfloat16"] == 1
     assert all(

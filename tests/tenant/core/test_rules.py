@@ -605,7 +605,7 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
     x = torch.randn(4, 64)
     with pytest.raises(VerificationError):
         group.output(x, 0)
-    assert group._of_thread.pending is None
+    assert group._thread_state.pending is None
     decode = passes.decode
     monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), []][1])
     session.routes.quarantined.parties.clear()

@@ -65,8 +65,7 @@ def _two_entries(part: Part, corrector: wraps.Corrector, numbers: Sequence[int],
 
 
 def _second(part: Part, rows: Sequence[int]) -> tuple[Rows, Column, Tensor]:
-    """Encode rows, so that their products can be put. Returns them, the second column, and the residues of the true
-    products, int64 `[n]`."""
+    """Encode rows. Returns them, the second column, and the residues of the true products, int64 `[n]`."""
     r, v = part.second()
     some = part.rows.selected([part.start + row for row in rows])
     residues = torch.empty(len(rows), dtype=torch.int64, device="cpu")

@@ -97,8 +97,8 @@ def check_output(
 
 @contextlib.contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Context manager: makes the output folder, and keeps other runs out of it. A new folder that stays empty is
-    removed. Raises `ConfigError`: another run uses the folder; `StorageError`: the folder cannot be made."""
+    """Context manager: make the output folder, and lock it against other runs. A new folder that stays empty is
+    removed. Raises `ConfigError` if another run uses the folder, `StorageError` if the folder cannot be made."""
     new = not output.exists()
     with storing(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,13 @@ def claimed(output: Path) -> Iterator[None]:
         except BlockingIOError:
             new = False
             raise ConfigError(f"another run uses --output {output}; wait for it, or choose another folder") from None
-        except OSError:  # a network file system may lock no folders
+        except OSError:  # a network file system may not support locks of folders
             pass
         yield
     finally:
         os.close(descriptor)
         if new:
-            with contextlib.suppress(OSError):  # it holds files
+            with contextlib.suppress(OSError):  # the folder has files
                 output.rmdir()
 
 

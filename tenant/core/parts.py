@@ -113,8 +113,7 @@ class Part:
         return [self._unchecked(first, *pad.open(row_range(answer, first, pad.rows))) for first, pad in placed]
 
     def put(self, rows: Sequence[int], some: Rows, products: Tensor) -> list[int]:
-        """Check products of some rows, int32 `[n, o]`, and write the results of those that pass. Returns the other
-        rows."""
+        """Check products of rows, int32 `[n, o]`, and write the results of those that pass. Returns the others."""
         product = UncheckedProduct(0, products, column=self.column, expected=self.expected[list(rows)])
         wrong = set(some.decode(product))
         right = [place for place in range(len(rows)) if place not in wrong]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis_priv.certificates.reading import Identity, Kind, load_pin, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
@@ -112,6 +113,7 @@ def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadl
     from symbiosis_priv.federation import load_federation
 
     federation = load_federation(path)
+    require_identity(Identity(federation.tenant_certificate, federation.tenant_key), kind=Kind.TENANT)
     if model is not None:
         resolve(model)
     with terminal.working("loading torch"):
@@ -146,6 +148,8 @@ def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadl
             f"keys request`, and ask the executor's operator to sign it"
         )
     host, port = parse_address(single.address)
+    load_pin(single.certificate)
+    require_identity(Identity(single.tenant_certificate, single.tenant_key), kind=Kind.TENANT)
     resolve(model)
     with terminal.working("loading torch"):
         from threat_model.conformance import Dialler, Subject

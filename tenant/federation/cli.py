@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from symbiosis_priv.certificates.reading import describe, fingerprint
+from symbiosis_priv.certificates.reading import Identity, Kind, describe, fingerprint, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
@@ -122,6 +122,7 @@ def check(
     The exit status is 1 if a provider fails, or if a layer or a helper is missing.
     """
     loaded = load_federation(federation)
+    require_identity(Identity(loaded.tenant_certificate, loaded.tenant_key), kind=Kind.TENANT)
     if model is not None:
         resolve(model)
     with terminal.working("loading torch"):
@@ -211,7 +212,9 @@ def _show(
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:
         raise typer.Exit(1)
-    console.print("every provider shows its pinned certificate, accepts its role and serves the model", soft_wrap=True)
+    console.print(
+        "every provider of the file shows its pinned certificate, accepts its role and serves the model", soft_wrap=True
+    )
     if preparation is not None:
         products = sum(finding.verified for finding in findings)
         console.print(f"every layer is served in both directions; {products} products match the pinned weights")

@@ -37,7 +37,7 @@ from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError, ConnectionLostError
+from symbiosis_priv.errors import CertificateError, ConfigError, ConnectionLostError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.harness.local import LocalFederation
@@ -853,5 +853,8 @@ def test_missing_arguments_are_named(place: Place) -> None:
         verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"), model=str(place.checkpoint))
     with pytest.raises(ConfigError, match="--model CHECKPOINT"):
         verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"))
+    files = {"tenant_certificate": Path("alice.pem"), "tenant_key": Path("alice.key")}
+    with pytest.raises(CertificateError, match=r"alpha\.pem"):
+        verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"), model=str(place.checkpoint), **files)
     with pytest.raises(ConfigError, match="--federation FILE"):
         verify_command()

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from symbiosis_priv import cli as root_cli
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.errors import CertificateError, CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import private_text
 from tenant.cli import app as cli
@@ -396,7 +397,16 @@ def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) 
 def test_federation_check_passes(local: LocalFederation) -> None:
     result = checked(federation_check(local.federation))
     assert result.exit_code == 0
-    assert "every provider shows its pinned certificate" in result.output
+    assert "every provider of the file shows its pinned certificate" in result.output
+
+
+def test_a_missing_certificate_of_the_tenant_is_not_a_providers_failure(local: LocalFederation) -> None:
+    path = changed(local, local.directory / "without.toml", r"tenant\.pem", "no.pem")
+    for command in (["federation", "check"], ["verify"]):
+        result = CliRunner().invoke(root_cli.app, [*command, "--federation", str(path)])
+        assert isinstance(result.exception, CertificateError)
+        assert "no.pem" in str(result.exception)
+        assert "failed" not in result.output
 
 
 def test_federation_check_names_the_provider_that_serves_another_model(local: LocalFederation, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
     decode    subtract the masks' effects, check, and write floats into the tensors of the group's linears
 
 The compiled library and torch do the same float64 operations in the same order, so their bits agree. The bits of a row
-depend on that row only. Do not use the floats of rows that `decode` refuses.
+depend on that row only; compiled, not on the thread's floating-point mode either (`torch.set_flush_denormal`). Do not
+use the floats of rows that `decode` refuses.
 
 A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
 """

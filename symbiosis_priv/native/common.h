@@ -28,6 +28,28 @@
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* The thread's floating-point mode: rounding, and what happens to denormal numbers. Functions whose bits depend on it set
+ * the default mode and then restore the thread's: torch.set_flush_denormal and libraries compiled with -ffast-math change
+ * the mode of some threads only. */
+#if HAVE_X86
+INLINE uint64_t set_default_mode(void) {
+    uint64_t mode = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return mode;
+}
+INLINE void restore_mode(uint64_t mode) { _mm_setcsr((unsigned)mode); }
+#elif defined(__aarch64__) && defined(__GNUC__)
+INLINE uint64_t set_default_mode(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(mode) : : "memory");
+    return mode;
+}
+INLINE void restore_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+#else
+INLINE uint64_t set_default_mode(void) { return 0; }
+INLINE void restore_mode(uint64_t mode) { (void)mode; }
+#endif
+
 /* Instruction sets that functions are written for, as their `isa` argument, better ones later. A CPU may lack
  * ISA_AVXVNNI and have ISA_AVX512; all others include those before them. Mirrored by `Isa` in __init__.py. */
 enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3 };

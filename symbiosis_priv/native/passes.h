@@ -326,7 +326,10 @@ PASSES(avx512, TARGET_AVX512)
 EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns, const double *fold, double l1,
                            double l2, const int32_t *limbs, int32_t *out, double *scale, int64_t *expected,
                            int64_t start, int64_t stop) {
-    return BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
+    uint64_t mode = set_default_mode();
+    int64_t end = BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
+    restore_mode(mode);
+    return end;
 }
 
 /* Subtract masks' effects from rows start .. stop modulo 2^(32 - shift), check the rows, and store them as floats.
@@ -339,8 +342,11 @@ EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int64_t *ef
                            int64_t columns, int32_t shift, const int32_t *limbs, const int64_t *expected,
                            const double *scale, const double *channel, const double *bias, const struct parts *out,
                            uint8_t *refused, int64_t start, int64_t stop) {
-    return BY_ISA(isa, decode, answer, effects, effect_count, columns, shift, limbs, expected, scale, channel, bias,
-                  out, refused, start, stop);
+    uint64_t mode = set_default_mode();
+    int64_t end = BY_ISA(isa, decode, answer, effects, effect_count, columns, shift, limbs, expected, scale, channel,
+                         bias, out, refused, start, stop);
+    restore_mode(mode);
+    return end;
 }
 
 /* Rows . column mod p: rows int32 [count, width], limbs int32 [3, width], products int64 [count]. */
@@ -362,7 +368,10 @@ EXPORT void ring_weigh(int32_t isa, const int16_t *weight, int64_t outputs, int6
  * 2^(b-1) - 1. Returns the first row that is not finite, `stop` if all are, or NO_MEMORY. */
 EXPORT int64_t ring_quantise(int32_t isa, const struct parts *in, int64_t columns, double levels, int16_t *out,
                              double *scale, int64_t start, int64_t stop) {
-    return BY_ISA(isa, quantise, in, columns, levels, out, scale, start, stop);
+    uint64_t mode = set_default_mode();
+    int64_t end = BY_ISA(isa, quantise, in, columns, levels, out, scale, start, stop);
+    restore_mode(mode);
+    return end;
 }
 
 /* Of int16 [outputs, inputs]: largest[0..3) are max |w|, and the largest sums of squares of a row and of a column.

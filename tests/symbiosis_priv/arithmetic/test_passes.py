@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic import modular, passes
 from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.arithmetic.quantise import Layer, quantise
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.harness import strategies as testing
@@ -268,3 +270,29 @@ def test_no_rows(name: str) -> None:
         assert (scale.shape, scale.dtype) == ((0,), torch.float64)
         outputs = [torch.empty(0, 3), torch.empty(0, 1)]
         assert not passes.decode(out, outputs, scale=scale, column=column, expected=expected)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if name != TORCH])
+def test_bits_do_not_depend_on_the_threads_floating_point_mode(name: str) -> None:
+    """torch.set_flush_denormal, or a library compiled with -ffast-math, changes the mode of some threads."""
+    rows = torch.cat([torch.full((2, 32), 1e-41), torch.linspace(-1, 1, 64).view(2, 32)], dim=1)
+
+    def outcome() -> list[Tensor]:
+        xq, y = torch.empty((2, 64), dtype=torch.int32), torch.empty((2, 64), dtype=torch.float64)
+        scale = passes.encode([rows], bound=bound_of(64), out=xq)
+        passes.decode(xq, [y], scale=1e-320 * scale)
+        quantised = quantise([Layer("weight", rows[:, :32], None)])
+        return [xq, bits(scale), bits(y), quantised.weight, bits(quantised.channel_scale)]
+
+    def flushed() -> list[Tensor]:
+        try:
+            if not torch.set_flush_denormal(True):
+                pytest.skip("torch cannot set the mode on this machine")
+            assert not torch.full((1,), 1e-41).any()
+            return outcome()
+        finally:
+            torch.set_flush_denormal(False)
+
+    with build(name), ThreadPoolExecutor(1) as pool:
+        for got, want in zip(pool.submit(flushed).result(), outcome(), strict=True):
+            assert torch.equal(got, want)

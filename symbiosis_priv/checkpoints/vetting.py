@@ -129,6 +129,11 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no adapter_model.safetensors (a .bin would have to be unpickled); save it again with PEFT"
         )
+    parts = [config.get(name) or 1 for name in ("n_skills", "n_splits")]  # Poly initialises each pair in Python
+    if not all(isinstance(part, int) for part in parts) or math.prod(parts) > _MAX_LAYERS:
+        raise CheckpointError(
+            f"{path} states n_skills and n_splits = {str(parts)[:40]}; use at most {_MAX_LAYERS} pairs"
+        )
     for key, (asked, held) in _sizes(config, folder / "adapter_model.safetensors").items():
         if not isinstance(asked, int) or asked > held:
             raise CheckpointError(f"{path} states {key} = {str(asked)[:40]}, but its tensors allow {held} at most")

@@ -5,6 +5,7 @@ that the configuration states before it reads the tensors. Another party may hav
 Methods that start from base weights (PiSSA, TinyLoRA) factorise each base weight; the model's size bounds that time.
 """
 
+import ctypes
 import json
 import math
 import re
@@ -112,6 +113,7 @@ class MemoryLimit(TorchDispatchMode):
         self._limit = _SPARE_BYTES + largest * torch.int64.itemsize + _COPIES * file.stat().st_size
         self._file = file
         self._live: list[tuple[StorageWeakRef, int]] = []
+        self._made = 0  # bytes since freed memory was returned last
         self._sizes: dict[str, int] = {}  # adapters make tensors of the same sizes in every layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,6 +129,10 @@ class MemoryLimit(TorchDispatchMode):
                 f"{self._file.parent / 'adapter_config.json'} states sizes that do not fit {self._file.name} "
                 f"({self._file.stat().st_size:,} bytes); fetch the adapter again"
             )
+        self._made += size
+        if self._made > self._limit:
+            self._made = size
+            _return_freed_memory()
         made = func(*args, **kwargs)
         if size and isinstance(made, Tensor):
             self._live.append((StorageWeakRef(made.untyped_storage()), size))
@@ -137,11 +143,23 @@ class MemoryLimit(TorchDispatchMode):
         return sum(size for _, size in self._live)
 
 
+def _return_freed_memory() -> None:
+    """Return freed memory to the system (glibc). PEFT makes many tensors and drops each one, and the allocator keeps
+    most of them: the process would grow by gigabytes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return True if the result's size follows from tensors that take memory. A copy of a tensor from the meta device
+    takes memory that the tensor does not take."""
     # most operations take a tensor first, and this test is faster than flattening the arguments
-    return bool(args and isinstance(args[0], Tensor)) or any(
-        isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))
-    )
+    if args and isinstance(args[0], Tensor) and not args[0].is_meta:
+        return True
+    copies = kwargs.get("device") is not None
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return any(not (tensor.is_meta and copies) for tensor in tensors)
 
 
 def _on_meta(kwargs: dict[str, Any]) -> bool:

@@ -133,6 +133,8 @@ ADAPTER = {"peft_type": "LORA", "r": 4}
         {"modules_to_save": [f"m{number}" for number in range(100)]},  # compiled as a pattern for each module
         {"rank_pattern": {f"m{number}": 1 for number in range(1 << 11)}},
         {"peft_type": "PEANUT", "depth": 10**9},
+        {"peft_type": "POLY", "n_skills": 10**6},
+        {"peft_type": "POLY", "n_skills": 64, "n_splits": 64},
         {"peft_type": "LORA" * 17},  # a task's name is made of it
         {"peft_type": ["LORA"]},
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import resource
 import shutil
 import socket
@@ -19,6 +20,7 @@ from huggingface_hub import constants
 from peft import (
     AdaLoraConfig,
     AutoPeftModelForCausalLM,
+    GloraConfig,
     LoraConfig,
     PeftConfig,
     PeftModel,
@@ -437,6 +439,37 @@ def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, 
     with pytest.raises(CheckpointError, match="adapter_config"):
         load_adapter(model, tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
+
+
+def test_tensors_that_peft_makes_and_drops_do_not_add_up(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT makes every tensor of GLoRA and moves it to the meta device. The allocator keeps most of what is freed."""
+    monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 32 << 20)
+    adapted: Any = get_peft_model(load_model(llama), GloraConfig(target_modules="all-linear"))
+    adapted.save_pretrained(str(tmp_path))
+    config = json.loads((tmp_path / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 1 << 16}))
+    model = load_model(llama)
+    before = resident()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_adapter(model, tmp_path)
+    assert resident() - before < 128 << 20
+
+
+def test_a_copy_of_a_tensor_on_the_meta_device_counts(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    large = torch.empty(1 << 38, device="meta")
+    with (
+        adapter_limits.MemoryLimit(load_model(llama), tmp_path / "adapter_model.safetensors"),
+        pytest.raises(CheckpointError, match="sizes"),
+    ):
+        torch.empty_like(large, device="cpu")
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture

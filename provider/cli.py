@@ -19,6 +19,7 @@ from rich.table import Table
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.system.interrupts import importing, loading
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
@@ -53,8 +54,8 @@ def serve(
 
     with terminal.progress_bar("quantising", tell=tell) as progress, ExitStack() as starting:
         starting.enter_context(terminal.working("starting", tell=tell))
-        from provider import serve as server
-
+        with importing():
+            from provider import serve as server
         server.serve(
             settings,
             source=config,
@@ -83,7 +84,7 @@ def manifest(
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
     settings = None if config is None else load(config)
     folder = resolve(str(model) if settings is None else settings.model.checkpoint)
-    with terminal.working("loading torch"):
+    with loading("torch"):
         from provider.announce.placement import unplaced
         from provider.products.model import open_store
         from symbiosis_priv.checkpoints.weights import WeightStore

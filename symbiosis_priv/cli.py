@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+from symbiosis_priv.system.interrupts import importing
 from symbiosis_priv.system.processes import end_quickly
 
 COMMAND_GROUP = "symbiosis_priv.commands"
@@ -76,7 +77,8 @@ def _load(entry: EntryPoint, name: str) -> Any:
     """Imports one command. A `typer.Typer` is a group, even of a single command; a function is a command. Raises
     `ConfigError`: the module of the command, or something that it needs, is not installed."""
     try:
-        target = entry.load()
+        with importing():
+            target = entry.load()
     except ImportError as error:
         raise ConfigError(
             f"the command {entry.name!r} ({entry.value}) cannot be loaded: {error}; "

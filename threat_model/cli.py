@@ -10,6 +10,7 @@ from rich.progress import TimeElapsedColumn
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.system.files import output_file, write_atomically
+from symbiosis_priv.system.interrupts import loading
 
 
 def threat_model(
@@ -23,14 +24,15 @@ def threat_model(
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # after the environment is set; torch is imported here, so that --help does not wait for it
-    import torch
-    from transformers.utils import logging as transformers_logging
+    with loading("torch and transformers"):
+        import torch
+        from transformers.utils import logging as transformers_logging
 
-    from threat_model.lab import Lab
-    from threat_model.report.as_json import to_json
-    from threat_model.report.as_tables import show
-    from threat_model.report.page import to_html
-    from threat_model.suite import run_suite
+        from threat_model.lab import Lab
+        from threat_model.report.as_json import to_json
+        from threat_model.report.as_tables import show
+        from threat_model.report.page import to_html
+        from threat_model.suite import run_suite
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

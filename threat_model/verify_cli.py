@@ -18,6 +18,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.system.files import output_file, write_atomically
+from symbiosis_priv.system.interrupts import loading
 from tenant.cli.options import takes
 
 # torch, Hypothesis and the tenant's packages are imported late, so that --help does not wait for them
@@ -116,7 +117,7 @@ def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadl
     require_identity(Identity(federation.tenant_certificate, federation.tenant_key), kind=Kind.TENANT)
     if model is not None:
         resolve(model)
-    with terminal.working("loading torch"):
+    with loading("torch"):
         from threat_model.conformance import Dialler, Subject
 
     scope, digest = federation.scope, federation.model_digest
@@ -151,7 +152,7 @@ def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadl
     load_pin(single.certificate)
     require_identity(Identity(single.tenant_certificate, single.tenant_key), kind=Kind.TENANT)
     resolve(model)
-    with terminal.working("loading torch"):
+    with loading("torch"):
         from threat_model.conformance import Dialler, Subject
 
     peer = Peer(

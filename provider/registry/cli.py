@@ -85,6 +85,9 @@ def show(
         until = f"{datetime.fromtimestamp(described.expires / MS, UTC):%Y-%m-%d %H:%M:%S} UTC"
         state = "leaving" if described.draining else "serving"
         rows.append([*(escape(one_line(cell)) for cell in cells), f"{described.capacity:g}", until, state])
-    terminal.console().print(terminal.table(headings, rows))
+    if rows:
+        terminal.console().print(terminal.table(headings, rows))
+    else:
+        terminal.say("no executor is listed that a tenant would use")
     for why, count in refused.items():
         terminal.say(f"{count} of {len(listed)} descriptors are refused: {why}", style="yellow")

@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.system import interrupts
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.model.hf import RemoteConfig
@@ -61,7 +61,7 @@ class Remote:
         """Check the files before torch is imported. Raises `SymbiosisError` if the federation file or the full
         checkpoint is missing or invalid."""
         if self.federation is None:
-            with terminal.working("loading torch"):
+            with interrupts.loading("torch"):
                 self.config()  # refuses masking that needs a federation
         else:
             load_federation(self.federation)
@@ -115,7 +115,7 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 def loading() -> Iterator[None]:
     """Context manager for imports of torch and transformers, which take seconds: shows that the command is loading.
     Calls `quiet` at the end."""
-    with terminal.working("loading torch and transformers"):
+    with interrupts.loading("torch and transformers"):
         yield
         quiet()
 

@@ -19,6 +19,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.system.interrupts import loading
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
@@ -96,7 +97,7 @@ def init(
 
 def _digest(model: str, weight_bits: int, scope: Scope) -> str:
     folder = resolve(model)
-    with terminal.working("loading torch"):
+    with loading("torch"):
         import torch
 
         from symbiosis_priv.checkpoints.weights import WeightStore
@@ -125,7 +126,7 @@ def check(
     require_identity(Identity(loaded.tenant_certificate, loaded.tenant_key), kind=Kind.TENANT)
     if model is not None:
         resolve(model)
-    with terminal.working("loading torch"):
+    with loading("torch"):
         from tenant.federation.probe import probe_all
 
     preparation = _preparation(loaded, model)

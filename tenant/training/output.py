@@ -102,6 +102,8 @@ def claimed(output: Path) -> Iterator[None]:
     new = not output.exists()
     with storing(output):
         output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output):  # fails now if nothing can be written there
+            pass
         descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

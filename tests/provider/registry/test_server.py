@@ -121,6 +121,8 @@ def test_show_prints_listed_and_refused_executors(serve: Serve, vouching: Vouchi
         for name in ("gamma", "delta"):
             registry.announce(vouching.says(name))
     options = ["--authority", str(vouching.authority.certificate), "--revoked", str(revoked)]
+    empty = CliRunner().invoke(app, ["show", serve().address, *options])
+    assert empty.output == "no executor is listed that a tenant would use\n"
     result = CliRunner().invoke(app, ["show", server.address, *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "gamma AG" in result.output

@@ -1,5 +1,6 @@
 """Signals as exceptions, and the places where they may arrive."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from symbiosis_priv.system.interrupts import Interrupts
+from symbiosis_priv.system.interrupts import Interrupts, importing
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +107,23 @@ def test_other_threads_may_use_it() -> None:
     thread.start()
     thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_import_that_catches_a_signal_ends_with_it(fails: bool) -> None:
+    def load(number: signal.Signals | None) -> None:
+        with importing():
+            with contextlib.suppress(BaseException):  # as torch imports numpy
+                if number is not None:
+                    send(number)
+            if fails or number is None:
+                raise ImportError("cannot load module more than once per process")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        load(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(SystemExit, match="143"), Interrupts():
+        load(signal.SIGTERM)
+    with pytest.raises(ImportError):
+        load(None)

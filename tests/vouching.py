@@ -10,7 +10,6 @@ from typing import Any
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.descriptor import MS, VerifiedDescriptor, describe, verify
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
@@ -64,4 +63,4 @@ class Vouching:
 
     def client(self, address: str) -> RegistryClient:
         """A client for a registry; use it as a context manager."""
-        return RegistryClient(address, registry_client_context(self.trust.authorities), deadline_s=DEADLINE_S)
+        return RegistryClient(address, self.trust, deadline_s=DEADLINE_S)

@@ -15,7 +15,6 @@ from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.descriptor import MS, describe, verify
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
@@ -104,9 +103,8 @@ class Announcer:
 
     def _announce(self, address: str, deadline_s: float) -> bool:
         try:
-            data, context = self._describe(), registry_client_context(trust_of(self._registry).authorities)
-            with RegistryClient(address, context, deadline_s=deadline_s) as registry:
-                registry.announce(data)
+            with RegistryClient(address, trust_of(self._registry), deadline_s=deadline_s) as registry:
+                registry.announce(self._describe())
         except SymbiosisError as error:
             # The registry's error text is untrusted: the log names the registry and the kind of error only.
             log.often("not_announced", registry=address, error=type(error).__name__)

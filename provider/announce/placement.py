@@ -17,7 +17,6 @@ from symbiosis_priv.certificates.reading import key_fingerprint, load_certificat
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, SymbiosisError
-from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.coverage import coverage, most_needed
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest_of
 from symbiosis_priv.registry.queries import RegistryClient
@@ -65,9 +64,8 @@ def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescript
     listed: list[bytes] = []
     failures = []
     for address in config.registry.announce:
-        context = registry_client_context(trust.authorities)
         try:
-            with RegistryClient(address, context, deadline_s=_DEADLINE_S) as registry:
+            with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:
                 listed += registry.list(manifest.digest)
         except SymbiosisError as error:
             failures.append(str(error))

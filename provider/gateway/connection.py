@@ -301,7 +301,7 @@ class Connection(FrameLoop[wire.Request]):
     def _answer_permit(self, request: wire.PermitRequest) -> None:
         if self._role != "executor":
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, "only executors accept blocks")
-        token, helpers = self._state.permits.issue(self._tenant, request.helpers)
+        token, helpers = self._state.permits.issue(self._tenant, request.helpers, refusal=self._refusal)
         permit = wire.Permit(
             token=token,
             helpers=helpers,

@@ -67,13 +67,12 @@ def show(
     revoked: Revoked = None,
 ) -> None:
     """Show the executors that a registry lists, as tenants see them: every signature is checked."""
-    from symbiosis_priv.network.tls import registry_client_context
     from symbiosis_priv.registry.descriptor import MS, newest_of
     from symbiosis_priv.registry.queries import RegistryClient
     from symbiosis_priv.registry.trust import Trust
 
     trust = Trust.load(authority, revoked)
-    with RegistryClient(address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S) as registry:
+    with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:
         listed = registry.list()
     found, refused = newest_of(listed, trust, now=time.time())
     headings = ("executor", "operator", "address", "model", "layers", "capacity", "until", "state")

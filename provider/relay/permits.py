@@ -23,6 +23,7 @@ class _Permit(NamedTuple):
     tenant: TenantIdentity
     helpers: frozenset[str]
     expires: float
+    refusal: Callable[[], Refusal | None]
 
 
 class Permits:
@@ -44,13 +45,16 @@ class Permits:
         """Allow other helpers in later permits."""
         self._allowed = allowed
 
-    def issue(self, tenant: TenantIdentity, helpers: Sequence[str]) -> tuple[bytes, tuple[str, ...]]:
+    def issue(
+        self, tenant: TenantIdentity, helpers: Sequence[str], *, refusal: Callable[[], Refusal | None] = lambda: None
+    ) -> tuple[bytes, tuple[str, ...]]:
         """Issue a permit. Returns its token, and those of the helpers that the operator allows.
 
         A tenant that has too many permits loses its oldest one.
 
         Args:
             helpers: `fingerprint` of the helpers' certificates.
+            refusal: returns a refusal once the tenant's certificate is not accepted any more. The permit then ends.
 
         Raises:
             Refusal: the operator allows none of them.
@@ -65,19 +69,20 @@ class Permits:
             if len(own) == _PER_TENANT:
                 del self._permits[own.pop(0)]
             own.append(token)
-            self._permits[token] = _Permit(tenant, frozenset(named), self._now() + LIFETIME_S)
+            self._permits[token] = _Permit(tenant, frozenset(named), self._now() + LIFETIME_S, refusal)
         return token, named
 
     def tenant_of(self, token: bytes, *, helper: str) -> TenantIdentity:
         """The tenant that has permitted a helper.
 
         Raises:
-            Refusal: there is no such permit, or it does not name the helper.
+            Refusal: there is no such permit, it does not name the helper, or the tenant's certificate is not accepted
+                any more.
         """
         with self._lock:
             self._expire()
             permit = self._permits.get(token)
-        if permit is None or helper not in permit.helpers:
+        if permit is None or helper not in permit.helpers or permit.refusal() is not None:
             raise Refusal(ErrorCode.REFUSED, "no permit for this helper: the tenant must ask for a new one")
         return permit.tenant
 

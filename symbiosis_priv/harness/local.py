@@ -27,7 +27,6 @@ from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExce
 from symbiosis_priv.harness.managed_process import ManagedProcess
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.network.wire import Role
 from symbiosis_priv.registry.descriptor import verify
 from symbiosis_priv.registry.queries import RegistryClient
@@ -326,9 +325,8 @@ class LocalFederation:
         if self._registry is None or provider.role != "executor":
             return
         trust = Trust.load(self._authority.certificate)
-        context = registry_client_context(trust.authorities)
         while True:
-            with RegistryClient(self.registry, context, deadline_s=self._deadline_s) as registry:
+            with RegistryClient(self.registry, trust, deadline_s=self._deadline_s) as registry:
                 found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
             if provider.address in (announced.descriptor.address for announced in found):
                 return

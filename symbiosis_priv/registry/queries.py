@@ -4,31 +4,36 @@ The registry shows a certificate that the federation's authority has issued for 
 replies on the network. The client does not trust the registry's replies: each descriptor has a signature of its own.
 """
 
-import ssl
 import time
+from datetime import UTC, datetime
 from typing import Self
 
-from symbiosis_priv.errors import ProtocolError, ProviderError
+from cryptography import x509
+
+from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, ProviderError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.dial import ClientConnection
+from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry import protocol
+from symbiosis_priv.registry.trust import Trust
 
 
 class RegistryClient:
     """A connection to a registry.
 
-        with RegistryClient("registry.example:7500", context, deadline_s=5) as registry:
+        with RegistryClient("registry.example:7500", trust, deadline_s=5) as registry:
             registry.announce(data)
 
     Args:
         address: `host:port`.
-        context: a result of `tls.registry_client_context`.
+        trust: the authorities of the federation. One of them has issued the registry's certificate.
         deadline_s: time for connecting and all requests together.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext, *, deadline_s: float) -> None:
-        self.address = address
+    def __init__(self, address: str, trust: Trust, *, deadline_s: float) -> None:
+        self.address, self._trust = address, trust
+        context = registry_client_context(trust.authorities)
         host, port = parse_address(address)
         self._connection = ClientConnection(f"registry {address}", host=host, port=port, pins=None, context=context)
         self._deadline_s = deadline_s
@@ -40,6 +45,7 @@ class RegistryClient:
         self._deadline = time.monotonic() + self._deadline_s
         try:
             self._connection.open(self._deadline)
+            self._check_not_revoked()
         except BaseException:
             self._connection.close()
             raise
@@ -86,6 +92,15 @@ class RegistryClient:
         if isinstance(reply, wire.Failure):
             raise ProviderError(code=reply.code, provider=f"registry {self.address}", detail=reply.detail)
         return reply, body
+
+    def _check_not_revoked(self) -> None:
+        assert self._connection.tls is not None
+        shown = self._connection.tls.getpeercert(binary_form=True)
+        assert shown is not None  # the handshake has verified it
+        try:
+            self._trust.check(x509.load_der_x509_certificate(shown), at=datetime.now(UTC))
+        except DescriptorError as error:
+            raise CertificateError(f"registry {self.address} cannot be used: {error}; ask its operator") from error
 
     def _mismatched(self) -> ProtocolError:
         return ProtocolError(f"registry {self.address} sent the reply of another request")

@@ -30,7 +30,6 @@ from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisEr
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.federation.spelling import plain, plain_host
 from symbiosis_priv.network.addresses import is_internal
-from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, VerifiedDescriptor, verify
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
@@ -136,7 +135,6 @@ class Discovery:
         self._federation = federation
         self._registries = federation.registries
         self._trust = Trust.load(self._registries.authority, self._registries.revoked)
-        self._context = registry_client_context(self._trust.authorities)
         self._changed = changed
         self._interval_s = interval_s
         self._deadline_s = deadline_s
@@ -243,7 +241,7 @@ class Discovery:
                 log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:
-        registry = RegistryClient(address, self._context, deadline_s=self._deadline_s)
+        registry = RegistryClient(address, self._trust, deadline_s=self._deadline_s)
         with self._lock:
             if self._closed.is_set() or address in self._asking:
                 return

@@ -316,12 +316,24 @@ def test_a_client_refuses_registries_of_other_federations(serve: Serve, vouching
         pass
 
 
+def test_a_client_refuses_a_registry_whose_certificate_was_revoked(
+    serve: Serve, vouching: Vouching, tmp_path: Path
+) -> None:
+    revoked = tmp_path / "revoked.txt"
+    revoke(revoked, [vouching.identity("registry").certificate])
+    address = serve().address
+    trust = Trust.load(vouching.authority.certificate, revoked)
+    with pytest.raises(CertificateError, match="revoked"), RegistryClient(address, trust, deadline_s=DEADLINE_S):
+        pass
+    arguments = ["show", address, "--authority", str(vouching.authority.certificate), "--revoked", str(revoked)]
+    assert "revoked" in str(CliRunner().invoke(app, arguments).exception)
+
+
 def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
-    context = registry_client_context(vouching.trust.authorities)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(TransportError), RegistryClient(address, context, deadline_s=0.3):
+        with pytest.raises(TransportError), RegistryClient(address, vouching.trust, deadline_s=0.3):
             pass
         assert time.monotonic() - began < 10
 

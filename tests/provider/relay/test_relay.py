@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates
+from symbiosis_priv.certificates.revocation import mark_of
 from symbiosis_priv.certificates.signing import is_signed, sign
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network import wire
@@ -374,6 +376,21 @@ def test_a_link_that_is_not_allowed_any_more_is_closed(
     assert isinstance(link.deposit(tenant), wire.Deposited)
     with allowed(pair, (other.certificate,)):
         assert link.at_end()
+
+
+def test_a_helper_brings_no_blocks_for_a_tenant_whose_certificate_was_revoked(
+    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper may not have the list yet, and the tenant's permit lasts for an hour."""
+    tenant = new_tenant("alice")
+    assert isinstance(link.deposit(tenant), wire.Deposited)
+    gateway = pair.executor._gateway
+    assert gateway is not None
+    mark = mark_of(load_certificates(keys.tenants["alice"].certificate)[0])
+    monkeypatch.setattr(gateway, "_credentials", replace(gateway._credentials, revoked=frozenset({mark})))
+    refused = link.deposit(tenant)
+    assert isinstance(refused, wire.Failure)
+    assert "permit" in refused.detail
 
 
 def test_a_link_carries_nothing_but_blocks(link: Link, pair: Pair, new_tenant: NewTenant) -> None:

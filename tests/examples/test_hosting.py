@@ -23,7 +23,10 @@ from tests import warm
 
 README = Path(__file__).parents[2] / "README.md"
 CARRIED = {  # files that a party receives before its n-th block, and from whom
-    ("beta", 0): [("alpha", "keys/authority.pem", "keys/authority.pem")],
+    ("beta", 0): [
+        ("alpha", "keys/authority.pem", "keys/authority.pem"),
+        ("alpha", "keys/revoked.txt", "keys/revoked.txt"),
+    ],
     ("alpha", 1): [("alice", "keys/alice.csr", "alice.csr")],
     ("alice", 1): [
         ("alpha", "keys/alice.pem", "keys/alice.pem"),

@@ -108,7 +108,7 @@ class Bound:
             raise RangeError(
                 f"a product of {self.inputs} inputs is outside 1..{_MAX_WIDTH}; keep this layer on the tenant"
             )
-        if self.l2 <= 0 or (self.l1 <= 0 and not self.most_wraps):
+        if self.l2 <= 0:  # the bound on the 1-norm is not needed: the larger of the two scales is used
             raise RangeError(f"rounding alone may leave the range at {self.inputs}; use fewer weight bits")
 
     @functools.cached_property

@@ -166,7 +166,7 @@ def test_widths_outside_the_proof_are_refused(width: int) -> None:
 
 def test_a_width_that_rounding_alone_could_fill_is_refused() -> None:
     with pytest.raises(RangeError, match="fewer weight bits"):
-        Bound(inputs=1 << 21, weight_absmax=2048, weight_norm=2048.0)
+        Bound(inputs=1 << 21, weight_absmax=2048, weight_norm=2048.0 * math.sqrt(1 << 21))
 
 
 def test_no_rows() -> None:

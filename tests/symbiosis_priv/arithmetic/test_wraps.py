@@ -121,6 +121,19 @@ def test_a_narrow_bound_holds(width: int, absmax: int, spread: float, seed: int,
             return
 
 
+def test_a_wide_layer_has_a_scale_at_which_no_product_wraps() -> None:
+    """Rounding could leave the range by the bound on the 1-norm, so the bound on the 2-norm decides alone."""
+    weight = torch.full((2, 40_000), 130)
+    weight[0, 0] = 511
+    bound = Bound(40_000, 511, math.sqrt(int(weight[0].square().sum())), 24)
+    rows = torch.ones(1, 40_000)
+    assert int((quantise_rows(rows, bound)[0].long() @ weight.t()).min()) >= HALF
+    while bound.most_wraps:
+        bound = bound.halved()
+    assert bound.l1 == 0
+    assert 0 < int((quantise_rows(rows, bound)[0].long() @ weight.t()).max()) < HALF
+
+
 def test_rows_are_scaled_by_statistics() -> None:
     """At width 4096, a row in a ring of 24 bits keeps a rms of 2^6 and more; the worst case would leave 2^4."""
     norm = 150.0 * math.sqrt(4096)

@@ -27,7 +27,7 @@ class Options:
             "paper-pool" shows rows to every executor in practice (opt-in);
             "simulate" runs the same arithmetic on this machine, without providers.
         weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file sets them.
-        ring_bits: bits of the integers that travel: 32, or 24 for a quarter fewer bytes and rounding about as fine as
+        ring_bits: bits of the integers on the wire: 32, or 24 for a quarter fewer bytes and rounding about as fine as
             bfloat16's (docs/benchmarks.md). None for `ring_bits` of the federation file, or 32. With the same
             `ring_bits`, results have the same bits under every masking.
         checkpoint: the full base checkpoint, if the model's folder holds only the tenant's tensors. It is read once, to

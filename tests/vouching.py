@@ -57,7 +57,7 @@ class Vouching:
         return describe(self.identity(name), **(values | changes))
 
     def said(self, name: str, **changes: Any) -> VerifiedDescriptor:
-        """The same descriptor, verified at its time of issue."""
+        """The descriptor of `says`, verified at its time of issue."""
         issued = changes.get("issued", self.began + changes.get("after_ms", 0))
         return verify(self.says(name, **changes), self.trust, now=issued / MS)
 

@@ -238,7 +238,7 @@ _starting = threading.Lock()
 
 
 def start() -> str:
-    """Start the parent, unless there is one. Returns the address of its socket."""
+    """Start the process whose forks are the warm processes, unless it runs. Returns the address of its socket."""
     global _address
     if _address is None:
         folder = tempfile.mkdtemp(prefix="warm-")

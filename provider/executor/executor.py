@@ -67,9 +67,9 @@ class _Job(Job):
     """One request in the executor.
 
     Args:
-        sender: the sender that the inbox sends the answer to.
+        sender: identifies the requester, to which the inbox sends the answer.
         payload: the request's rows; empty for an effect, None after the answer.
-        made: keystream rows of an effect that are not multiplied yet; `ready - taken` rows.
+        made: keystream rows of an effect that are expanded and not multiplied yet: `ready - taken` rows.
         ordered: number of keystream rows that were ordered from the `KeystreamMaker`.
         result: all rows of the product, for a request that is multiplied piece by piece.
     """
@@ -217,7 +217,8 @@ class Executor:
         return True
 
     def _after_answer(self) -> None:
-        """Record the product of a tenant that was alone, in the sender's thread, unless another turn does it."""
+        """Record the product of a request that was served in its sender's thread, after the answer was sent. Does
+        nothing if another thread has the turn: that thread records the product."""
         if self._unrecorded and self._turn.acquire(blocking=False):
             try:
                 self._record_products()

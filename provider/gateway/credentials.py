@@ -101,10 +101,10 @@ class Credentials:
         )
 
     def identify(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
-        """The client of a connection after its handshake.
+        """The client of a connection whose handshake has ended.
 
         Raises:
-            CertificateError: its certificate is neither a tenant's nor that of a helper.
+            CertificateError: the client's certificate is neither a tenant's nor a helper's.
         """
         shown = connection.getpeercert(binary_form=True)
         if shown is None:

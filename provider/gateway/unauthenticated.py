@@ -87,13 +87,13 @@ class UnauthenticatedConnections:
         return (clients for clients in self._by_network.values() if len(clients) == most)
 
     def pause(self, client: UnauthenticatedConnection, now: float) -> None:
-        """Stop the time of a connection until `resume`."""
+        """Stop the countdown to a connection's deadline until `resume`."""
         with self._lock:
             if self._clocks.pop(client.clock, None) is not None:
                 client.deadline -= now
 
     def resume(self, client: UnauthenticatedConnection, now: float) -> None:
-        """Let the time of a connection run again, with the time that was left at `pause`."""
+        """Continue the countdown to a connection's deadline, with the time that was left at `pause`."""
         with self._lock:
             client.deadline += now
             self._start_clock(client)
@@ -128,7 +128,7 @@ class UnauthenticatedConnections:
             return list(self._present)
 
     def late(self, now: float) -> list[UnauthenticatedConnection]:
-        """The connections whose time is over; each is returned once."""
+        """The connections whose deadline has passed; each is returned once."""
         late = []
         with self._lock:
             while self._due and self._due[0][0] <= now:

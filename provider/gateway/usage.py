@@ -456,7 +456,7 @@ def _missing_rows(connection: sqlite3.Connection, journal: JournalReader) -> lis
 def _intact_rows(
     connection: sqlite3.Connection, journal: JournalReader, damaged: Callable[[str], None]
 ) -> list[tuple[str | int, ...]]:
-    """As `_missing_rows`, for reading: damaged parts of the journal are reported and left out."""
+    """The rows of `_missing_rows`. Damaged parts of the journal are left out and passed to `damaged`."""
     if not all(_is_intact(key) for key, _ in journal.totals()):
         damaged(f"{journal.path}: damaged slots, whose counts are not in the bill")
     try:

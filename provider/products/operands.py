@@ -32,7 +32,8 @@ class Operands(ABC):
 
         Args:
             rows: int32 `[r, inputs]` on the CPU.
-            counts: rows of each expert, if W is the matrix of the row's own expert (`RingMatrix.product`).
+            counts: number of rows of each expert. Each row is then multiplied by its own expert's matrix
+                (`RingMatrix.product`). None multiplies all rows by the whole matrix.
 
         Returns:
             int32 `[r, outputs]`, contiguous, on the CPU.

@@ -24,7 +24,7 @@ def segments(counts: Counts) -> Iterator[tuple[int, slice]]:
 
 
 def clip(counts: Counts, first: int, rows: int) -> Counts:
-    """The counts of the rows `first .. first + rows` alone."""
+    """The number of rows of each expert among the rows `first` to `first + rows - 1`."""
     found, start = [], 0
     for count in counts:
         found.append(max(0, min(start + count, first + rows) - max(start, first)))
@@ -33,7 +33,7 @@ def clip(counts: Counts, first: int, rows: int) -> Counts:
 
 
 def pick(counts: Counts, numbers: Sequence[int]) -> Counts:
-    """The counts of the rows with these ascending numbers alone."""
+    """The number of rows of each expert among the rows with these ascending numbers."""
     experts = np.searchsorted(np.cumsum(counts), numbers, side="right")
     return tuple(np.bincount(experts, minlength=len(counts)).tolist())
 

@@ -52,7 +52,7 @@ class Corrector:
 
     Args:
         column: R.
-        most: J, the largest |k| of an entry.
+        most: J, the largest number of wraps |k| of an entry.
     """
 
     def __init__(self, column: Column, *, ring_bits: RingBits, most: int) -> None:

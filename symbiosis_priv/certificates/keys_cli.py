@@ -82,7 +82,10 @@ def provider(
 
 @app.command()
 def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
-    """Make a tenant's key and certificate here, for tests. Otherwise use `request` and `sign`: the key stays there."""
+    """Make a tenant's key and certificate on this machine, for tests.
+
+    Otherwise use `request` and `sign`: the key then stays with the tenant.
+    """
     signer = _identity(directory, authority)
     identity = issuing.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)

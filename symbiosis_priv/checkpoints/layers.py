@@ -39,16 +39,16 @@ DEFAULT_SCOPE = Scope()
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of linears that share one input, or the stack of one product of all experts of a layer.
+    """A group of linears that share one input, or a stack: the matrices of all experts of a layer for one product.
 
-    A stack is one dense matrix. Joined along `outputs` (gate and up), expert k has the outputs `k n .. (k + 1) n`;
-    joined along `inputs` (down), it has those inputs.
+    A stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
+    has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs.
 
     Args:
         members: module names in call order.
         inputs: features of the shared input.
         experts: number of matrices in a stack; 1 for linears.
-        joined: how a stack's matrices are joined.
+        joined: the dimension along which a stack's matrices are joined.
     """
 
     members: tuple[str, ...]

@@ -44,7 +44,7 @@ def probe(width: int) -> Tensor:
 
 
 def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
-    """The products of the probe row with int16 weights `[o, d]`."""
+    """The products of the public probe row (`probe`) with int16 weights `[o, d]`, in both directions."""
     kernel = KERNELS["int32"]
     packed = kernel.pack(weight, weight_bits=weight_bits)
     products: Products = {}

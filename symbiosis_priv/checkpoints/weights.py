@@ -412,6 +412,6 @@ def _key(entry: GroupEntry) -> str:
 
 
 def _part(entry: GroupEntry) -> int:
-    """Packed outputs of one expert's matrix; 0 if the group is not a stack."""
+    """Number of packed outputs of one expert's matrix; 0 if the group is not a stack."""
     _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
     return outputs if entry.experts > 1 else 0

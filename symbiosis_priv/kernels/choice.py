@@ -56,13 +56,14 @@ def choose(
     part: int = 0,
     results: Path | None = None,
 ) -> Choice:
-    """The measured choice for this shape class, or the choice that is probably fastest.
+    """The choice for a matrix: the fastest one in the measurement of `tune`, else the one that is probably fastest.
 
     Args:
         shape: (outputs, inputs).
         kernel: "auto", or a name in `KERNELS`.
         shardable: with "auto", choose only layouts that can be split by output channel.
-        part: outputs of each part that products are taken of (`Kernel.part`); 0 if only of the whole.
+        part: number of outputs of a part that is multiplied alone, such as one expert (`Kernel.part`); 0 if only the
+            whole matrix is multiplied.
         results: the file that `tune` writes.
 
     Raises:

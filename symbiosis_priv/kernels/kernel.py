@@ -70,7 +70,8 @@ class Kernel(ABC):
         `weight`."""
 
     def part(self, packed: Packed, start: int, stop: int) -> Packed:
-        """The packed weights of the outputs `start .. stop`, multiples of `granule`. Shares memory with `packed`."""
+        """The packed weights of the outputs `start` to `stop - 1`. Both limits are multiples of `granule`. The result
+        shares memory with `packed`."""
         part = packed.data[start // self.granule : stop // self.granule]
         return replace(packed, outputs=stop - start, data=part)
 

@@ -68,8 +68,8 @@ class LimbKernel(DigitKernel):
             self._product(rows, packed.data.shape[1], self._turned(packed.data), out)
 
     def _turned(self, digits: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield blocks of backward's output columns: the slice of columns, and the digits `[o, columns]` in column
-        order."""
+        """Divide a backward product by its output columns. Yields the slice of columns of each part, and the digits
+        `[o, columns]` of each plane, stored column by column."""
         _, outputs, inputs = digits.shape
         step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
         for start in range(0, inputs, step):

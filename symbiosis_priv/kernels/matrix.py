@@ -58,8 +58,8 @@ class RingMatrix:
         return matrix
 
     def as_stack(self, experts: int, *, transposed: bool) -> Self:
-        """The same packed weights as a stack of experts, joined along the packed outputs. `transposed`: the packed
-        weights are those of the transposed stack."""
+        """The same packed weights as a stack of experts that is joined along the packed outputs. With `transposed`, the
+        packed weights are those of the transposed stack."""
         stack = copy.copy(self)
         stack.experts, stack._transposed = experts, transposed
         stack._set_columns()

@@ -67,11 +67,11 @@ TILES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Programs of one product.
+    """The division of one product into programs of the GPU.
 
     Args:
-        grid: tiles down, tiles across, programs per tile.
-        share: terms of each program, a multiple of those of a step.
+        grid: number of tiles down, of tiles across, and of programs per tile.
+        share: number of terms that each program adds; a multiple of the terms of one step.
     """
 
     grid: tuple[int, int, int]

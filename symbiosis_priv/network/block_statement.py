@@ -32,8 +32,14 @@ def block_id(effect: wire.Effect) -> bytes:
 
 
 def statement(block: wire.Binding, *, permit: bytes, executor: str, payload: wire.Buffer) -> bytes:
-    """The message that the helper signs (`certificates.signing`): the block's binding, whose nonce is its id, the
-    tenant's permit, the `fingerprint` of the executor's certificate, and the block's matrix in its encoding."""
+    """The message that a helper signs for a block (`certificates.signing`).
+
+    Args:
+        block: what the block is for; its nonce is the block's id.
+        permit: the tenant's permit at the executor.
+        executor: `fingerprint` of the executor's certificate.
+        payload: the block's matrix, encoded; the message has its SHA-256.
+    """
     digest = hashlib.sha256(payload).digest()
     terms = (block.nonce, block.group, block.direction, block.arithmetic, block.rows, block.counts, block.ring_bits)
     return _DOMAIN + _encoder.encode((*terms, permit, executor, digest))

@@ -30,7 +30,7 @@ class Encoding:
 
     @cached_property
     def items(self) -> type[np.generic]:
-        """`dtype` for numpy."""
+        """The numpy type that corresponds to `dtype`."""
         return np.int32 if self.dtype == torch.int32 else np.float32
 
     def size(self, rows: int, width: int) -> int:

@@ -275,7 +275,7 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
 
 
 def may_be_relayed(request: Binding) -> bool:
-    """Returns True if the answer to the request may say `relayed`."""
+    """Returns True if the request asks for a relay or names blocks. Only its answer may then say `relayed`."""
     return bool(request.blocks) if isinstance(request, Execute) else getattr(request, "relay", None) is not None
 
 

@@ -27,8 +27,9 @@ class Trust:
 
     @classmethod
     def load(cls, authority: Path, revoked: Path | None = None, *, known: frozenset[str] = frozenset()) -> Self:
-        """Read a PEM file of CA certificates and a list that `symbiosis-priv keys revoke` has written; `known` marks
-        stay revoked. Raises `CertificateError` if a file cannot be read, or `authority` holds no CA certificate."""
+        """Read a PEM file of CA certificates and a list that `symbiosis-priv keys revoke` has written. The certificates
+        whose marks are in `known` stay revoked. Raises `CertificateError` if a file cannot be read, or `authority`
+        holds no CA certificate."""
         found = tuple(certificate for certificate in load_certificates(authority) if is_authority(certificate))
         if not found:
             raise CertificateError(

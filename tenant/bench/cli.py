@@ -437,7 +437,7 @@ def quality(
         Path | None, typer.Option(help="Text to compare on; Python's own documentation if left out.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
-    ring_bits: Annotated[str, typer.Option(help="Bits of the integers that travel, separated by commas.")] = "32,24",
+    ring_bits: Annotated[str, typer.Option(help="Bits of the integers on the wire, separated by commas.")] = "32,24",
     weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
     json: Json = None,
 ) -> None:

@@ -154,7 +154,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator[Callable[[None], int]]:
-    """For `Child`: serves one connection at a time. The handler returns the port."""
+    """The work of a `Child`: an echo server for one connection at a time. The handler returns its port."""
     context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept, args=(listener, context), daemon=True).start()

@@ -91,7 +91,7 @@ class HelperClient:
         routes: tells whether other helpers can replace this one.
         new_channel: makes a channel to the helper.
         secret: the session secret from which the helper's seed is derived.
-        ring_bits: bits of the integers that travel.
+        ring_bits: bits of the integers on the wire.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ that no provider is convicted. Then all providers that took part are suspects, a
 R is secret and uniform: small or sparse columns could be learned by probing. An effect that the tenant computed itself
 is checked as well: damage to the tenant's own packed weights must not convict a provider.
 
-Narrow rings. Answers and effects travel as residues modulo 2^w. An honest party's residues satisfy the equation of the
-blame keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
+Narrow rings. Answers and effects are residues modulo 2^w. An honest party's residues satisfy the equation of the blame
+keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: an honest party is never
 convicted. An error of valuation v < w passes m columns with probability 2^-(w-v)m, as above with w in place of 32.
 Products may leave a narrow ring, so a row that fails the check does not prove a lie: its wraps are corrected
 (`symbiosis_priv.arithmetic.wraps`). If they cannot be corrected, and the blame keys find no error, no provider is

@@ -63,7 +63,7 @@ class Rows(ABC):
 
     Attributes:
         counts: rows of every expert of a stack; None if all rows are multiplied by the same matrix.
-        ring_bits: bits of the integers that travel.
+        ring_bits: bits of the integers on the wire.
         most_wraps: J, the largest number of times that an entry of a product wraps around (`arithmetic.wraps`).
     """
 

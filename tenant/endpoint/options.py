@@ -112,7 +112,7 @@ class Serving:
             return listener
         listener.close()
         raise ConfigError(
-            f"--listen {self.listen} lets other machines connect, and prompts, answers and keys would travel without "
+            f"--listen {self.listen} lets other machines connect, and prompts, answers and keys would be sent without "
             f"TLS; listen on 127.0.0.1, or put a proxy with TLS before this endpoint and pass --public"
         )
 

@@ -1,7 +1,7 @@
 """Overlaps the parts of a batch: while one part waits for a provider, another part computes.
 
 A pass through a model waits once for each layer group. Two parts of a batch, each in its own thread, use these waits:
-one part computes while the rows of the other travel, and products of both are under way at the same time.
+one part computes while the other waits for an answer, and products of both are under way at the same time.
 
 Theory of operation. Models are not thread-safe: parts would draw from one random generator, and their gradients would
 be summed in any order, with other rounding. So the parts take turns. A part ends its turn in `waiting`, which encloses

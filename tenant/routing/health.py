@@ -35,11 +35,11 @@ class Tolerance:
     """How long a session waits for providers.
 
     Args:
-        first_pause_s: pause after the first failure of a provider.
+        first_pause_s: pause after the first failure of a provider. It doubles with every failure, up to `last_pause_s`.
         least_patience_s: shortest time to wait for an answer while another provider is available.
         unknown_s: assumed cost of an exchange if none was measured.
-        stale_s: seconds for which a measurement is used at least, so measuring costs at most one request per `stale_s`.
-        stale_times: a measurement is used for at least this many times its own duration.
+        stale_s: minimum time for which a measurement is used, so measuring costs at most one request per `stale_s`.
+        stale_times: minimum time for which a measurement is used, as a multiple of the measured duration.
         penalty_times: pause of a provider that did not answer while others were up, as a multiple of the wasted time;
             at most ten minutes.
     """

@@ -26,7 +26,7 @@ class PredictedTraffic:
         round_trips: requests to executors.
         turns: number of requests that follow one another; parts of one product are sent at the same time.
         up, down: bytes of frames to and from executors.
-        effects: bytes of effects from one helper. Its requests are too few and too small to count.
+        effects: bytes of effects from one helper. Requests to helpers are few and small, and are not counted.
     """
 
     round_trips: int = 0
@@ -47,7 +47,7 @@ class PredictedTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How matrices travel.
+    """How matrices are sent.
 
     Args:
         relay: helpers send effects to the executor. A request then names one block and confirms one answer.

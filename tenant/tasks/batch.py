@@ -60,7 +60,7 @@ class Composition:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows that siblings need, and the positions of each sibling's rows among them.
 
-        The rows are numbered through the input and then the changed rows of each part.
+        Row numbers count the rows of the input first, and then the changed rows of each part.
 
         Args:
             siblings: names of layers.

@@ -41,7 +41,7 @@ class FineTuning:
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
     overlap: Annotated[
         int,
-        Option(min=1, help="Parts of a batch that run at the same time: one computes while the rows of others travel."),
+        Option(min=1, help="Parts of a batch that run at the same time: one computes while others wait for answers."),
     ] = 1
     gradient_checkpointing: Annotated[
         bool,

@@ -330,7 +330,7 @@ class Pair:
         return config
 
     def _lora(self, name: str) -> Path:
-        """X-LoRA mixes LoRAs that are there already."""
+        """Save a LoRA, because X-LoRA mixes saved LoRAs. Returns its folder."""
         folder = self.folder / f"lora {name}"
         if not folder.exists():
             lora = peft.LoraConfig(task_type=self.architecture.task, target_modules=self.architecture.linears, r=4)

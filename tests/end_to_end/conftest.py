@@ -52,7 +52,7 @@ def gpt2_federation(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def one_helper(federation: LocalFederation) -> Path:
-    """The same federation without its second helper."""
+    """The path of a federation file without the second helper of `federation`."""
     path = federation.directory / "one-helper.toml"
     head, *providers = federation.federation.read_text().split("[[provider]]")
     path.write_text("[[provider]]".join([head, *providers[:-1]]))

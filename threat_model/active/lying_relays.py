@@ -62,7 +62,7 @@ def _blamed(lab: Lab, preparation: Preparation) -> str | None:
 
 
 def _lies() -> Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]]:
-    """By lie: the lying provider, and the functions that replace its code."""
+    """For each lie: the lying provider, and the functions that replace its code."""
     subtracts: dict[str, Callable[..., Any]] = {f"{_GATEWAY}.without_blocks": _subtracts_other_rows}
     fetch = "provider.relay.blocks.BlockStore.fetch"
     return {

@@ -123,8 +123,8 @@ class Coalition(DirectedAttack[CollusionView, RowScores]):
 
 
 def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Every pad row that helpers were asked about, summed over the helpers: row number, int64 `[n]`, and int32 `[n,
-    d]`."""
+    """The rows of all pads whose effects the helpers were asked for, summed over the helpers. Returns row numbers,
+    int64 `[n]`, and pad rows, int32 `[n, d]`."""
     entry = public.manifest.groups[group]
     width = entry.inputs if direction == FORWARD else entry.stacked_outputs
     pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows

@@ -21,7 +21,7 @@ def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
 
 
 class FirstLayerAttack(LabelsAttack[ExecutorView]):
-    """Guesses a token for each row of the first group, or of some requests for it."""
+    """Guesses a token for each row of the first group, in all or in some of its requests."""
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, first_layer_tokens(truth))

@@ -26,7 +26,7 @@ class _GradientAttack(LabelsAttack[ExecutorView]):
 
 
 class HeadLabels(_GradientAttack):
-    """`argmin` of the head's backward rows."""
+    """Guesses the position of the smallest entry of each backward row of the LM head."""
 
     name = "labels from head gradients"
     decisive = True
@@ -43,7 +43,8 @@ class HeadLabels(_GradientAttack):
 
 
 class BlockLabels(_GradientAttack):
-    """`argmin_v <g, gamma * head_v>` over the last block's backward rows. Works with a tied head, too."""
+    """Guesses `argmin_v <g, gamma * head_v>` for each backward row g of the last block: the token v whose row of the
+    head, times the weight gamma of the final norm, points away from g the most. Works with a tied head, too."""
 
     name = "labels from block gradients"
     sees = "backward rows of the last block"

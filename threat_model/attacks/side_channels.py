@@ -73,7 +73,8 @@ class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
 
 
 class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
-    """Sizes alone: a request and its answer have rows in proportion to the layer's two widths."""
+    """Reads row counts from the sizes of frames: a request and its answer have one size per row, by the layer's two
+    widths."""
 
     name = "sizes, network"
     party = "network"

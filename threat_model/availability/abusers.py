@@ -216,7 +216,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
 
 @contextmanager
 def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]]:
-    """For `Child`: starts the abuse with the lowest priority; the answer is True while the abuse runs."""
+    """The work of a `Child`: an abuse, with the lowest priority. The answer is True while the abuse runs."""
     process_costs.lower_own_priority(_NICE)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)

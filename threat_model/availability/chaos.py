@@ -85,7 +85,7 @@ class Chaos:
         return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
     def rows(self, *, generations: int, every_s: float) -> Iterator[Row]:
-        """A row for each role."""
+        """Yield a row of the report for each role of the killed providers."""
         kills = list(zip(self.kills, self.pauses_s, strict=True))
         for role in ("executor", "helper"):
             pauses = [pause for kill, pause in kills if kill.name.startswith(role)]

@@ -39,7 +39,7 @@ class TimedAnswer(NamedTuple):
 def serve_requests(
     path: Path, model: Path, cache: Path, identity: Identity, options: Sharding
 ) -> Iterator[Callable[[None], list[TimedAnswer]]]:
-    """For `Child`: sends requests until the parent's first question, and answers it with the times of all answers.
+    """The work of a `Child`: sends requests until the parent's first question. Its reply has the times of all answers.
 
     Args:
         path: the federation file.

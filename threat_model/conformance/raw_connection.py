@@ -74,7 +74,7 @@ class Dialler:
         return client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
 
     def deadline(self) -> float:
-        """The deadline of an exchange that starts now. Raises OutOfTime."""
+        """The deadline of an exchange that starts now. Raises OutOfTime if `until` has passed."""
         self.check_time()
         return min(time.monotonic() + self.deadline_s, self.until)
 

@@ -118,7 +118,7 @@ class Public:
 
     @functools.cached_property
     def _next_inputs(self) -> dict[int, dict[tuple[int, ...], Tensor]]:
-        """By group and prefix: an attack tries the same prefixes several times, and so do attacks on other schemes."""
+        """A cache, by group and prefix: attacks try the same prefixes several times, on several schemes."""
         return {}
 
     def _compute_next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
@@ -168,5 +168,5 @@ class _Arrived(Exception):
 
 
 def alone(count: int) -> tuple[tuple[int, ...], ...]:
-    """`siblings` of a tenant that sends every input once."""
+    """The value of `Public.siblings` for a tenant that sends every input once: each of `count` groups is alone."""
     return tuple((i,) for i in range(count))

@@ -19,7 +19,7 @@ _LONG = 0x80  # DER encodes lengths of at least this value in additional bytes
 
 
 def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
-    """The certificate with the other signature.
+    """The same certificate with the second valid signature of its issuer, (r, n - s) in place of (r, s).
 
     Args:
         curve: curve of the issuer's key.

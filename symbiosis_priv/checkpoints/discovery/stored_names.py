@@ -84,8 +84,8 @@ class StoredNames:
         self._offloaded = frozenset(member for group in groups for member in group.members)
 
     def parameter(self, stored: str) -> str:
-        """The name of the parameter that a stored tensor is, or is the first part of; without such a parameter, any
-        name."""
+        """The name of the parameter that a stored tensor becomes; of the first one if the tensor holds several. If the
+        tensor belongs to no parameter, the name has no meaning."""
         return self._renamed(stored)[0]
 
     def by_parameter(self, stored: Iterable[str]) -> dict[str, Source]:

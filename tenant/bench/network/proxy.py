@@ -48,7 +48,7 @@ def open_proxy() -> Iterator[Link]:
 
 @contextmanager
 def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
-    """For `Child`: the handler applies a condition, or returns one port of the proxy for each of a list of ports."""
+    """The work of a `Child`: the handler applies a condition, or returns a port of the proxy for each given port."""
     # select's timeouts have a resolution of microseconds, epoll's of milliseconds
     selector = selectors.SelectSelector()
     loop = asyncio.SelectorEventLoop(selector)

@@ -24,7 +24,7 @@ def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> Lo
 
 
 class Masking(NamedTuple):
-    """A masking scheme, and how matrices travel."""
+    """A masking scheme, and how matrices are sent."""
 
     scheme: str
     transport: Transport

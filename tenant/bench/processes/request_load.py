@@ -42,7 +42,7 @@ class RequestLoad:
 
     Args:
         name, identity: name and certificate of the tenant.
-        rows: rows of each request: sequences of a batch.
+        rows: number of rows of each request, one for each sequence of a batch.
         rank: rank of the adapter on every layer group.
         groups: (inputs, outputs) of each layer group.
         seconds: duration of the measurement.
@@ -77,8 +77,8 @@ class LoadResult:
 
 @contextmanager
 def serve_load(load: RequestLoad) -> Iterator[Callable[[Phase], str | LoadResult | None]]:
-    """For `Child`: the handler runs a phase. "alone" keeps the answers and returns their digest, "checked" compares
-    every answer, and "measured" returns the `LoadResult`."""
+    """The work of a `Child`: the handler runs a phase. "alone" keeps the answers and returns their digest,
+    "checked" compares every answer, and "measured" returns the `LoadResult`."""
     torch.set_num_threads(1)
     os.nice(_NICE)
     with contextlib.closing(_Tenant(load)) as tenant:

@@ -120,7 +120,7 @@ class _Tenant:
 
 @contextmanager
 def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
-    """For `Child`: the handler runs a task and returns the cost of each of its steps or tokens.
+    """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens.
 
     Args:
         remote: how to split the model; None for the whole model in float32 in this process.

@@ -105,7 +105,7 @@ def _is_compiled(shape: Shape) -> bool:
 
 
 class _Options(ctypes.Structure):
-    """local.h's `struct attention`."""
+    """The C struct `attention` of native/local.h: the sizes and options of attention in one layer."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layer", "heads", "heads_kv", "key_width", "value_width")),

@@ -66,7 +66,7 @@ class Shape:
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
-        """For each layer, the index of its kind, and its index among the layers of this kind."""
+        """For each layer, the index of its kind in `kinds`, and its index among the layers of this kind."""
         kinds = list(self.kinds)
         return [(kinds.index(window), self.windows[:i].count(window)) for i, window in enumerate(self.windows)]
 

@@ -117,7 +117,7 @@ class Sequence:
         return 1
 
     def charge(self, spent: RequestLedger) -> None:
-        """Add costs."""
+        """Add costs to the ledger of this request."""
         self._spent = _sum(self._spent, spent)
 
     def _read(self, output: Output, start: int) -> None:

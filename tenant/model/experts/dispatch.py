@@ -50,7 +50,7 @@ class AsRouted(Dispatch):
 
     Attributes:
         counts: the number of rows that are sent for each expert.
-        places: int64 `[s]`, the index of each pair's row among the rows that are sent.
+        places: int64 `[s]`. For each pair of token and expert, the index of its row among the rows that are sent.
     """
 
     def __init__(self, index: Tensor, *, experts: int) -> None:

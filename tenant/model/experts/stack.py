@@ -47,8 +47,8 @@ class Factors:
 
 
 class OffloadedStack(OffloadedWeight):
-    """The offloaded stack of one product of all experts of a layer. `factors` are those that LoRA adds during a forward
-    pass."""
+    """The offloaded matrices of all experts of a layer for one product. `factors` are the matrices that LoRA adds
+    during a forward pass."""
 
     group: LayerGroup
     factors: tuple[Factors, ...] = ()

@@ -109,7 +109,8 @@ def opened(kind: Kind) -> Iterator[Link]:
 
 @contextmanager
 def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]:
-    """For `Child`: seconds of exchanges with the echo server, of one byte, of one byte, and of `size` bytes."""
+    """The work of a `Child`: the handler returns the seconds of three exchanges with the echo server, of 1, 1 and
+    `size` bytes."""
     with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
 
         def exchange(data: bytes) -> float:

@@ -44,7 +44,7 @@ def _loaded(folder: Path, split: bool) -> Any:
 
 
 def load(folder: Path, *, split: bool) -> Any:
-    """A model in evaluation mode."""
+    """A new copy of the model in a folder, split (masking "simulate") or plain, in evaluation mode."""
     return copy.deepcopy(_loaded(folder, split))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from rich.progress import TimeElapsedColumn
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.system.files import output_file, write_atomically
-from symbiosis_priv.system.interrupts import loading
+from tenant.cli.options import loading
 
 
 def threat_model(
@@ -24,9 +25,8 @@ def threat_model(
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # after the environment is set; torch is imported here, so that --help does not wait for it
-    with loading("torch and transformers"):
+    with loading():
         import torch
-        from transformers.utils import logging as transformers_logging
 
         from threat_model.lab import Lab
         from threat_model.report.as_json import to_json
@@ -34,11 +34,11 @@ def threat_model(
         from threat_model.report.page import to_html
         from threat_model.suite import run_suite
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    shown = terminal.console(stderr=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        terminal.progress(TimeElapsedColumn(), of=terminal.console(stderr=True)) as bar,
+        terminal.progress(TimeElapsedColumn(), of=shown) as bar,
+        nullcontext() if shown.is_terminal else terminal.working("attacking every scheme"),
     ):
         task = bar.add_task("base model, certificates, providers", total=None)
 

@@ -1,6 +1,7 @@
 """One quick report for all tests, made by the command itself; and its lab, for tests that need their own run."""
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ def quick(quick_files: tuple[Path, Path], lab: Lab) -> Suite:
         made.append(real(*args, **kwargs))
         return made[0]
 
-    with pytest.MonkeyPatch.context() as patch:
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(suite, "run_suite", keep)
         patch.setattr("threat_model.lab.Lab", lambda folder: contextlib.nullcontext(lab))
         cli.threat_model(json=quick_files[0], html=quick_files[1], quick=True)
+    assert "attacking every scheme: " in said.getvalue()
+    assert "Warning" not in said.getvalue()
     return made[0]
 
 

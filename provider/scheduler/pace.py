@@ -4,6 +4,8 @@ from provider.scheduler.jobs import Job, Key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 
+_Likeness = tuple[Direction, wire.Arithmetic, bool]
+"""A key without its layer group."""
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
 TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
@@ -16,14 +18,20 @@ class Pace:
     arithmetic. Rows for experts need the weights of every expert among them: a product with one row for each expert
     reads all experts.
 
+    Each layer group is measured separately: a product of a narrow group takes far longer per multiply-add than one of a
+    wide group. With one estimate for all groups, a tenant that asks for the narrowest group makes the products of other
+    tenants look slow, and its own products free. A group that was not measured is as fast as the fastest known one.
+
     Args:
         slice_s: the longest time that a product should take.
     """
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
-        self._reads: dict[tuple[Direction, wire.Arithmetic, bool], float] = {}  # seconds per weight
-        self._rates: dict[tuple[Direction, wire.Arithmetic, bool], float] = {}  # multiply-adds a second
+        self._reads: dict[Key, float] = {}  # seconds per weight
+        self._rates: dict[Key, float] = {}  # multiply-adds a second
+        self._least_reads: dict[_Likeness, float] = {}
+        self._best_rates: dict[_Likeness, float] = {}
 
     def rows(self, job: Job) -> int:
         """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""
@@ -46,19 +54,21 @@ class Pace:
         estimate by at most 2x."""
         if not work:
             return
-        kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
+        like, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
         if rows < TELLING_ROWS * matrices:
-            self._reads[kind] = _nearer(self._read(key) or per_weight, per_weight)
+            self._reads[key] = read = _nearer(self._read(key) or per_weight, per_weight)
+            self._least_reads[like] = min(self._least_reads.get(like, read), read)
         if rows < TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
-            self._rates[kind] = max(self._rate(key), rate)
+            self._rates[key] = max(self._rate(key), rate)
         else:
-            self._rates[kind] = _nearer(self._rate(key), rate)
+            self._rates[key] = _nearer(self._rate(key), rate)
+        self._best_rates[like] = max(self._best_rates.get(like, _FIRST_GUESS), self._rates[key])
 
     def _read(self, key: Key) -> float:
-        return self._reads.get(key[1:], 0.0)
+        return self._reads.get(key, self._least_reads.get(key[1:], 0.0))
 
     def _rate(self, key: Key) -> float:
-        return self._rates.get(key[1:], _FIRST_GUESS)
+        return self._rates.get(key, self._best_rates.get(key[1:], _FIRST_GUESS))
 
 
 def _matrices_of_row(job: Job) -> float:

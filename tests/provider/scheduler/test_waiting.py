@@ -1,11 +1,13 @@
 """Fair shares of tenants and of stages, by their weights."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from provider.scheduler.jobs import Key
 from provider.scheduler.policy import PolicyName
 from tests.provider.scheduler.playing import POLICIES, SLICE_ROWS, job, scheduler
 
@@ -71,3 +73,31 @@ def test_one_row_of_inference_overtakes_waiting_fine_tuning() -> None:
         subject.take(1.0)
     subject.put(job("chat", rows=1, group=5, arrival=1.0))
     assert subject.take(1.0)[0].job.tenant == "chat"
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", ["opportunistic", "none"])
+def test_requests_for_a_narrow_layer_group_are_not_free(name: PolicyName, rows: int) -> None:
+    """A product of a narrow group takes its fixed time, a hundred times longer per multiply-add than a wide group's. It
+    made the wide products of other tenants look slow: an honest tenant got a hundredth of the executor."""
+    subject, now = scheduler(name), 0.0
+    narrow = replace(job("mallory", rows=rows, group=0), row_work=2048, row_cost=2048)
+    wide = replace(job("alice", group=1), row_work=1 << 24, row_cost=1 << 24)
+    subject.pace.record(Key(2, "forward", "ring"), rows=1, work=1 << 24, seconds=3.4e-3)  # of an earlier tenant
+    waiting, seconds = Counter[str](), {"alice": 0.0, "mallory": 0.0}
+    while now < 1.0:
+        for like, most in ((narrow, 2), (wide, 1)):
+            tenant = str(like.tenant)
+            for _ in range(most - waiting[tenant]):
+                subject.put(replace(like, arrival=now))
+                waiting[tenant] += 1
+        if not (pieces := subject.take(now)):
+            now = max(now + 1e-5, subject.next_deadline(now) or now)
+            continue
+        leader = pieces[0].job
+        took = 60e-6 + 0.2e-9 * leader.row_work + sum(piece.rows for piece in pieces) * leader.row_work / 50e9
+        now += took
+        seconds[str(leader.tenant)] += took
+        waiting.subtract(str(piece.job.tenant) for piece in pieces if piece.last)
+        subject.done(pieces, now=now, seconds=took)
+    assert seconds["alice"] > 0.4 * sum(seconds.values())

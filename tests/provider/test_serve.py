@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 WIDTH = 64
 LOG_FIELDS = {
     *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
-    *("rows", "ms", "requests", "clean", "suppressed", "what", "place", "kind", "mib"),
+    *("rows", "ms", "requests", "clean", "suppressed", "what", "place", "kind", "mib", "progress"),
 }
 
 

@@ -10,6 +10,8 @@ from symbiosis_priv.arithmetic.modular import Column, dot
 from tenant.core.parts import Part
 from tenant.core.rows import Rows
 
+_ENTRIES = 1 << 22  # of the rows that are copied and corrected together
+
 
 def may_wrap(part: Part, rows: Sequence[int]) -> bool:
     """Returns True if the products of all these rows can leave a narrow ring. Rows of zeros cannot."""
@@ -32,14 +34,15 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
         return []
     bits, left = part.rows.ring_bits, list[int]()
     corrector = wraps.Corrector(part.column, ring_bits=bits, most=part.rows.most_wraps)
-    look = _one_entry if entries == 1 else _two_entries
+    look, step = _one_entry if entries == 1 else _two_entries, max(1, _ENTRIES // part.outputs)
     for product in part.opened(answer):
         first = product.start - part.start
         numbers = [row for row in rows if first <= row < first + product.answer.shape[0]]
-        if numbers:
-            places = [number - first for number in numbers]
+        for start in range(0, len(numbers), step):
+            some = numbers[start : start + step]
+            places = [number - first for number in some]
             y = passes.unmask(product.answer[places], [effect[places] for effect in product.effects], ring_bits=bits)
-            left += look(part, corrector, numbers, y)
+            left += look(part, corrector, some, y)
     return left
 
 

@@ -20,6 +20,7 @@ from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from tenant.masking.backend import RingBackend, Simulation
+from tenant.session import corrections
 from tenant.session.faults import Faults
 from tenant.session.session import Session
 
@@ -113,6 +114,7 @@ def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
     """As in SmolLM2-135M, where one output of a layer group wraps in most rows. No block is fetched, so the executor
     does not see it."""
     monkeypatch.setattr(Faults, "product_refused", lambda *_, **__: pytest.fail("a fault was suspected"))
+    monkeypatch.setattr(corrections, "_ENTRIES", 500)  # rows are corrected in several steps
     session = new_session("relay", [executor], [helper], ring_bits=24)
     rows = 0.5 * floats(session, OUT, FORWARD, 60) + store.group(OUT).weight[5].to(torch.float32) / 100
     want = reference(session, store, 5.0).linear(OUT, FORWARD, rows)

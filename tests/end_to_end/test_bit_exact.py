@@ -72,7 +72,7 @@ def test_logits_and_gradients(
     equal: Equal,
     simulated: dict[tuple[Any, ...], list[dict[str, Tensor]]],
 ) -> None:
-    """With compiled passes and without."""
+    """The bits are the same with compiled passes and without."""
     path, federation = base
 
     def seen(how: str) -> list[dict[str, Tensor]]:

@@ -700,7 +700,7 @@ def test_a_slow_provider_does_not_exceed_its_time_limit(
 def test_a_provider_that_avoids_all_products_does_not_pass(
     code: wire.ErrorCode, place: Place, oracle: CheckpointOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It shows the right digest, leaves when it is asked for a product, and welcomes the tenant no more."""
+    """The provider shows the right digest, hangs up when a product is requested, and then refuses the tenant."""
     asked: list[wire.Execute | wire.Effect] = []
     greet, answer = connection.Connection._answer_hello, connection.Connection._answer_product
 

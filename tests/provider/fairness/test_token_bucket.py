@@ -9,7 +9,7 @@ from provider.fairness.token_bucket import TokenBucket
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-5, 0.01)), max_size=300), st.floats(0.01, 1.0))
 def test_the_average_rate_is_limited(steps: list[tuple[float, float]], rate: float) -> None:
-    """In addition to the rate: one burst, and the debt of the last step."""
+    """The bucket gives at most its rate, one burst, and the debt of the last step."""
     bucket, now, taken = TokenBucket(per_s=rate, burst=rate, now=0.0), 0.0, 0.0
     for pause, amount in steps:
         now += pause

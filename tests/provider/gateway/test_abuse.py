@@ -227,7 +227,7 @@ def test_payloads_that_are_announced_and_never_sent(
 
 
 def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    """Their memory is freed before their bytes can be granted again."""
+    """The memory of abandoned requests is freed before their bytes can be granted again."""
     execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     matrix = bytes(ROWS * WIDTH * 4)

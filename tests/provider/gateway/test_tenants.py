@@ -212,7 +212,7 @@ def test_refused_requests_have_a_limited_rate_and_are_billed(
 def test_requests_of_zero_rows_take_no_executor_time_and_have_a_rate(
     configure: Configure, connect: Connect, requests: Requests
 ) -> None:
-    """They have no work that could be charged, so in the scheduler they would precede all other tenants."""
+    """Requests of zero rows have no work to charge, so the scheduler would serve their tenant before all others."""
     execute, effect = requests
     with Provider(configure()) as provider:
         alice, carol = connect("alice", to=provider), connect("carol", to=provider, role="helper")
@@ -655,7 +655,7 @@ def test_a_revoked_tenants_connection_is_closed_during_a_request(
     tmp_path: Path,
     dora: Identity,
 ) -> None:
-    """Without a new authority; no other tenant notices; the tenant is told when it connects again."""
+    """Revocation needs no new authority, affects no other tenant, and is reported when the tenant connects again."""
     execute, _ = requests
     listed = tmp_path / "revoked.txt"
     listed.touch()

@@ -140,7 +140,7 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     monkeypatch: pytest.MonkeyPatch,
     on: bool,
 ) -> None:
-    """Of 48 MiB of float weights, a provider keeps the configured amount, or nothing."""
+    """A provider keeps no more of 48 MiB of float weights than the configured amount."""
     bound = 8
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # freed memory is returned to the system at once
     store = WeightStore(forty_eight_mib, cache=cache)

@@ -131,7 +131,7 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
     policy: PolicyName,
     max_batch_rows: int,
 ) -> None:
-    """The same bits, with each policy, and also when every request is cut into pieces of three rows."""
+    """Products have the same bits with each policy, also if every request is cut into pieces of three rows."""
     execute, effect = requests
     seed = Seed(secrets.token_bytes(32))
     entry = store.manifest().groups[0]

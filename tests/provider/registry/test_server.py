@@ -87,7 +87,7 @@ def test_invalid_announcements_are_refused(serve: Serve, vouching: Vouching, tmp
 
 
 def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    """As soon as the registry has read the list, and after a restart."""
+    """The executor disappears when the registry has read the revocation list, and stays away after a restart."""
     revoked = tmp_path / "revoked.txt"
     revoked.touch()
     server = serve(revoked=revoked)

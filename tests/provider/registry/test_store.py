@@ -19,7 +19,7 @@ NAMES = ("gamma", "delta", "epsilon")
 
 @given(announcements=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 5)), max_size=12))
 def test_the_newest_of_every_key_is_listed(vouching: Vouching, announcements: list[tuple[str, int]]) -> None:
-    """In any order of announcements: an older descriptor is refused, and a repeated one changes nothing."""
+    """Announcements may come in any order: an older descriptor is refused, and a repeated one changes nothing."""
     store, now = Store(None), vouching.began / MS
     taken: list[VerifiedDescriptor] = []
     for name, step in announcements:

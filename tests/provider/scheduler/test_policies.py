@@ -23,7 +23,7 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
     [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
 )
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
-    """With one row each or batches of 2 to 256, with training tenants or without."""
+    """Tenants have one row each or batches of 2 to 256, and some may train."""
     found: dict[str, Outcome] = {}
     for name in POLICIES:
         tenants = all_of(generating, training)
@@ -54,8 +54,8 @@ def test_sixteen_tenants_share_the_reading_of_the_weights() -> None:
 
 @pytest.mark.parametrize("layers", [1, 8])
 def test_tenants_meet_and_stay_together(layers: int) -> None:
-    """Also in a model of many layer groups, where tenants would rarely meet by chance, and with delays: two groups of
-    tenants take turns, and no tenant is left behind."""
+    """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer
+    groups, where tenants would rarely meet by chance."""
     tenants = [Tenant(f"generating-{i}", 1, layers=layers) for i in range(16)]
     outcome = rehearse(Policy(), tenants, seconds=20, held_up=0.1)
     assert outcome.batch_requests > 5

@@ -80,7 +80,7 @@ def test_a_runnable_job_is_never_left_waiting_while_the_executor_sleeps(arriving
 
 
 def test_a_job_without_rows_is_refused() -> None:
-    """It would have no cost, and its tenant would always be first."""
+    """A job without rows would have no cost, and its tenant would always be first."""
     with pytest.raises(ValueError, match="at least one row"):
         job(rows=0)
 

@@ -18,7 +18,7 @@ from tests.provider.scheduler.playing import POLICIES, SLICE_ROWS, job, schedule
     st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=4, max_size=4),
 )
 def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
-    """For any request sizes and numbers of connections: equal rows per weight, within one slice."""
+    """Tenants get equal numbers of rows per weight, within one slice, whatever their request sizes and connections."""
     subject = scheduler(name)
     served: Counter[object] = Counter()
     if name == "lockstep":  # the order is by layer group; within a group, by arrival

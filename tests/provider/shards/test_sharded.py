@@ -111,7 +111,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For any torchrun options in the environment and any hanging rank, long before the group's timeout.
+    """A hanging rank is found long before the group's timeout, whatever torchrun options the environment has.
 
     Tenants are told immediately that the provider is busy, and get the same bits later.
     `tests/threat_model/availability/test_ranks.py` kills a rank.
@@ -141,7 +141,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
 
 
 def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
-    """Also a rank that hangs, and does not notice anything itself."""
+    """Check that all ranks end with their torchrun, even a rank that hangs."""
     os.kill(ranks[0], signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     until(lambda: all(map(has_ended, ranks.values())), within_s=30)

@@ -111,7 +111,7 @@ def test_decode_equals_subtracting_dequantising_and_storing(
 @pytest.mark.parametrize("name", BUILDS)
 @given(data=st.data(), width=drawn.widths(), error=st.integers(1, 2**32 - 1))
 def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: int) -> None:
-    """For every valuation of the error, and also if it wraps; by chance once in 2^60."""
+    """A wrong row passes once in 2^60, for errors of every valuation and errors that wrap around."""
     answer = data.draw(testing.ring_rows(width=width, count=st.integers(1, 4)))
     column = modular.uniform(KEY, width)
     expected = modular.dot(answer, column)
@@ -193,7 +193,7 @@ def test_wrong_shapes_and_dtypes_are_refused(name: str, inputs: Sequence[Tensor]
 
 
 def strided(rows: Tensor) -> dict[str, Tensor]:
-    """The same matrix in other layouts."""
+    """Return the same matrix in several memory layouts, by name."""
     wider = torch.nn.functional.pad(rows, (3, 2))
     return {
         "transposed": rows.t().contiguous().t(),
@@ -206,7 +206,7 @@ def strided(rows: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("dtype", testing.FLOAT_DTYPES)
 def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
-    """Also with enough rows for several threads."""
+    """The matrix has enough rows for several threads."""
     width = 4099
     generator = np.random.default_rng(0)
     rows = torch.from_numpy(generator.standard_normal((257, width))).to(dtype)

@@ -120,7 +120,7 @@ def test_the_digest_follows_its_specification() -> None:
 
 
 def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -> None:
-    """Also with enough weights for several threads."""
+    """The matrix has enough weights for several threads."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(600, 2100, generator=generator), torch.randn(600, generator=generator)
     digests, bounds = set(), set()

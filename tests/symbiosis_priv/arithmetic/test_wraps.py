@@ -49,7 +49,7 @@ def test_up_to_two_wrapped_entries_are_corrected(pair: tuple[Tensor, Tensor]) ->
 
 @given(wrapped(st.integers(0, 3)), st.integers(1, 5))
 def test_one_wrapped_entry_is_found_in_many_rows_at_once(pair: tuple[Tensor, Tensor], copies: int) -> None:
-    """In rows of which none, one or more entries wrapped."""
+    """No entry, one entry or several entries of a row wrapped."""
     y, t = pair
     generator = torch.Generator().manual_seed(copies)
     places = torch.randint(len(y), (copies,), generator=generator)

@@ -261,7 +261,7 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 
 
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
-    """As a pair, together with earlier certificates, which can be revoked."""
+    """The previous certificate and key are kept together with earlier certificates, which can be revoked."""
     identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     first = reading.load_certificates(identity.certificate)
     issuing.rotate(identity.certificate, authority=None)

@@ -262,7 +262,7 @@ def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, author
 def test_the_command_that_an_expired_certificate_names_renews_it(
     tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch, kind: Kind, signed_here: bool
 ) -> None:
-    """With the authority's key in the same folder, and with an authority on another machine."""
+    """The authority's key is in the same folder, or on another machine."""
     folder, signed = authority.certificate.parent if signed_here else tmp_path / "own", authority.certificate.parent
     details: list[str] = ["--operator", "L", "--host", "l.example"] if kind is Kind.PROVIDER else []
     request: list[str | Path] = ["sign", folder / "late.csr", "--directory", signed, *details]
@@ -298,7 +298,7 @@ def test_all_certificates_of_a_tenant_can_be_revoked(tmp_path: Path, authority: 
 
 
 def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
-    """Also the prepared pair, and for every order of rotations and signed requests."""
+    """The prepared pair is revoked too, for every order of rotations and signed requests."""
     folder = authority.certificate.parent
     alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
     given = [alice.certificate.read_bytes()]

@@ -159,7 +159,7 @@ def test_rule_11_holds_with_pads_too(write: Write, same: dict[str, str], name: s
 
 
 def test_check_parties_without_optional_arguments_is_stricter(write: Write) -> None:
-    """Without these arguments the check refuses more, never less."""
+    """Without the optional arguments, the check refuses more, never less."""
     federation = load_federation(write(beta={"operator": "A"}, gamma={}, pads={"helpers": 1}))
     check_parties(federation.peers, pad_helpers=federation.pad_helpers)
     with pytest.raises(RoleConflictError, match="have the same operator"):

@@ -82,7 +82,7 @@ def test_it_passes_the_self_test() -> None:
 
 
 def test_the_fastest_tile_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is chosen for each class of row counts and each direction; another matrix gets the first candidate."""
+    """The tile is chosen for each class of row counts and each direction; another matrix gets the first candidate."""
     kernel, multiplied, times = TritonKernel(), list[Tile](), itertools.count(0, -1)
     monkeypatch.setattr(triton_kernel, "_multiply", lambda tile, *_: multiplied.append(tile))
     packed, other = (kernel.pack(torch.ones(8 * n, 8, dtype=torch.int16), weight_bits=8) for n in (1, 2))
@@ -172,7 +172,7 @@ print(json.dumps([build(*case) for case in cases]))
 
 @pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton")
 def test_it_compiles_for_absent_gpus(tmp_path: Path) -> None:
-    """To int8 matrix instructions, and within the shared memory that tiles are chosen by.
+    """The compiled code uses int8 matrix instructions, and no more shared memory than the choice of tiles assumes.
 
     On Hopper, each step waits for the matrix units once, and all loads go through the pipeline.
     """

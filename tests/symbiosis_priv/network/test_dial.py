@@ -12,7 +12,7 @@ from symbiosis_priv.network.dial import ClientConnection
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "rebound.example"])
 def test_a_remote_only_connection_does_not_reach_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """Also for a name that resolves to this machine only now; not a byte arrives."""
+    """No byte arrives, even if a name resolves to this machine only when the connection is made."""
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = service.getsockname()[1]
         here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]

@@ -471,7 +471,7 @@ def test_context_settings(keys: Keys) -> None:
 
 
 def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any environment: a context of Python's own would write its sessions' keys there."""
+    """No environment variable changes this. With SSLKEYLOGFILE, Python's default context would write session keys."""
     keylog = tmp_path / "keylog"
     monkeypatch.setenv("SSLKEYLOGFILE", str(keylog))
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):

@@ -455,7 +455,7 @@ def test_a_payload_is_subtracted_as_its_matrix(name: str, data: st.DataObject, w
 @pytest.mark.parametrize("name", BUILDS)
 @given(st.data(), drawn.widths(), testing.row_counts())
 def test_narrow_payloads_hold_the_low_24_bits(name: str, data: st.DataObject, width: int, count: int) -> None:
-    """Also in the memory of the matrix that they become."""
+    """Payloads can also be unpacked in place, in the memory of the matrix."""
     matrix = data.draw(testing.ring_rows(width=width, count=count))
     into = torch.empty_like(matrix)
     with build(name):

@@ -65,7 +65,7 @@ def test_a_gap_is_filled_exactly() -> None:
 
 @pytest.mark.parametrize("lied_about", ["0-3", "4-7"])
 def test_a_huge_claimed_capacity_keeps_no_other_provider_away(vouching: Vouching, lied_about: str) -> None:
-    """Of four other providers with room for half of the model, some serve those layers, too."""
+    """Some of four other providers, each with room for half of the model, also choose the layers of the claimant."""
     layers = LayerRange.parse(lied_about)
     there = [vouching.said("liar", layers=lied_about, capacity=1e9)]
     for name in ("gamma", "delta", "epsilon", "zeta"):

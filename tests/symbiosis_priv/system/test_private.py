@@ -47,7 +47,7 @@ def test_no_folder_of_the_path_may_belong_to_another_user(
 
 
 def test_a_sticky_folder_is_safe_only_for_entries_of_this_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example /tmp: no user can rename another user's entries, but any user could create the entry first."""
+    """In a folder like /tmp, no user can rename another user's entries, but any user could create the entry first."""
     folder.parent.chmod(0o1777)
     PrivateFolder.open(folder).close()
     give_away(folder, monkeypatch)

@@ -446,7 +446,7 @@ def test_a_checkpoint_without_a_tokenizer_is_an_error(model: Path, tmp_path: Pat
 
 
 def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
-    """The same text, and the same number of forward passes however early it ends."""
+    """With a fixed length, the text is the same, and the number of forward passes does not depend on its end."""
     split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
     passes = 0
 

@@ -480,7 +480,7 @@ def test_an_endless_name_lookup_ends_at_the_deadline(
 def test_a_machine_that_cannot_start_a_thread_gets_a_transport_error(
     executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For now: background requests are tried again later, as after any network failure."""
+    """The error is temporary: background requests are tried again later, as after any network failure."""
 
     def full(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

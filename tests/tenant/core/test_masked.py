@@ -238,7 +238,7 @@ def test_a_pad_used_twice_is_an_error(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("covered", [0, 2, 4])
 def test_pads_that_do_not_cover_the_rows_are_an_error(covered: int) -> None:
-    """Also no pads at all: an accidentally empty list is not the tenant's choice."""
+    """An empty list of pads is an error too: it may be an accident, and is not the tenant's choice of no masking."""
     with pytest.raises((BurntRowError, ValueError)):
         mask(zeros(3), [pad_of(covered)] if covered else [])
     with pytest.raises(BurntRowError):

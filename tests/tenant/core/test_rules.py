@@ -170,7 +170,7 @@ def test_rule_1_breach_torchs_generator(
 
 
 def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
-    """Also if every row is zero. Masks that were rounded floats would fail."""
+    """Frames are uniform even if every row is zero. Masks that were rounded floats would fail."""
     session = new_session("local", [executor])
     session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert is_uniform(executor.executed[-1].rows)
@@ -750,7 +750,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     monkeypatch: Patch,
     failover: bool,
 ) -> None:
-    """Also if the second executor, which is asked after a lie of the first one, has the helper's operator."""
+    """The second executor, which is asked after the first one lied, has the same operator as the helper."""
     first, second, helper = new_provider(), new_provider(), new_provider()
     if failover:
         first.behaviour = spoils(frames)
@@ -972,7 +972,7 @@ def test_rule_12_a_fork_with_the_same_process_id_is_detected(
     frames: Callable[..., bytes],
     monkeypatch: Patch,
 ) -> None:
-    """As in a new pid namespace, and while another thread of the parent computes a product."""
+    """The child has its parent's process id, as in a new pid namespace; a thread of the parent computes a product."""
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
     session = new_session("pad", [executor], [helper])
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))

@@ -177,5 +177,5 @@ assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1)
 
 @pytest.mark.parametrize("ids", ["own process id", "same process id"])
 def test_a_forked_child_cannot_use_the_secret(ids: str) -> None:
-    """In another process, because forking this one, with torch's threads, is undefined."""
+    """The fork takes place in another process, because a fork of this one, with torch's threads, is undefined."""
     run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)

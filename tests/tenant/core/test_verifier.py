@@ -108,7 +108,7 @@ def test_errors_in_many_entries_never_pass(case: Case, data: st.DataObject) -> N
 
 
 def test_each_direction_has_its_own_keys() -> None:
-    """For a square layer, whose rows fit both directions."""
+    """The layer is square, so its rows fit both directions."""
     weight = torch.arange(64, dtype=torch.int16).view(8, 8)
     keys, rows = keys_of(weight), torch.arange(8, dtype=torch.int32)[None]
     forward, backward = (rows @ matrix.to(torch.int32) for matrix in (weight.t(), weight))

@@ -293,7 +293,7 @@ def test_the_command_prints_gaps_and_ends_with_status_1(
     half: Callable[[str], ScriptedProvider],
     llama: Path,
 ) -> None:
-    """With --model, which makes keys; the second time the keys exist."""
+    """`--model` makes the keys; at the second run the keys exist."""
     first, second = half("0"), half("1")
     path = federation_file(new_federation([first], [helper]))
     arguments = ["check", "-f", str(path), "--timeout", "20", "--model", str(llama)]

@@ -82,7 +82,7 @@ def test_a_scheme_opens_answers_in_its_own_way(
     store: WeightStore,
     frames: Callable[..., bytes],
 ) -> None:
-    """Also if pads are split, and if a bucket adds rows of zeros."""
+    """Pads may be split, and a bucket may add rows of zeros."""
 
     def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1

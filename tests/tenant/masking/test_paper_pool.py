@@ -104,7 +104,7 @@ def test_one_executor_with_all_layers_is_asked(
 def test_products_are_within_the_derived_bound(
     open_backend: Open, request: pytest.FixtureRequest, name: str, tape: Tape
 ) -> None:
-    """With bias (GPT-2) and without (Llama), forward and backward."""
+    """The bound holds with bias (GPT-2) and without (Llama), forward and backward."""
     store: WeightStore = request.getfixturevalue(name)
     backend = open_backend(store, wiretap=tape)
     layers = [store.layers(i) for i in range(len(store.manifest().groups))]
@@ -139,7 +139,7 @@ def test_products_are_within_the_derived_bound(
 
 
 def test_the_bias_is_added(open_backend: Open, gpt2_store: WeightStore) -> None:
-    """Without the bias the bound would not hold, so the test above can fail."""
+    """Without the bias, the bound of `test_products_are_within_the_derived_bound` would not hold."""
     bias = open_backend(gpt2_store).linear(0, FORWARD, torch.zeros(1, 64))
     stored = gpt2_store.layers(0)[0].bias
     assert stored is not None

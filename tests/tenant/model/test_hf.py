@@ -506,7 +506,7 @@ def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, ca
 def test_a_model_that_is_dropped_closes_its_connections(
     llama: Path, federation: Path, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
-    """Without a call of `close`. (pytest makes an error of a socket that is garbage collected without being closed.)"""
+    """No call of `close` is needed. (pytest fails if a socket is garbage collected without being closed.)"""
     model: Any = AutoModelForCausalLM.from_pretrained(
         llama, quantization_config=RemoteConfig(federation=federation, masking="pad")
     )

@@ -142,7 +142,7 @@ def test_a_folder_cannot_turn_masking_off(
 def test_a_nested_configuration_is_refused_by_name(
     unknown: bool, hostile: Hostile, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
 ) -> None:
-    """Also behind an entry that transformers ignores."""
+    """The configuration is also refused behind an entry that transformers ignores."""
     outer = {"quantization_config": {"quant_method": "unheard of"}} if unknown else {}
     path = hostile(**outer, audio_config={"model_type": "llama", "quantization_config": plaintext})
     remote = RemoteConfig(federation=federation)

@@ -576,7 +576,7 @@ def biased(gpt2: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Any, bias: Any, tmp_path: Path) -> None:
-    """With PEFT's own `bias`: the same gradients and the same saved adapter as on the plain model."""
+    """With PEFT's `bias` option, gradients and the saved adapter equal those of the plain model."""
     saved = []
     for model in (biased, rounded_model(gpt2)):
         torch.manual_seed(0)
@@ -601,7 +601,7 @@ def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Any, bias
 
 
 def test_a_bias_is_with_the_tenant_and_is_saved_once_trained(biased: Any) -> None:
-    """It is listed, moved and copied with the model. The product includes it, so an untrained one changes no bit."""
+    """The bias is listed, moved and copied with the model. The product includes it: untrained, it changes no bit."""
     with torch.no_grad():
         expected = biased(input_ids=IDS).logits
     name = "transformer.h.0.attn.c_attn"

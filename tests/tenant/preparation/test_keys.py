@@ -45,7 +45,7 @@ def folder_of(cache: Path) -> Path:
 
 @pytest.fixture(params=DIRECT)
 def base(request: pytest.FixtureRequest) -> WeightStore:
-    """With biases and without."""
+    """A checkpoint with biases, and one without."""
     store: WeightStore = request.getfixturevalue(request.param)
     return store
 
@@ -241,7 +241,7 @@ def test_every_altered_tensor_is_detected(base: WeightStore, tmp_path: Path, cap
 
 
 def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: Path) -> None:
-    """The same model and tensors, but another secret, so another seal."""
+    """The other preparation is of the same model, but has another secret, and so another seal."""
     digest = store.manifest().digest
     for name in ("one", "other"):
         prepared(store, digest, tmp_path / name)
@@ -392,7 +392,7 @@ def change_config(folder: Path, **entries: object) -> None:
 def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
     store: WeightStore, model: Path, change: str, met: bool, tmp_path: Path
 ) -> None:
-    """Also after it was loaded unchanged once; permanently."""
+    """The checkpoint is refused at every load, even if it was loaded once before the change."""
     cache = tmp_path / "cache"
     prepared(store, store.manifest().digest, cache)
     if met:

@@ -123,7 +123,7 @@ def test_a_registry_can_deny_service_and_nothing_else(
 def test_order_and_repetition_make_no_difference(
     federation: Federation, vouching: Vouching, order: list[int], repeats: list[int]
 ) -> None:
-    """Also for two executors that claim one address, of which the later descriptor counts."""
+    """Two executors may claim one address: the later descriptor counts."""
     ports = (7001, 7001, 7002, 7002, 7003, 7001)
     everybody = [
         vouching.said(f"x{number}", after_ms=number, address=("localhost", port)) for number, port in enumerate(ports)
@@ -308,7 +308,7 @@ def test_another_registry_shows_what_one_registry_withholds(
 def test_registries_are_asked_periodically_until_closing(
     federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
 ) -> None:
-    """Also after a round that failed, for instance because no thread could be started."""
+    """A round that fails, for instance because no thread can be started, is followed by the next one."""
     changes: list[tuple[Peer, ...]] = []
 
     def changed(peers: tuple[Peer, ...]) -> None:

@@ -92,7 +92,7 @@ def test_patience_follows_measurements_and_grows_without_other_providers() -> No
 
 @given(sizes=st.lists(st.integers(0, 1 << 24), min_size=1, max_size=30))
 def test_a_provider_that_becomes_slower_does_not_increase_its_own_patience(sizes: list[int]) -> None:
-    """Its own cost would be whatever it chooses, so the other providers' cost is the measure."""
+    """A provider chooses its own cost, so the cost of other providers is the measure."""
     health = steady()
     for now, size in enumerate(sizes):
         patience = health.patience_s(size, others_s=0.3)

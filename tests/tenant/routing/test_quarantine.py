@@ -30,7 +30,7 @@ def found(vouching: Vouching, who: str, **changes: object) -> Peer:
 def test_one_unchanged_trait_identifies_a_quarantined_provider(
     vouching: Vouching, name: bool, key: bool, address: bool, layers: int
 ) -> None:
-    """Its authority and operator can change each of these; one that is unchanged is enough."""
+    """A provider can change each trait with the help of its authority; one unchanged trait is enough."""
     quarantine = Quarantine()
     quarantine.add(found(vouching, "liar"))
     again = found(

@@ -266,7 +266,7 @@ def test_a_helper_that_has_not_answered_is_a_spare(new_routes: NewRoutes) -> Non
 
 
 def test_a_helper_that_hangs_repeatedly_leaves_time_for_others(new_routes: NewRoutes, clock: Clock) -> None:
-    """It answers probes, so it gets trials. Without a limit, patience would exceed a product's deadline."""
+    """The helper answers probes, so it gets trials. Without a limit, patience would exceed a product's deadline."""
     routes = new_routes("ab", "cde", pad_helpers=2)
     hanging, other, third = routes.helpers
     for _ in range(20):
@@ -303,7 +303,7 @@ def test_only_executors_that_serve_a_group_are_asked(new_routes: NewRoutes) -> N
 def test_holders_are_of_k_companies_without_the_executors_company(
     companies: list[str], executors: int, k: int, down: set[int]
 ) -> None:
-    """For any set of absent helpers; and if there are k, they are found."""
+    """Any helpers may be absent. If k suitable helpers are left, they are found."""
     nowhere = Path("nowhere")
     executors = min(executors, len(companies) - 1)
     everybody = [

@@ -117,7 +117,7 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
 def test_a_row_that_is_sent_again_does_not_show_its_expert(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
 ) -> None:
-    """With `experts = "flat"` every expert gets as many rows, of which zeros never leave the ring."""
+    """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
     session = new_session("pad", [executor], [helper], ring_bits=24)
     facts = [crowded(group) for group in session.preparation.facts]
     counts, rows = (4, 4, 4, 4), torch.zeros(16, facts[stacks[0]].for_rows((4,) * 4).inputs(FORWARD))
@@ -201,7 +201,8 @@ def test_rows_of_a_bucket_belong_to_the_last_expert(
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[int]
 ) -> None:
-    """Their widths differ, so one keystream for both would overlap. Rows of zeros are sent as their masks."""
+    """Dense rows and rows for experts differ in width, so a shared keystream would overlap. The rows are
+    zeros, so masks are sent."""
     session = new_session("pad", [executor], [helper])
     for index, direction in itertools.product(stacks, DIRECTIONS):
         facts = session.preparation.facts[index]

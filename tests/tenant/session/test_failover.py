@@ -58,7 +58,7 @@ def is_right(session: Session, store: WeightStore, index: int, direction: Direct
 
 
 def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
-    """The same for every layer group in both directions."""
+    """Returns True if products of every layer group are right in both directions."""
     places = itertools.product(range(9), DIRECTIONS)
     return all(is_right(session, store, *place, count, seed) for seed, place in enumerate(places))
 
@@ -134,7 +134,7 @@ def test_a_single_executor_is_asked_again_with_identical_requests(
 def test_a_connection_that_was_closed_between_requests_is_no_failure(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    """As after a restart, or if a provider closes an idle connection."""
+    """Connections close between requests if a provider restarts or closes an idle connection."""
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers)
     for _ in range(3):
@@ -384,7 +384,7 @@ def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
 def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its probe ends with the current attempt once the others have answered: long before the deadline."""
+    """Once the others have answered, its probe ends after the current attempt, long before the deadline."""
     there, away = new_provider(), new_provider()
     away.refuse_connections = True
     session = new_session("none", [there, away])

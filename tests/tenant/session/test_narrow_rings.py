@@ -90,7 +90,7 @@ def test_parts_and_buckets_and_limits_do_not_change_bits(
 def test_what_providers_see_of_a_row_that_is_sent_again(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    """Its number of rows, and other masked words: a new pad."""
+    """Providers see the number of rows, and other masked words under a new pad."""
     session = new_session("pad", [executor], [helper], ring_bits=24)
     rows = floats(session, DOWN, FORWARD, 60)
     for _ in range(2):

@@ -409,7 +409,7 @@ def test_two_helpers_do_not_frame_the_executor(
 def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not_convicted(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, code: Any
 ) -> None:
-    """For example, the tenant's certificate has just expired."""
+    """An executor may refuse, for example, because the tenant's certificate has just expired."""
     executor.evidence = lambda stored: (wire.Failure(code=code, detail="not now"), b"")
     helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
     session = new_session("relay", [executor], [helper], pool_memory=0)

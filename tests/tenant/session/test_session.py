@@ -556,7 +556,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
 def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:
-    """Not before the rows are sent, which it would delay, and not after the answer, which would be late."""
+    """An order before the rows are sent would delay them, and an order after the answer would be late."""
     ordered = threading.Event()
     too_early, in_time = list[bool](), list[bool]()
 
@@ -676,7 +676,7 @@ def test_keys_are_deleted_after_a_lie(
 def test_parts_give_the_same_bits(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
 ) -> None:
-    """Also if limits, buckets and pads divide the rows."""
+    """Limits, buckets and pads may divide the rows."""
     executor = new_provider(max_rows=40)
     session: Session = new_session(
         masking, [executor], [new_provider() for _ in range(helpers)], part_bytes=2048, row_bucket=5
@@ -910,7 +910,7 @@ def test_a_helper_that_is_away_for_a_moment_only_costs_time(
 def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, absent: str
 ) -> None:
-    """Also with many pads on order: the product does not wait for each of them in turn."""
+    """Many pads may be on order: the product does not wait for each of them in turn."""
     deadline_s = 2.0
     session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
     for index in range(9):  # leaves a full pool for each group

@@ -113,7 +113,7 @@ def test_gradients_of_a_mixed_batch_are_those_of_each_task_alone(
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_computes_layers_again_for_their_own_batch(llama: Path, folders: Path, reentrant: bool) -> None:
-    """Also if `backward` runs in the batch of other tasks."""
+    """`backward` may run in the batch of other tasks."""
     tasks = Tasks(load_model(llama, dtype=torch.float64))
     tasks.register_all(folders)
     tasks.model.train()
@@ -166,7 +166,7 @@ def test_no_row_depends_on_another_tasks_rows_or_adapter(
 def test_in_blocks_a_row_has_the_bits_it_has_alone(
     split: Tasks, company: list[str], name: str, place: int, seed: int
 ) -> None:
-    """In any company and at any place of it, at every linear of a layer."""
+    """The other tasks of the batch and the place of the row change no bit, at every linear of a layer."""
     generator = torch.Generator().manual_seed(seed)
     names = [*company[:place], name, *company[place:]]
     row = min(place, len(company))
@@ -242,7 +242,7 @@ def _parameters(tasks: Tasks, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("names", [["lora", "vera", "ia3", "loha", "road", BASE], ["oft", "lora", "oft-b", "ia3"]])
 def test_one_request_serves_all_rows_of_a_layer_group(split: Tasks, names: list[str]) -> None:
-    """Also where tasks change the inputs of q and v: their rows are added to the request."""
+    """If tasks change the inputs of q and v, the changed rows are added to the request."""
     backend = backend_of(split.model)
     with mock.patch.object(backend, "multiply", wraps=backend.multiply) as multiply, torch.no_grad():
         with split.batch(names):

@@ -67,7 +67,7 @@ def test_no_other_division_of_the_sorted_requests_costs_less(requests: list[Requ
 
 
 def test_long_and_short_requests_are_batched_apart() -> None:
-    """With costs in proportion to the padded batch, and some for each batch, the plan pads less than arrival order."""
+    """Costs are proportional to the padded batch, plus a constant per batch. The plan pads less than arrival order."""
     rows, tokens = np.mgrid[0:33, 0:65]
     costs = Costs(shared=20.0 + rows * tokens, own=dict.fromkeys(METHODS, 0.1 * rows * tokens))
     random = np.random.default_rng(0)

@@ -110,7 +110,7 @@ def test_a_second_run_in_one_folder_is_refused(run: Run, tmp_path: Path) -> None
 def test_a_resumed_run_gives_the_same_bits(
     step: int, event: Callable[[], None], kind: type[BaseException], run: Run, whole: Path, tmp_path: Path
 ) -> None:
-    """With dropout, in the middle of an epoch, between two regular checkpoints."""
+    """The run has dropout, and ends in the middle of an epoch, between two regular checkpoints."""
     output = tmp_path / "adapter"
     with pytest.raises(kind) as raised:
         run(output, at=step, event=event)

@@ -233,7 +233,7 @@ PARALLEL: dict[str, tuple[PreTrainedConfig, str]] = {
 
 @pytest.mark.parametrize("architecture", PARALLEL)
 def test_attention_and_mlp_of_a_parallel_block_are_one_group(architecture: str) -> None:
-    """They read one tensor. So a block costs three round trips instead of four."""
+    """Attention and MLP read one tensor, so a block costs three round trips instead of four."""
     config, expected = PARALLEL[architecture]
     config.architectures = [architecture]
     groups = [group for group in traced(config).groups if ".0." in group.members[0]]
@@ -407,7 +407,7 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
-    """Their integers would be used as weights, without the scales."""
+    """The integers of a quantised checkpoint would be used as weights, without their scales."""
     path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps(config))

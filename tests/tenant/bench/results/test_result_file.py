@@ -124,6 +124,6 @@ def test_parts_are_recorded_only_inside_a_recording() -> None:
 
 
 def test_no_warnings_of_libraries_are_between_the_figures() -> None:
-    """As in the tenant's commands: transformers warns about names that peft still uses."""
+    """transformers warns about names that peft still uses; benchmarks hide these warnings, as commands do."""
     with measuring():
         warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")

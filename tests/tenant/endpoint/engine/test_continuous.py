@@ -178,7 +178,7 @@ def test_a_known_beginning_is_not_computed_again_and_gives_the_same_bits(opened:
 
 
 def test_a_client_cannot_find_out_what_another_one_has_asked(engine: ContinuousEngine) -> None:
-    """With a shared cache, the number of cached tokens would tell a client how far its guess is right."""
+    """If clients shared a cache, the number of cached tokens would tell a client how far its guess is right."""
     text = prompt(52, 30)
     Asked(engine, text, client="a", max_tokens=4).done()
     assert Asked(engine, text, client="b", max_tokens=1).done().ledger.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Local functions of rows give a row the same bits in any company."""
+"""Local functions of rows give a row the same bits, whatever other rows are computed with it."""
 
 from collections.abc import Callable
 

@@ -194,7 +194,7 @@ def test_the_first_blocks_are_those_of_the_model(first_block: Drafter, tokenizer
 
 
 def test_a_draft_model_may_have_more_rows_of_embeddings(packed: Recorded, tokenizer: Any) -> None:
-    """Its guesses are tokens that both models have, and unknown tokens of the large model do not stop it."""
+    """The draft model guesses only tokens that both models have, and continues after tokens that it does not know."""
     config = LlamaConfig(
         vocab_size=packed.vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )

@@ -45,7 +45,7 @@ def close(a: Tensor, b: Tensor, scale: Tensor) -> bool:
 def test_a_saved_adapter_of_experts_works_in_the_plain_model(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The same logits and gradients as plain PEFT, and at home after saving."""
+    """Logits and gradients are close to those of plain PEFT. So are logits of the saved adapter."""
     path = checkpoint(family)
     split, plain = adapted(load(path)), adapted(rounded_model(path, weight_bits=12, experts="all"))
     with backend_of(split):

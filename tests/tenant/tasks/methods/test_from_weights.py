@@ -207,7 +207,7 @@ def test_a_copied_model_sends_the_rows_of_its_own_adapter(methods: Any, exact_ll
 
 @given(st.integers(1, 12), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
 def test_a_row_is_rotated_as_pefts_matrix_rotates_it(width: int, rank: int, gram_schmidt: bool, seed: int) -> None:
-    """In float64. Gram-Schmidt needs at most as many directions as there are dimensions."""
+    """The comparison is in float64. Gram-Schmidt needs at most as many directions as there are dimensions."""
     rank = min(rank, width) if gram_schmidt else rank
     generator = torch.Generator().manual_seed(seed)
     u = torch.randn(width, rank, generator=generator, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Measures what `experts = ...` reveals about decoded tokens: runs the attack on routes in every mode.
 
-The masking scheme is `pad`, which hides every row. Routes are visible beside it, and the table says how much they tell.
+The masking scheme is `pad`, which hides every row. Routes stay visible, and the table shows how much they reveal.
 """
 
 import tempfile

@@ -96,7 +96,7 @@ class Lab:
         folder: an empty folder for the checkpoint, keys and caches.
         tied: True if the LM head is the embedding (and therefore stays with the tenant).
         experts: experts of every block; 0 for a model without experts.
-        helpers: helpers to start, 1 to 3. A scheme needs as many as it says.
+        helpers: number of helpers to start, 1 to 3. Each scheme states how many it needs.
 
     Attributes:
         relayed: a federation file with relay and one helper.

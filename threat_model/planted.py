@@ -58,8 +58,8 @@ def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
     """Every fault that a recording can show.
 
     Args:
-        ring: unmasked, in the ring.
-        floats: on the float path; its truth has the float rows.
+        ring: a recording without masks, in the ring.
+        floats: a recording on the float path; its truth has the float rows.
     """
     small, other = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(77)
     fresh = torch.Generator().manual_seed(secrets.randbits(60))
@@ -92,7 +92,7 @@ def unfused_fault(recording: Recording, public: Public) -> Fault:
     """q, k and v sent separately: three requests of the same rows, each under its own fresh noise.
 
     Args:
-        recording: on the float path.
+        recording: a recording on the float path.
     """
     count = len(public.manifest.groups)
     groups = (0, count, count + 1)

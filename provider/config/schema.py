@@ -139,7 +139,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def small_request(self) -> int:
-        """Largest size in bytes of a request with its reply that takes memory reserved for its connection."""
+        """Largest size in bytes of a small request and its reply. Memory for one is reserved for each connection."""
         return self.max_inflight_mib * MIB // 4 // self.max_connections
 
 

@@ -92,7 +92,7 @@ class Slots:
             slot._ended.set()
 
     def _make_room(self, tenant: Party) -> Slot | None:
-        """Return the slot whose connection must be closed for one more of `tenant`; None if a slot is free."""
+        """Return the slot whose connection must be closed for a new connection of `tenant`; None if a slot is free."""
         own = len(self._held.get(tenant, ()))
         if own >= self._limits.max_connections_per_tenant:
             raise Refusal(ErrorCode.BUSY, "this tenant has too many connections")

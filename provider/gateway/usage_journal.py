@@ -175,7 +175,7 @@ class JournalReader:
 
 @contextlib.contextmanager
 def journals(database: Path, *, fields: int) -> Iterator[list[JournalReader]]:
-    """Open all journals beside a database."""
+    """Open the journals of all providers that share a database."""
     with contextlib.ExitStack() as files:
         readers = []
         for path in sorted(database.parent.glob(f"{glob.escape(database.name)}{_MARK}*")):

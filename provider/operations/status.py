@@ -66,7 +66,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusSource:
-    """Takes a provider's status. Thread-safe."""
+    """Reads a provider's status. Thread-safe."""
 
     def __init__(
         self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader

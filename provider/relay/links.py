@@ -9,7 +9,7 @@ until a thread in the background has made a connection. Its attempts back off.
 A block is sent before the executor accepts it, so a tenant without a permit or without memory at the executor could
 use the whole bandwidth for blocks that are dropped. If the executor refuses a tenant's block, or closes the connection
 on it, the effects of that tenant go directly for a while: a second at first, twice as long after every refusal in a
-row. A tenant whose last block was not accepted has one block on its way at a time. Other tenants notice nothing.
+row. A tenant whose last block was not accepted has one block on its way at a time. Other tenants are not affected.
 
 Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
 of a connection show a certificate that the other side has pinned.

@@ -48,7 +48,7 @@ class Permits:
     def issue(
         self, tenant: TenantIdentity, helpers: Sequence[str], *, refusal: Callable[[], Refusal | None] = lambda: None
     ) -> tuple[bytes, tuple[str, ...]]:
-        """Issue a permit. Returns its token, and those of the helpers that the operator allows.
+        """Issue a permit. Returns its token, and the helpers that the operator allows.
 
         A tenant that has too many permits loses its oldest one.
 

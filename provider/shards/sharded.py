@@ -188,7 +188,7 @@ class ShardedOperands(Operands):
                 self._take_part(plan)
 
     def close(self) -> None:
-        """End the other ranks; for rank 0."""
+        """End the other ranks. Only rank 0 calls this."""
         with self._ending_on_error("the last plan"):
             self._announce(_Plan(self._sequence + 1, Mode.STOP))
         self._heartbeats.close()

@@ -97,7 +97,8 @@ class Keystream:
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
         """Add rows to a matrix, int32 `[rows, d]` on the CPU, modulo 2^32 and in place: block by block, without
-        allocating a mask as large as the matrix. Raises `RangeError` as `expand`; nothing was changed."""
+        allocating a mask as large as the matrix. If it raises `RangeError`, as `expand` does, the
+        matrix is unchanged."""
         entries = matrix.numpy()  # numpy adds in this thread, without torch's start-up cost
         rows = len(entries)
         if (ahead := self._made_ahead(first_row, rows)) is not None:

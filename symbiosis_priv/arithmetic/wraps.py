@@ -17,7 +17,7 @@ with at most two non-zero entries of at most J: fewer than `N = (2 J o + 1)^2 / 
 most (`modular.uniform`), and both columns with 2^-120. By the union bound, a wrong vector is accepted with probability
 `N 2^-120`. With J <= 60 (d <= 2^21) and o <= 2^21, that is below 2^-65. For dense products of a stack of experts
 (`tenant.core.verifier`) the columns give 2^-59 each, and together below 2^-63. So a corrected product is the true one,
-as an accepted product is, and an error of a provider that looks like a wrap is corrected to the truth.
+as an accepted product is, and an error of a provider that looks like a wrap is corrected to the true product.
 
 Which rows can be corrected is a function of t alone, up to that probability: those with at most two wrapped entries.
 """

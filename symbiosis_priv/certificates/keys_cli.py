@@ -104,8 +104,10 @@ def request(
     provider: Annotated[bool, typer.Option("--provider", help="For a provider that a registry will list.")] = False,
     directory: Directory = KEYS,
 ) -> None:
-    """Make a key, which stays here, and a certificate request. The executor's operator signs a tenant's request; the
-    owner of the federation's authority signs a provider's request.
+    """Make a key, which stays on this machine, and a certificate request.
+
+    The executor's operator signs a tenant's request; the owner of the federation's authority signs a provider's
+    request.
 
     If the key exists, the request is for the existing key. Use this to renew a certificate.
     """

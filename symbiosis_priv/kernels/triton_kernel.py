@@ -88,7 +88,7 @@ def plan(tile: Tile, count: int, width: int, columns: int, *, terms: int, proces
 
 
 class TritonKernel(DigitKernel):
-    """int8 tensor cores, programmed with Triton."""
+    """Multiplies on a GPU's int8 tensor cores, with a Triton program."""
 
     name = "triton"
 

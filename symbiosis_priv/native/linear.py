@@ -12,7 +12,7 @@ _SLICE_BYTES = 1 << 20  # of weights, which take 100 µs to read
 
 
 def computes(rows: Tensor, weight: Tensor) -> bool:
-    """Returns True if `linear` takes these tensors here."""
+    """Returns True if `linear` can multiply these tensors on this machine."""
     return (
         native.library() is not None
         and rows.is_cpu

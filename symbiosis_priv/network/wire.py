@@ -235,7 +235,7 @@ class QuotaLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     unit: Literal["requests/s", "rows/s", "billion multiply-adds/s", "rows in flight"]
 
     def __str__(self) -> str:
-        """For example `300 rows/s`."""
+        """The limit as text, for example `300 rows/s`."""
         return f"{self.amount:,.10g} {self.unit}"
 
 

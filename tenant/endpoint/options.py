@@ -68,7 +68,7 @@ class Serving:
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )
-    drain_s: Annotated[float, Option(min=0, help="Seconds that answers may go on after SIGTERM or Ctrl-C.")] = 30.0
+    drain_s: Annotated[float, Option(min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")] = 30.0
 
     def __post_init__(self) -> None:
         if self.fixed_length and self.draft is not None:

@@ -1,10 +1,10 @@
 """One masked, verified product: the normal path, from top to bottom.
 
     quantise            inf and nan are refused                  core.rows
-    take pads           burnt before any row leaves             pools, core.pads
+    take pads           burnt before any row leaves              pools, core.pads
     mask                the rows are `MaskedRows` from here on   core.masked
     send                one round trip, with a deadline          connections.executor_client, past core.gate
-    open and check before any result is used                  core.parts, core.verifier
+    open and check      before any result is used                core.parts, core.verifier
 
 `failover` handles executors and effects that are lost, late or refused, and `faults` handles wrong results. The part is
 then sent again. The result is the same bits in every case.

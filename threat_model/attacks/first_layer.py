@@ -128,5 +128,5 @@ class EvenMasks(FirstLayerAttack):
 
 
 def _signs(rows: Tensor) -> Tensor:
-    """1 for even, -1 for odd, float32."""
+    """Return 1.0 for even entries and -1.0 for odd entries, float32."""
     return 1.0 - 2.0 * (rows & 1)

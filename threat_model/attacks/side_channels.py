@@ -119,7 +119,7 @@ def _row_counts(stream: list[Packet], inputs: int, outputs: int, ring: wire.Enco
 
 
 class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
-    """If a health report counted the requests of all tenants, a tenant could subtract its own requests."""
+    """Counts a neighbour's requests, if health reports count the requests of all tenants: it subtracts its own."""
 
     name = "health counter, neighbour"
     party = "neighbour"

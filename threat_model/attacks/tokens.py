@@ -32,7 +32,7 @@ def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int])
 
 
 class FirstLayerTokens(FirstLayerAttack):
-    """Candidate subtraction, then `argmax_v cos(x, norm(embedding_v))`."""
+    """Subtracts candidates from a row, and guesses the token whose normed embedding has the largest cosine with it."""
 
     name = "tokens, first layer"
     family = "text"

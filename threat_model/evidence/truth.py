@@ -62,7 +62,7 @@ class Truth:
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 
     def of(self, *, group: int | None = None, direction: Direction | None = None) -> list[tuple[int, GroupCall]]:
-        """(order, call) of a group and direction."""
+        """The calls of a group in a direction, each with its order; None stands for all."""
         return [
             (order, call)
             for order, call in self.calls.items()

@@ -37,7 +37,7 @@ def interval_note(suite: Suite) -> str:
 
 
 def summary(suite: Suite) -> Section:
-    """A row for each scheme."""
+    """The table with one row for each scheme."""
     rows = []
     needs = {"helper": 1, "executor+helper": 1, "all but a helper": 2}
     for scheme in suite.schemes:

@@ -162,7 +162,7 @@ def _each(function: Callable[[Tensor], Tensor], values: Iterable[Any]) -> tuple[
 
 
 def _shape(tensor: Tensor) -> Tensor:
-    """Take a tensor's values away."""
+    """Return an unknown tensor of the same shape and dtype, without values."""
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

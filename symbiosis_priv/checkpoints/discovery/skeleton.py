@@ -146,7 +146,7 @@ def _untied_head(model: PreTrainedModel) -> dict[str, str]:
 def _tied_modules(model: PreTrainedModel, *, without: Collection[str]) -> set[str]:
     """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay.
 
-    The ties of the parameters `without` do not count.
+    Ties of the parameters in `without` do not count.
     """
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():

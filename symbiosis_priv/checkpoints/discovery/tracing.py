@@ -35,7 +35,7 @@ class Call:
 
     @property
     def input(self) -> tuple[int, int, int]:
-        """Equal for calls with the same tensor. Tensors of two runs are never the same."""
+        """The identity of the input tensor: equal for two calls of one run with the same tensor."""
         return self.run, id(self.x), self.version
 
 

@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One endpoint; `app.state.endpoint` of its application."""
+    """What the routes of one endpoint use. Stored as `app.state.endpoint`."""
 
     service: Service
     settings: Settings

@@ -3,8 +3,8 @@
 modes     where experts run (`RemoteConfig(experts=...)`), the default, and what each mode costs
 stack     the parameter that replaces an offloaded stack, with and without LoRA factors
 dispatch  sends rows to their experts, one class per mode
-forward   the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay here
-replace   puts the stand-ins into a model
+forward   the forward pass of experts: gate, routing weights, biases, LoRA and the sum stay with the tenant
+replace   replaces the stacks of a model by offloaded ones
 decoding  refuses to decode while providers see routes
 
 transformers calls experts through a registry of implementations (`transformers.integrations.moe`). `forward` registers

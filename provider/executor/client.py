@@ -105,7 +105,7 @@ class ExecutorRequester:
         return answer
 
     def cancel(self) -> None:
-        """Cancel the last request. Its answer still comes, without a product."""
+        """Cancel the last request. The executor still answers it, without a product."""
         self._channel.send(envelope.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:

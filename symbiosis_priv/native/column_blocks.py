@@ -15,7 +15,7 @@ _SHARE = 1 << 18  # entries: fewer are not worth another thread
 
 
 def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """passes.h's `struct parts`, for float matrices `[r, w_k]`: column blocks on the CPU, of one dtype in `FORMATS`.
+    """The C struct `parts` of passes.h for float matrices `[r, w_k]`: column blocks on the CPU, one dtype of `FORMATS`.
 
     Each row of a matrix must be contiguous. The caller keeps the matrices alive.
     """

@@ -18,7 +18,7 @@ _BRIEF = 1 << 14  # items that take less time than reacquiring the GIL
 
 @dataclass(frozen=True)
 class Encoding:
-    """Row-major, little-endian, a fixed number of bits per item, without padding between rows.
+    """How a payload stores a matrix: row-major, little-endian, a fixed number of bits per item, no padding.
 
     Args:
         dtype: dtype of the matrix in memory.

@@ -64,13 +64,30 @@ def test_rule_8_an_operator_may_run_two_executors_but_no_helper_with_them(write:
 BLANKS = "\u3164\uffa0\u2800\U0001d159\U00016fe4\u3000\u00a0\u200b\u2060\ufe0f\u115f\u17b4\U000e0100\ue000\U0003fffd "
 
 
+@pytest.mark.parametrize(
+    ("latin", "other"),
+    [
+        ("ACE", "\u0410\u0421\u0415"),
+        ("cap", "\u0441\u0430\u0440"),
+        ("KPMT", "\u039a\u03a1\u039c\u03a4"),
+        ("Ag", "A\u0261"),
+    ],
+)
+def test_rule_8_a_name_in_other_letters_that_look_the_same_is_the_same(write: Write, latin: str, other: str) -> None:
+    """Each name has one script, so that only its letters' shapes show that the two are one."""
+    with pytest.raises(RoleConflictError, match="have the same operator"):
+        load_federation(write(alpha={"operator": latin}, beta={"operator": other}))
+
+
 @given(st.lists(st.sampled_from(BLANKS), min_size=8, max_size=8))
 def test_rule_8_blanks_of_any_kind_do_not_count(blanks: list[str]) -> None:
     name = "Alpha AG"
     assert plain("".join(itertools.chain(*zip(blanks, name, strict=True)))) == plain(name) == "alphaag"
 
 
-@pytest.mark.parametrize("name", ["\u0410lpha", "Alph\u03b1", "\u13aalpha", "\u2800", " ", "\U0001d159"])
+@pytest.mark.parametrize(
+    "name", ["\u0410lpha", "Alph\u03b1", "\u13aalpha", "Alpha\u1732", "alpha\u05b4", "\u2800", " ", "\U0001d159"]
+)
 @pytest.mark.parametrize("field", ["name", "operator"])
 def test_rule_8_a_name_of_mixed_scripts_or_without_a_letter_is_refused(write: Write, field: str, name: str) -> None:
     with pytest.raises(ConfigError, match=r"mixes letters|no visible characters"):

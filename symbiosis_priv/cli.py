@@ -32,7 +32,7 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system'
 _SHORT_HELP = {
     "demo": "Fine-tune and generate on untrusted providers, and prove it.",
     "serve-demo": "Chat with SmolLM2 in a browser, on untrusted providers on this machine.",
-    "keys": "Create, request, sign, rotate and show certificates.",
+    "keys": "Create, request, sign, rotate, revoke and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
     "registry": "Run a registry, which lists executors to tenants, or show its list.",
     "tenant": "Fine-tune adapters and generate with a base model that providers serve.",

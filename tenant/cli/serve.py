@@ -18,7 +18,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
     Ctrl-C and SIGTERM let the answers in progress end.
     """
     check_installed()
-    name = options.name or resolve(model).name
+    name = options.model_name(model, resolve(model))
     adapters, keys = options.adapters(), options.keys()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as opened:

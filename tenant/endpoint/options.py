@@ -27,7 +27,9 @@ class Serving:
     adapter: Annotated[
         list[str], Option("--adapter", "-a", help="NAME=FOLDER: a PEFT folder and its model name; repeatable.")
     ] = field(default_factory=list)
-    name: Annotated[str | None, Option(help="The base model's name for clients; by default its folder's.")] = None
+    name: Annotated[
+        str | None, Option(help="The base model's name for clients; by default its folder's or the hub's.")
+    ] = None
     listen: Annotated[str, Option(help="host:port to answer at.")] = "127.0.0.1:8000"
     public: Annotated[
         bool, Option("--public", help="Allow --listen to be no loopback address. Without TLS: put a proxy before it.")
@@ -76,6 +78,10 @@ class Serving:
                 "--fixed-length hides how long an answer is, and with --draft the number of its steps shows how many "
                 "guesses were right; leave out one of them"
             )
+
+    def model_name(self, model: str, folder: Path) -> str:
+        """Return the base model's name for clients. The folder of a model of the hub has the name of a commit."""
+        return self.name or (folder.name if Path(model).expanduser().is_dir() else model.rpartition("/")[2])
 
     def adapters(self) -> dict[str, Path]:
         """Check the folders of the adapters, and return them by name."""

@@ -131,7 +131,7 @@ class _Table:
         self._pairs = sum(tokens * kv.length for kv, tokens in new)
 
     def _of_kind(self, kind: int) -> Any:
-        """Return local.h's `struct sequence` of each sequence, for the layers of one kind."""
+        """Return the C struct `sequence` of native/local.h for each sequence, for the layers of one kind."""
         fields: list[int] = []
         row = 0
         for kv, tokens in self._new:

@@ -316,7 +316,7 @@ class Connection(FrameLoop[wire.Request]):
         assert kept.payload is not None  # `fetch` returns blocks that have arrived
         size, header = len(kept.payload), kept.header
         with (
-            self._state.quotas.admitted(self._tenant, rows=header.rows, work=0),
+            self._state.quotas.admitted(self._tenant, rows=header.rows, work=0, blocks_of=self._tenant),
             self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
         ):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)

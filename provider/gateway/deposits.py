@@ -62,7 +62,7 @@ class DepositConnection(FrameLoop[wire.Deposit]):
         size = deposit.encoding.size(deposit.rows, outputs)
         self._frames.expect_payload(size)
         with (
-            state.quotas.admitted(tenant, rows=deposit.rows, work=0, helper=self._helper),
+            state.quotas.admitted(tenant, rows=deposit.rows, work=0, blocks_of=self._helper),
             state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block,
         ):
             payload = np.empty(size, dtype=np.uint8).data

@@ -11,8 +11,8 @@ request when the rate allows it.
 
 A helper sends one row of a block for each row that the tenant multiplies. So the blocks of each helper have the
 tenant's quota to themselves. A block over the quota is refused at once: a block that waits would delay the blocks of
-other tenants on the helper's connections, and the tenant gets the effect from the helper. A block that the tenant
-fetches counts as a request of its rows.
+other tenants on the helper's connections, and the tenant gets the effect from the helper. The blocks that the tenant
+fetches have its quota to themselves as well: a tenant at its limit still gets the evidence for a wrong answer.
 """
 
 import functools
@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
 from provider.fairness.token_bucket import TokenBucket
-from provider.gateway.credentials import HelperIdentity, Party
+from provider.gateway.credentials import Party
 from provider.refusal import Refusal
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
@@ -88,7 +88,7 @@ class QuotaGate:
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
-        self._meters: dict[tuple[TenantIdentity, HelperIdentity | None], QuotaMeter] = {}
+        self._meters: dict[tuple[TenantIdentity, Party | None], QuotaMeter] = {}
         self._no_product: dict[Party, QuotaMeter] = {}  # for answers without a product
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
@@ -103,19 +103,20 @@ class QuotaGate:
             return dict(self._limited)
 
     def admitted(
-        self, tenant: TenantIdentity, *, rows: int, work: int, helper: HelperIdentity | None = None
+        self, tenant: TenantIdentity, *, rows: int, work: int, blocks_of: Party | None = None
     ) -> AbstractContextManager[QuotaLimit | None]:
         """Wait until the quota admits a request, and count the request as in flight until the context ends. The context
         gives the limit that the request waited for, or None.
 
         Args:
-            helper: the sender of a block for the tenant, which does not wait; None for a request of the tenant.
+            blocks_of: the helper that sends a block for the tenant, or the tenant that fetches a block. Blocks do not
+                wait. None for a product.
 
         Raises, when the context is entered:
             Refusal: BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it.
         """
         quota = self.of(tenant)
-        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, helper, quota, rows=rows, work=work)
+        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, blocks_of, quota, rows=rows, work=work)
 
     def pause(self, tenant: Party, *, size: int) -> float:
         """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
@@ -131,13 +132,13 @@ class QuotaGate:
 
     @contextmanager
     def _in_turn(
-        self, tenant: TenantIdentity, helper: HelperIdentity | None, quota: QuotaConfig, *, rows: int, work: int
+        self, tenant: TenantIdentity, blocks_of: Party | None, quota: QuotaConfig, *, rows: int, work: int
     ) -> Iterator[QuotaLimit | None]:
         if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
         with self._changed:
-            meter = self._meters.setdefault((tenant, helper), QuotaMeter(time.monotonic()))
-            limit = self._wait(tenant, meter, quota, rows, patience=0.0 if helper else _PATIENCE_S)
+            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic()))
+            limit = self._wait(tenant, meter, quota, rows, patience=_PATIENCE_S if blocks_of is None else 0.0)
             meter.take(rows=rows, work=work)
         try:
             yield limit

@@ -312,6 +312,7 @@ def test_blocks_that_a_tenant_fetches_count_against_its_quota(new_tenant: NewTen
     gate, quotas = pair.executor._gateway.state.quotas, pair.executor.config.quota_of
     gate.renew(lambda _: QuotaConfig(rows_per_s=0.1))
     try:
+        tenant.product(ring_rows(1, tenant.width(effect)), effect, blocks=())  # leaves no rows for another product
         tenant.executor.send(wire.FetchBlock(block=block_id(effect)))
         assert isinstance(tenant.executor.receive()[0], wire.Block)
         refused = tenant.executor.ask(wire.FetchBlock(block=block_id(effect)))

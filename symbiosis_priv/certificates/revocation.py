@@ -9,19 +9,25 @@ A mark is the hash of the signed part of a certificate, not of the whole certifi
 signature, and anyone can turn an ECDSA signature (r, s) into (r, n - s), which is valid too.
 """
 
+import fcntl
 import hashlib
+import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
 
-from symbiosis_priv.certificates.pem import create_file
+from symbiosis_priv.certificates.pem import create_file, make_folder
 from symbiosis_priv.certificates.reading import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
 
 _MAX_BYTES = 64 << 20  # space for half a million marks
+_PATIENCE_S, _POLL_S = 10.0, 0.02
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 
 
@@ -80,21 +86,47 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
     Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that cannot
     be read or written.
     """
-    known = load_revoked(path) if path.exists() else frozenset()
-    text = read_limited(path, _MAX_BYTES).decode() if path.exists() else ""
-    added = []
-    listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
-    for file, certificate in listed:
-        name = tenant_name(certificate) or provider_name(certificate)
-        if name is None:
-            raise CertificateError(f"{file} is neither a tenant's nor a provider's certificate: only those are revoked")
-        mark = mark_of(certificate)
-        if mark not in known and mark not in added:
-            text = text if not text or text.endswith("\n") else text + "\n"
-            text += f"{mark}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
-            added.append(mark)
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise CertificateError(f"cannot write {path}: {error.strerror}; choose another file with --file") from error
+    with _alone(path):
+        known = load_revoked(path) if path.exists() else frozenset()
+        text = read_limited(path, _MAX_BYTES).decode() if path.exists() else ""
+        added = []
+        listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
+        for file, certificate in listed:
+            name = tenant_name(certificate) or provider_name(certificate)
+            if name is None:
+                raise CertificateError(
+                    f"{file} is neither a tenant's nor a provider's certificate: only those are revoked"
+                )
+            mark = mark_of(certificate)
+            if mark not in known and mark not in added:
+                text = text if not text or text.endswith("\n") else text + "\n"
+                text += f"{mark}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
+                added.append(mark)
+        try:
+            write_atomically(path, text.encode())
+        except OSError as error:
+            raise CertificateError(f"cannot write {path}: {error.strerror}; choose another file with --file") from error
     return added
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Context manager: one process at a time adds to a list. Otherwise a revocation by another process could get lost.
+    Raises `CertificateError`: another process has been writing for too long."""
+    make_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise CertificateError(f"another process is writing {path}: end it, and run this again") from None
+                time.sleep(_POLL_S)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(folder)

@@ -5,9 +5,11 @@ import contextlib
 import re
 import stat
 import tempfile
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -18,11 +20,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, signing_requests
+from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, revocation, signing_requests
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network.tls import client_context, server_context
+from symbiosis_priv.system.files import write_atomically
 
 GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -515,3 +518,23 @@ def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: li
     result = CliRunner().invoke(app, [*arguments, "--directory", str(tmp_path)])
     assert isinstance(result.exception, SymbiosisError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_revocations_at_the_same_time_are_all_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one reads the list, adds to it and replaces it: the first one's marks got lost."""
+    names = ("alice", "bob")
+    alice, bob = (issuing.issue(tmp_path / name, authority=None, kind=Kind.TENANT, name=name) for name in names)
+    path = tmp_path / "revoked.txt"
+    second = threading.Thread(target=lambda: revocation.revoke(path, [bob.certificate]))
+    write = write_atomically
+
+    def write_late(*arguments: Any, **options: Any) -> None:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.3)  # ends only without a lock
+        write(*arguments, **options)
+
+    monkeypatch.setattr(revocation, "write_atomically", write_late)
+    revocation.revoke(path, [alice.certificate])
+    second.join()
+    assert len(revocation.load_revoked(path)) == len(names)

@@ -14,7 +14,7 @@ once.
 
 import secrets
 import sys
-from typing import NewType
+from typing import NewType, NoReturn
 
 import numpy as np
 import torch
@@ -112,6 +112,9 @@ class Keystream:
             _encrypt(cipher, space[: words + _SLACK])
             np.add(piece, space[:words].reshape(len(piece), self._padded)[:, : self._width], out=piece)
         self._idle.append(cipher)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a keystream holds a key: it is neither copied nor stored")
 
     def _expanded(self, first_row: int, rows: int) -> NDArray[np.int32]:
         cipher = self._cipher(first_row, rows)

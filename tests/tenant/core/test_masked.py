@@ -130,6 +130,17 @@ def test_nothing_else_makes_masked_rows(make: Callable[[Tensor], MaskedRows]) ->
         make(zeros(2))
 
 
+@pytest.mark.parametrize("carry", [copy.deepcopy, pickle.dumps, lambda pad: pickle.dumps(pad.shares[0].keystream)])
+def test_a_pad_and_its_keystream_are_neither_copied_nor_stored(carry: Callable[[Pad], object]) -> None:
+    """A copy could mask other rows with the same pad. A shallow copy shares the mark of use with its original."""
+    pad = pad_of(2)
+    with pytest.raises(TypeError):
+        carry(pad)
+    copy.copy(pad).add_mask(zeros(2))
+    with pytest.raises(BurntRowError):
+        pad.add_mask(zeros(2))
+
+
 @pytest.mark.parametrize("name", ["masked_words", "pads", "holders", "other"])
 def test_masked_rows_are_frozen(name: str) -> None:
     rows = mask(zeros(2), UNMASKED_BY_CHOICE)

@@ -91,9 +91,8 @@ def init(
         typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
     typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
     if not certificate.exists():
-        typer.echo(
-            f"  let the executor's operator sign {tenant}.csr, and put the {tenant}.pem that you receive into {directory}"
-        )
+        typer.echo(f"  let the executor's operator sign {tenant}.csr")
+        typer.echo(f"  put the {certificate.name} that you receive into {directory}")
     typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
 
 

@@ -7,7 +7,7 @@ file that leaves no such choice is refused.
 """
 
 import ssl
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,10 @@ class Federation:
         connects them.
         """
         return self._parties.same(one, other)
+
+    def company_of(self, operator: str) -> Hashable:
+        """Return a value that is equal for operators of one company."""
+        return self._parties.company_of(operator)
 
     def admissible(self, executor: Peer, holders: Collection[Peer]) -> bool:
         """Rule 8: returns True if no company of `holders`, which know a pad's seed, is the company of `executor`."""

@@ -98,6 +98,10 @@ class Parties:
         """
         return frozenset({self._root(_name(peer.name)), self._root(_operator(peer.operator))})
 
+    def company_of(self, operator: str) -> Hashable:
+        """The root of an operator: equal for operators of one company."""
+        return self._root(_operator(operator))
+
     def _join(self, one: Hashable, other: Hashable) -> None:
         self._above[self._root(one)] = self._root(other)
 

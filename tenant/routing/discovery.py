@@ -21,14 +21,14 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
-from symbiosis_priv.federation.spelling import plain, plain_host
+from symbiosis_priv.federation.spelling import plain_host
 from symbiosis_priv.network.addresses import is_internal
 from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, VerifiedDescriptor, verify
 from symbiosis_priv.registry.queries import RegistryClient
@@ -100,20 +100,20 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
         else:
             candidates.append(peer)
             taken.append(own)
-    candidates = _operators_in_turn(candidates)
+    candidates = _companies_in_turn(federation, candidates)
     refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in candidates[MAX_FOUND:]}
     return Discovered(tuple(sorted(candidates[:MAX_FOUND], key=lambda peer: peer.name)), refused)
 
 
-def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
-    """Order executors: the first of every operator, then the second of every operator, and so on. Sorted by name, so
-    the order changes only if an executor comes or goes."""
-    places: Counter[str] = Counter()
+def _companies_in_turn(federation: Federation, peers: Iterable[Peer]) -> list[Peer]:
+    """Order executors: the first of every company, then the second of every company, and so on. Sorted by name, so the
+    order changes only if an executor comes or goes."""
+    places: Counter[Hashable] = Counter()
     order = []
     for peer in sorted(peers, key=lambda peer: peer.name):
-        operator = plain(peer.operator)
-        order.append((places[operator], peer))
-        places[operator] += 1
+        company = federation.company_of(peer.operator)
+        order.append((places[company], peer))
+        places[company] += 1
     return [peer for _, peer in sorted(order, key=lambda pair: pair[0])]
 
 

@@ -237,6 +237,21 @@ def test_operators_share_the_limit_of_executors(federation: Federation, vouching
     assert admitted(federation, [*again, *honest], now=now).executors == shared.executors  # the list does not change
 
 
+def test_operators_of_one_company_share_one_place(federation: Federation, vouching: Vouching) -> None:
+    """The tenant's file says that three operators are one company: an honest operator gets half of the places."""
+    mass = [f"m{number:03}" for number in range(60)]
+    for number, name in enumerate(mass):
+        vouching.identity(name, operator=f"Mass {number % 3}")
+    honest = [f"z{number:03}" for number in range(20)]
+    for name in honest:
+        vouching.identity(name, operator="Honest AG")
+    said = [vouching.said(name, address=("localhost", 8000 + n)) for n, name in enumerate([*mass, *honest])]
+    company = Company("Mass", members=(), operators=("Mass 0", "Mass 1", "Mass 2"))
+    found = admitted(replace(federation, companies=(company,)), said, now=vouching.began / MS)
+    assert len(found.executors) == MAX_FOUND
+    assert set(honest) < {peer.name for peer in found.executors}
+
+
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "224.0.0.1"]
 )

@@ -5,6 +5,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def damaged(draw: st.DrawFn, content: dict[str, Any]) -> dict[str, Any]:
             if isinstance(place, dict) and draw(st.integers(0, 4)) == 0:
                 del place[key]
             else:
-                place[key] = draw(JUNK)
+                place[key] = deepcopy(draw(JUNK))  # the next entry may be inside it
             break
     return changed
 

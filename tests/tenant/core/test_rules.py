@@ -187,8 +187,11 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
 # Rule 2. A fresh secret per process, also after a fork; counters are never stored or resumed.
 
 
-def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork) -> bytes:
-    """Return the output of a forked child."""
+NO_ANSWER = b"no answer"
+
+
+def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork, wait_s: float = 60) -> bytes:
+    """Return the output of a forked child, or `NO_ANSWER` after `wait_s` seconds."""
     reader, writer = os.pipe()
     child = fork()
     if not child:  # the child must not run pytest's code
@@ -198,8 +201,8 @@ def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork) -
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        ready, _, _ = select.select([pipe], [], [], 60)
-        answer = pipe.read() if ready else b"no answer"
+        ready, _, _ = select.select([pipe], [], [], wait_s)
+        answer = pipe.read() if ready else NO_ANSWER
     os.kill(child, signal.SIGKILL)  # in case the child hangs
     os.waitpid(child, 0)
     return answer
@@ -1007,10 +1010,14 @@ def test_rule_12_a_fork_by_c_code_is_detected(
     def product() -> bytes:
         return session.product(QKV, FORWARD, xq).numpy().tobytes()
 
-    in_child = in_a_fork(product, fork=ctypes.PyDLL(None).fork)
+    # libc's fork copies a lock of the interpreter that another thread holds at that moment. Such a child never answers.
+    for _ in range(3):
+        in_child = in_a_fork(product, fork=ctypes.PyDLL(None).fork, wait_s=20)
+        if in_child != NO_ANSWER:
+            break
     assert in_child == product()
     assert repeats(masks_of(executor.executed, xq)) == 0
-    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) >= 2
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import msgspec
 
@@ -211,7 +211,7 @@ class UsageCounters:
             for journal in filter(JournalReader.lock, found):
                 name = journal.path.name
                 run("BEGIN IMMEDIATE")
-                self._connection.executemany(_ADD, _missing_rows(self._connection, journal))
+                self._connection.executemany(_ADD, _missing_rows(self._connection, name, journal.totals()))
                 run(_FORGET, (name,))
                 run("COMMIT")
                 journal.path.unlink()
@@ -328,11 +328,11 @@ def _rows(slots: Iterable[tuple[Key | None, Totals]], settled: Sequence[Totals])
     for (key, totals), old in zip(slots, itertools.chain(settled, itertools.repeat(_ZEROS)), strict=False):
         counts = [max(0, now - before) for now, before in zip(totals, old, strict=True)]
         if _is_intact(key) and any(counts):
-            rows.append((*(key or ()), *counts))
+            rows.append((*key, *counts))
     return rows
 
 
-def _is_intact(key: Key | None) -> bool:
+def _is_intact(key: Key | None) -> TypeGuard[Key]:
     """False for the key of a damaged slot."""
     return key is not None and len(key) == len(_KEY)
 
@@ -447,20 +447,23 @@ def _read_row(values: Sequence[Any], damaged: Callable[[str], None]) -> dict[str
     return row | {name: 0 for name in wrong if name in COUNTED}
 
 
-def _missing_rows(connection: sqlite3.Connection, journal: JournalReader) -> list[tuple[str | int, ...]]:
+def _missing_rows(
+    connection: sqlite3.Connection, journal: str, slots: Iterable[tuple[Key | None, Totals]]
+) -> list[tuple[str | int, ...]]:
     """The rows of a journal that the file does not have yet; no rows if the file does not list the journal."""
-    settled = _settled(connection, journal.path.name)
-    return [] if settled is None else _rows(journal.totals(), settled)
+    settled = _settled(connection, journal)
+    return [] if settled is None else _rows(slots, settled)
 
 
 def _intact_rows(
     connection: sqlite3.Connection, journal: JournalReader, damaged: Callable[[str], None]
 ) -> list[tuple[str | int, ...]]:
     """The rows of `_missing_rows`. Damaged parts of the journal are left out and passed to `damaged`."""
-    if not all(_is_intact(key) for key, _ in journal.totals()):
+    slots = list(journal.totals())
+    if not all(_is_intact(key) for key, _ in slots):
         damaged(f"{journal.path}: damaged slots, whose counts are not in the bill")
     try:
-        return _missing_rows(connection, journal)
+        return _missing_rows(connection, journal.path.name, slots)
     except _DamagedRecordError as error:
         damaged(f"{journal.path}: {error}, so its counts are not in the bill")
         return []

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis_priv.system.files import UNDECODABLE
+from symbiosis_priv.system.locks import lock
 
 _SLOT_BYTES, _SLOTS = 512, 1024
 _SIZE = _SLOT_BYTES * _SLOTS
@@ -138,11 +139,7 @@ class JournalReader:
 
     def lock(self) -> bool:
         """Lock the file. Returns False if its owner is running, or if the file is gone."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return os.fstat(self._file).st_nlink > 0
+        return lock(self._file) and os.fstat(self._file).st_nlink > 0
 
     def totals(self) -> Iterator[tuple[Key | None, Totals]]:
         """Yield the keys and their totals, by slot. The key of a damaged slot is None."""

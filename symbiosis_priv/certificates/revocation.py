@@ -9,13 +9,11 @@ A mark is the hash of the signed part of a certificate, not of the whole certifi
 signature, and anyone can turn an ECDSA signature (r, s) into (r, n - s), which is valid too.
 """
 
-import fcntl
+import contextlib
 import hashlib
 import os
 import re
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,9 +23,10 @@ from symbiosis_priv.certificates.pem import create_file, make_folder
 from symbiosis_priv.certificates.reading import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
+from symbiosis_priv.system.locks import lock
 
 _MAX_BYTES = 64 << 20  # space for half a million marks
-_PATIENCE_S, _POLL_S = 10.0, 0.02
+_PATIENCE_S = 10.0
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 
 
@@ -109,24 +108,16 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
     return added
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Context manager: one process at a time adds to a list. Otherwise a revocation by another process could get lost.
     Raises `CertificateError`: another process has been writing for too long."""
     make_folder(path.parent)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise CertificateError(f"another process is writing {path}: end it, and run this again") from None
-                time.sleep(_POLL_S)
-            except OSError:  # a file system without locks
-                break
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock(folder, patience_s=_PATIENCE_S):
+                raise CertificateError(f"another process is writing {path}: end it, and run this again")
         yield
     finally:
         os.close(folder)

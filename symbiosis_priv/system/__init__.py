@@ -2,6 +2,7 @@
 
 files          the cache folder, and atomic replacement
 private        folders that no other user can change
+locks          locks of files and folders against other processes
 toml           reads TOML into typed configuration, with errors that name the field
 interrupts     SIGINT and SIGTERM
 processes      starts a Python module as a process

@@ -12,7 +12,6 @@ of the checkpoint's files (inodes, sizes, times).
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import hmac
@@ -20,7 +19,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -43,6 +41,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
+from symbiosis_priv.system.locks import lock
 from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
@@ -57,7 +56,7 @@ _BLAME, _SECOND, _SEAL = "blame.safetensors", "second.safetensors", "seal"
 _SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # files that are read into memory
 _KNOWN = "known"  # folder with one file for each hashed checkpoint, named by the checkpoint's identity
 _VERSION = 5  # version of the file format
-_PATIENCE_S, _POLL_S = 3600.0, 0.05  # wait for another process that makes keys, which takes minutes for a large model
+_PATIENCE_S = 3600.0  # wait for another process that makes keys, which takes minutes for a large model
 
 
 def prepare(
@@ -189,27 +188,15 @@ def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
         yield
         return
     try:
-        until = time.monotonic() + patience_s
-        while not _locked(descriptor):
-            if time.monotonic() > until:
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock(descriptor, patience_s=patience_s):
                 raise ConfigError(
                     f"another process has been making verification keys in {cache} for {patience_s:g} s. Stop it if it "
                     f"hangs, or choose another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)"
                 )
-            time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:

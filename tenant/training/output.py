@@ -7,7 +7,6 @@ A checkpoint is complete if it has a readable `trainer_state.json`, which Traine
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import tempfile
@@ -20,6 +19,7 @@ import msgspec
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, read_limited, storing
+from symbiosis_priv.system.locks import lock
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
@@ -106,13 +106,10 @@ def claimed(output: Path) -> Iterator[None]:
             pass
         descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            new = False
-            raise ConfigError(f"another run uses --output {output}; wait for it, or choose another folder") from None
-        except OSError:  # a network file system may not support locks of folders
-            pass
+        with contextlib.suppress(OSError):  # a network file system may not support locks of folders
+            if not lock(descriptor):
+                new = False
+                raise ConfigError(f"another run uses --output {output}; wait for it, or choose another folder")
         yield
     finally:
         os.close(descriptor)

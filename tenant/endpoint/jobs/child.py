@@ -6,19 +6,18 @@ and saves the completed steps as `tenant finetune` does. So a process outlives i
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+from symbiosis_priv.system.locks import lock
 from symbiosis_priv.system.parent_watch import when_stdin_closes
 from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
@@ -58,8 +57,10 @@ def main() -> None:
     when_stdin_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))
     output = Path(work.output)
     try:
-        with (output.parent / "lock").open("wb") as lock:
-            _wait_for(lock)
+        with (output.parent / "lock").open("wb") as file:
+            # a killed endpoint may have left an earlier process of the same job behind
+            if not lock(file.fileno(), patience_s=_EARLIER_PROCESS_S):
+                raise ConfigError("an earlier process of this job does not end; kill it")
             _run(work, output, resume=_can_resume(output))
     except SymbiosisError as error:
         _report(Report(error=one_line(str(error))))
@@ -86,19 +87,6 @@ def _run(work: Work, output: Path, *, resume: bool) -> None:
         on_progress=lambda step, total, loss: _report(Report(step=step, total_steps=total, loss=loss)),
     )
     _report(Report(tokens=result.tokens))
-
-
-def _wait_for(lock: BinaryIO) -> None:
-    """Wait for the end of an earlier process of the same job, which a killed endpoint left behind."""
-    end = time.monotonic() + _EARLIER_PROCESS_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise ConfigError("an earlier process of this job does not end; kill it") from None
-            time.sleep(0.1)
 
 
 def _can_resume(output: Path) -> bool:

@@ -5,7 +5,6 @@ endpoint starts the queued jobs, and continues the interrupted one from its last
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ import msgspec
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.system.files import UNDECODABLE
+from symbiosis_priv.system.locks import lock
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.jobs.child import Report, Work
@@ -168,11 +168,9 @@ class Jobs:
 
     def _lock_folder(self) -> None:
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._lock):
             os.close(self._lock)
-            raise ConfigError(f"another endpoint uses {self._folder}; stop it, or name another folder") from None
+            raise ConfigError(f"another endpoint uses {self._folder}; stop it, or name another folder")
 
     # In the thread of the jobs
 

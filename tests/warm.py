@@ -2,12 +2,12 @@
 
 `Popen` and `run` are those of `subprocess`, for commands that run Python: `[sys.executable, "-m", MODULE, ...]`, a
 script or `-c`. The first use starts the parent of the forks, which the workers of pytest-xdist share; these are forks,
-too. The parent imports `LIBRARIES`, none of this project's modules, and starts no thread. So each fork imports this
-project's modules itself, and no object of them was copied by a fork (rule 12). At its end a fork joins its threads,
-runs its exit handlers and exits without freeing the modules. A fork needs some tenths of a second of CPU for that, and
-a new process two to five seconds. Modules (`-m`) that a fork starts, such as the providers of a demo, are forks of the
-same parent. A provider and torchrun have spare forks, which become the processes that they start. `ForkServer` makes
-`multiprocessing`'s fork server a fork.
+too. The parent imports `LIBRARIES` and a provider's modules, and starts no thread. It imports no module of a tenant, so
+that no fork has a copy of a tenant's object (rule 12). At its end a fork joins its threads, runs its exit handlers and
+exits without freeing the modules. A fork needs some tenths of a second of CPU for that, and a new process two to five
+seconds. Modules (`-m`) that a fork starts, such as the providers of a demo, are forks of the same parent. A provider
+and torchrun have spare forks, which become the processes that they start. `ForkServer` makes `multiprocessing`'s fork
+server a fork.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -44,6 +44,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 LIBRARIES = (
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "torch.utils.data",
@@ -80,6 +81,7 @@ LIBRARIES = (
     "uvicorn",
     "zmq",
 )
+PROVIDER = ("provider.config.provider_toml", "provider.registry.server", "provider.serve", "provider.shards.sharded")
 ADDRESS = "SYMBIOSIS_PRIV_TESTS_WARM"
 """The environment variable that names the socket of a running parent, which then is used."""
 
@@ -393,6 +395,7 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
         words = words[2:]
     sys.path[0] = ""
     if words[0] == "-m":
+        sys.modules.pop(words[1], None)  # otherwise runpy warns that the parent has imported it
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
@@ -409,10 +412,12 @@ def main() -> None:
     """Run the parent of the forks; and each fork, until it ends."""
     global _address
     gc.disable()
-    for name in LIBRARIES:
+    for name in LIBRARIES + PROVIDER:
         importlib.import_module(name)
     # compiles a thousand regular expressions, which every process that loads a model needs
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    for library in list(vars(weakref.finalize)["_registry"]):
+        library.atexit = False  # torch removes each registered operator, which takes a tenth of a second
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()

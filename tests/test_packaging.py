@@ -39,8 +39,11 @@ EXPORTS = {
 @functools.cache  # parsing takes longer than everything else here
 def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """The imports of a module, at its top, in a function or only for types."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    found: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    for node in found:  # statements that contain statements; expressions contain none
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            found += getattr(node, name, ())
+    return [node for node in found if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported(package: str) -> set[str]:

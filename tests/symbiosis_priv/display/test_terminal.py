@@ -53,6 +53,7 @@ def test_long_work_is_announced_repeatedly(monkeypatch: pytest.MonkeyPatch, caps
         assert twice.wait(20)
     count = len(told)
     assert all(text.startswith("loading: ") for text in told[1:])
+    monkeypatch.setattr(terminal, "_AGAIN_S", 60)
     with terminal.working("loading"):
         pass
     assert capsys.readouterr().err == "loading ...\n"

@@ -4,8 +4,9 @@
     decode    subtract the masks' effects, check, and write floats into the tensors of the group's linears
 
 The compiled library and torch do the same float64 operations in the same order, so their bits agree. The bits of a row
-depend on that row only; compiled, not on the thread's floating-point mode either (`torch.set_flush_denormal`). Do not
-use the floats of rows that `decode` refuses.
+depend on that row only. The compiled library sets the floating-point mode itself. With torch, bits of rows with
+denormal numbers depend on the modes of the calling thread and of torch's pool, which keeps the mode of its first
+operation: do not call `torch.set_flush_denormal(True)` there. Do not use the floats of rows that `decode` refuses.
 
 A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
 """

@@ -17,7 +17,7 @@ _CONVERSATION = Decoding(max_new_tokens=512)
 
 @takes
 def chat(*, model: Model, remote: Remote, adapter: Adapter = None, decoding: Decoding = _CONVERSATION) -> None:
-    """Chat with a model, in the chat template of the adapter or the model. Without a terminal, a line is a message.
+    """Chat with a model, in the base model's chat template. Without a terminal, a line is a message.
 
     Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, ends the chat.
     """

@@ -24,7 +24,7 @@ from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
-from tenant.model.loading import load_language_model, load_tokenizer
+from tenant.model.loading import load_language_model, load_tokenizer, warn_of_other_template
 from tenant.tasks import Tasks
 
 
@@ -50,11 +50,12 @@ def opened(
         SymbiosisError: the model or an adapter cannot be loaded.
     """
     tokenizer = load_tokenizer(model)
-    loaded = load_language_model(model, remote=remote)
+    loaded = load_language_model(model, remote=remote, tokenizer=tokenizer)
     try:
         tasks = Tasks(loaded, tag=name)
         for task, folder in adapters.items():
             tasks.register(task, folder)
+            warn_of_other_template(folder, tokenizer)
             tasks.load(task)
         drafter = None
         if options.draft is not None:

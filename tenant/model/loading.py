@@ -6,9 +6,10 @@ yourself, pass `trust_remote_code=False`; the quantizer still refuses configurat
 `RemoteConfig`.
 """
 
+import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,16 @@ from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_a
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
-from tenant.model.hf import RemoteConfig
+from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tenant.preparation.own_tensors import tokenizer_files
+
+log = logging.getLogger(__name__)
 
 _LISTED = 3  # number of tensor names that an error message quotes
 _MAX_TEMPLATE_BYTES = 1 << 20
 _SHOWN = 200  # characters of another library's message that an error message quotes
+_READ_FROM = "_read_from"  # attribute of a tokenizer: the states of the files that it was read from
 _GENERATION_SETTINGS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
@@ -134,11 +139,17 @@ def load_language_model(
     remote: RemoteConfig | None = None,
     dtype: torch.dtype | str = "auto",
     blocks: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Any:
     """Load a model that predicts the next token, and set it to generate one token per forward pass. Arguments as for
     `load_model`.
 
+    Args:
+        tokenizer: the split model's tokenizer, from `load_tokenizer`. The preparation confirms the tokenizer's files
+            while the model is loaded, so the files must be the same ones.
+
     Raises:
+        CheckpointError: the files of `tokenizer` have changed since it was loaded.
         UnsupportedModelError: the model does not predict the next token. Its LM head would be random, or its input
             would include the token to predict.
         SymbiosisError: `load_model` has failed.
@@ -150,6 +161,9 @@ def load_language_model(
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
         )
     loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks)
+    if tokenizer is not None and _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:
+        backend_of(loaded).close()
+        raise CheckpointError(f"the tokenizer of {model} changed while the model was being loaded; load both again")
     if loaded.can_generate():
         stored = loaded.generation_config.to_dict()
         kept = {name: stored[name] for name in _GENERATION_SETTINGS if stored.get(name) is not None}
@@ -182,13 +196,20 @@ def check_runs_on_text(model: Any, ids: list[int]) -> None:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint. Raises `CheckpointError` if there is no tokenizer, or if the tokenizer needs
-    code of the checkpoint."""
+    """Load the tokenizer of a checkpoint. Pass the tokenizer to `load_language_model`, which checks that its files have
+    not changed until they were confirmed.
+
+    Raises:
+        CheckpointError: there is no tokenizer, the tokenizer needs code of the checkpoint, or the folder changes.
+    """
     folder = resolve(model)
     missing = CheckpointError(
         f"{model} has no tokenizer that transformers can load without running its code; add one: "
         f"tokenizer.save_pretrained({str(model)!r})"
     )
+    files = tokenizer_files(folder)
+    read = [*files, folder / "config.json", folder, folder / "additional_chat_templates"]
+    before = _states(read)
     with on_this_machine():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -199,21 +220,43 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     # without files, transformers makes some tokenizers with special tokens only
     if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
         raise missing
+    if _states(read) != before:
+        raise CheckpointError(f"{folder} changed while its tokenizer was being loaded; run the command again")
+    vars(tokenizer)[_READ_FROM] = {path: before[path] for path in files}
     return tokenizer
 
 
-def adapter_chat_template(folder: Path) -> str | None:
-    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if there is none.
-    Raises `CheckpointError` if the file is unreadable, too large, or not UTF-8."""
-    path = folder / "chat_template.jinja"
-    if not path.exists():
-        settings = folder / "tokenizer_config.json"
-        template = read_json(settings).get("chat_template") if settings.exists() else None
-        return template if isinstance(template, str) else None
+def _states(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
+    """Return inode, size and change time of each path that exists. A user cannot set a change time back."""
+    found = {path: path.stat() for path in paths if path.exists()}
+    return {path: (one.st_dev, one.st_ino, one.st_size, one.st_ctime_ns) for path, one in found.items()}
+
+
+def warn_of_other_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a warning if a PEFT folder has another chat template than the base model. A template decides how many rows a
+    text becomes, so only the template that the user has prepared is used."""
+    given: Any = tokenizer.chat_template
+    known = given.get("default") if isinstance(given, dict) else given
+    if _adapter_template(folder) not in (None, known):
+        log.warning(
+            "the chat template in %s is not used: providers see how many rows a text becomes, and a template decides "
+            "that. If you trust the template, copy it into the base model's folder (chat_template.jinja), and run "
+            "`symbiosis-priv tenant prepare`",
+            folder,
+        )
+
+
+def _adapter_template(folder: Path) -> str | None:
+    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if there is none, and
+    an empty text if the file is unreadable, too large, or not UTF-8."""
+    path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
-        return read_limited(path, _MAX_TEMPLATE_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not a chat template ({error}); fetch it again, or delete it") from error
+        if path.exists():
+            return read_limited(path, _MAX_TEMPLATE_BYTES).decode()
+        template = read_json(settings).get("chat_template") if settings.exists() else None
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return ""
+    return template if isinstance(template, str) else None
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

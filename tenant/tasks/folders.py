@@ -46,13 +46,13 @@ def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
         CheckpointError: `vet_adapter` refuses the folder, or a file lies outside `within`.
     """
     if within is not None:
-        check_links(folder, within)
+        _check_links(folder, within)
     config = vet_adapter(folder)
     size = (folder / TENSORS).stat().st_size
     return TaskFolder(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
 
 
-def check_links(folder: Path, within: Path) -> None:
+def _check_links(folder: Path, within: Path) -> None:
     """Raise `CheckpointError` if a file of a task's folder that is read is a symbolic link out of `within`."""
     for path in (folder / name for name in _READ):
         if not path.resolve().is_relative_to(within.resolve()):

@@ -43,7 +43,6 @@ class TaskInfo:
 
     Args:
         folder: the PEFT folder; None for a task that was never saved.
-        within: no symbolic link in `folder` leads out of this folder; None if links may lead anywhere.
         stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter and its sparse patterns, without the buffers that tasks share; 0 if it is
             not loaded.
@@ -52,7 +51,6 @@ class TaskInfo:
 
     id: TaskId
     folder: Path | None
-    within: Path | None
     stored_bytes: int
     bytes: int
     batches: int
@@ -134,7 +132,6 @@ class Tasks:
             return TaskInfo(
                 id=TaskId(self.tag, _method(source), name),
                 folder=None if on_disk is None else on_disk.folder,
-                within=None if on_disk is None else on_disk.within,
                 stored_bytes=0 if on_disk is None else on_disk.bytes,
                 bytes=0 if loaded is None else loaded.bytes,
                 batches=self._used[name],

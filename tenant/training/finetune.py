@@ -88,7 +88,7 @@ def finetune(
         record.check_continues(read_record(start))
     train, held_out = hold_out(examples)
     with claimed(output), Interrupts() as interrupts:
-        model = load_language_model(folder, remote=remote, dtype=options.dtype)
+        model = load_language_model(folder, remote=remote, dtype=options.dtype, tokenizer=tokenizer)
         backend = backend_of(model)
         try:
             _check_length(model, options.sequence_length)

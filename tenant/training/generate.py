@@ -13,7 +13,7 @@ import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its meth
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import ConfigError
 from tenant.model.hf import RemoteConfig
-from tenant.model.loading import adapter_chat_template, load_adapter, load_language_model, load_tokenizer
+from tenant.model.loading import load_adapter, load_language_model, load_tokenizer, warn_of_other_template
 from tenant.training.corpus import render_chat
 from tenant.training.options import Decoding
 
@@ -23,7 +23,7 @@ _GREEDY = Decoding()
 def open_model(
     model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a split model, its tokenizer and, if given, a PEFT adapter, whose chat template replaces the model's.
+    """Load a split model, its tokenizer and, if given, a PEFT adapter. The chat template is the base model's.
 
     Raises:
         ConfigError: `adapter` is not a PEFT folder.
@@ -32,10 +32,11 @@ def open_model(
     if adapter is not None:
         vet_adapter(adapter)  # a quick check before the model is loaded
     tokenizer = load_tokenizer(model_path)
-    model = load_language_model(model_path, remote=remote, dtype=dtype)
+    if adapter is not None:
+        warn_of_other_template(adapter, tokenizer)
+    model = load_language_model(model_path, remote=remote, dtype=dtype, tokenizer=tokenizer)
     if adapter is None:
         return model, tokenizer
-    tokenizer.chat_template = adapter_chat_template(adapter) or tokenizer.chat_template
     return load_adapter(model, adapter), tokenizer
 
 

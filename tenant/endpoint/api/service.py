@@ -1,7 +1,6 @@
 """The service of an endpoint: an engine, its models, and the preparation of prompts."""
 
 import asyncio
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -12,18 +11,15 @@ import anyio
 import anyio.to_thread
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
+from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.answers import Model
 from tenant.endpoint.api.bodies import CompletionFields
-from tenant.endpoint.api.errors import ApiError, failed
+from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import new_id
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Pooling, Sampling
-from tenant.model.loading import adapter_chat_template
 from tenant.tasks import Tasks
-from tenant.tasks.folders import check_links
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -103,25 +99,9 @@ class Service:
             param="model",
         )
 
-    def chat_template(self, adapter: str | None) -> str:
-        """Return the chat template of an adapter, else that of the model.
-
-        Raises:
-            ApiError: there is none.
-        """
+    def chat_template(self) -> str:
+        """Return the base model's chat template, which its adapters use too. Raises `ApiError` if there is none."""
         template: Any = self.tokenizer.chat_template
-        if adapter is not None and self.tasks is not None:
-            try:
-                info = self.tasks[adapter]
-                if info.folder is not None:
-                    if info.within is not None:
-                        check_links(info.folder, info.within)  # the folder may have changed
-                    template = adapter_chat_template(info.folder) or template
-            except TaskError as error:  # unloaded meanwhile
-                raise ApiError(404, str(error), code="model_not_found", param="model") from error
-            except CheckpointError as error:
-                log.error("the chat template of %s cannot be used: %s", adapter, error)
-                raise failed(error) from error
         if isinstance(template, dict):
             template = template.get("default")
         if not isinstance(template, str):

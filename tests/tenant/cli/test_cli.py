@@ -228,14 +228,19 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatting(model: Path, local: LocalFederation, adapter: Path) -> tuple[str, ...]:
-    """Options of a chat with an adapter that has a template of its own."""
-    folder = Path(shutil.copytree(adapter, model.parent / "chatting", ignore=shutil.ignore_patterns("checkpoint-*")))
+    """Options of a chat with a model that has a template, and an adapter that has another one."""
+    folder = Path(shutil.copytree(model, model.parent / "chatting"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    where = ("--model", str(model), "--federation", str(local.federation), "--adapter", str(folder))
+    ignore = shutil.ignore_patterns("checkpoint-*")
+    other = Path(shutil.copytree(adapter, model.parent / "other template", ignore=ignore))
+    (other / "chat_template.jinja").write_text("{{ messages * 2 }}")
+    where = ("--model", str(folder), "--federation", str(local.federation), "--adapter", str(other))
     return (*where, "--masking", "simulate", "--max-new-tokens", "4")
 
 
-def test_a_chat_uses_the_adapters_template_and_remembers(chatting: tuple[str, ...]) -> None:
+def test_a_chat_uses_the_models_template_and_remembers(chatting: tuple[str, ...], model: Path) -> None:
+    """An adapter's template does not decide how many rows a message becomes."""
+
     def printed(command: str, *options: str, stdin: str | None = None) -> str:
         return str(checked(CliRunner().invoke(cli.app, [command, *chatting, *options], input=stdin)).stdout)
 
@@ -244,7 +249,7 @@ def test_a_chat_uses_the_adapters_template_and_remembers(chatting: tuple[str, ..
     context = f"user: Hello\nassistant: {once}user: And you?\nassistant: "
     assert printed("chat", stdin="Hello\n\nAnd you?\n") == once + printed("generate", "--prompt", context)
     with pytest.raises(ConfigError, match="no chat template"):
-        tenant("generate", *chatting[:4], "--masking", "simulate", "--chat", "--prompt", "Hello")
+        tenant("generate", "--model", str(model), *chatting[2:], "--chat", "--prompt", "Hello")
 
 
 def test_ctrl_c_stops_an_answer_and_twice_ends_the_chat(

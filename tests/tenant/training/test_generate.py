@@ -1,24 +1,33 @@
 """Chats: what is sent again, what an error leaves behind, and whose template is used."""
 
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
+from tenant.endpoint import serving
+from tenant.endpoint.options import Serving
 from tenant.model.hf import RemoteConfig
-from tenant.model.loading import adapter_chat_template
+from tenant.model.loading import load_tokenizer, warn_of_other_template
+from tenant.training import finetune as finetuning
+from tenant.training import generate as generation
+from tenant.training.finetune import finetune
 from tenant.training.generate import Conversation, generate, open_model
-from tenant.training.options import Decoding
+from tenant.training.options import Decoding, FineTuning
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
 FEW = Decoding(max_new_tokens=4)
+SIMULATED = RemoteConfig(masking="simulate")
 
 
 @pytest.fixture(scope="module")
 def opened(tiny: Path) -> Any:
-    model, tokenizer = open_model(tiny, remote=RemoteConfig(masking="simulate"))
+    model, tokenizer = open_model(tiny, remote=SIMULATED)
     tokenizer.chat_template = TEMPLATE
     return model, tokenizer
 
@@ -84,16 +93,85 @@ def test_an_answer_can_be_stopped(opened: Any) -> None:
     assert whole.startswith(part)
 
 
-def test_a_template_of_an_adapter_is_read_with_a_limit(tmp_path: Path) -> None:
-    assert adapter_chat_template(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
-    assert adapter_chat_template(tmp_path) == "old"
-    (tmp_path / "chat_template.jinja").write_text("new")
-    assert adapter_chat_template(tmp_path) == "new"
+def test_another_template_of_an_adapter_is_named_in_a_warning(
+    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT's users save the tokenizer beside the adapter, so a copy of the base model's template is no warning."""
+    _, tokenizer = opened
+
+    def warned() -> bool:
+        caplog.clear()
+        warn_of_other_template(tmp_path, tokenizer)
+        return "not used" in caplog.text
+
+    assert not warned()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "other"}')
+    assert warned()
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert not warned()
     for damaged in (b"\xff", bytes(1 << 21)):
         (tmp_path / "chat_template.jinja").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="chat template"):
-            adapter_chat_template(tmp_path)
+        assert warned()
+
+
+def add_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages * 2 }}")
+
+
+def replace_tokens(folder: Path) -> None:
+    copy = Path(shutil.copy2(folder / "tokenizer.json", folder / "copy"))
+    copy.rename(folder / "tokenizer.json")
+
+
+def serve(folder: Path) -> None:
+    with serving.opened(folder, SIMULATED, name="x", adapters={}, options=Serving()):
+        pass
+
+
+def learn(folder: Path) -> None:
+    data = folder.parent / "text"
+    data.write_text("The weather was cold. " * 9)
+    finetune(folder, data, folder.parent / "out", remote=SIMULATED, options=FineTuning(sequence_length=8))
+
+
+COMMANDS: list[Any] = [
+    (generation, partial(open_model, remote=SIMULATED), add_template),
+    (serving, serve, replace_tokens),
+    (finetuning, learn, replace_tokens),
+]
+
+
+@pytest.mark.parametrize(("module", "command", "change"), COMMANDS, ids=["generate", "serve", "finetune"])
+def test_a_tokenizer_that_is_replaced_before_it_is_confirmed_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, command: Any, change: Any
+) -> None:
+    """Otherwise the rows of a text would follow a tokenizer or a template that nobody has confirmed."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+
+    def load_and_change(path: Path) -> Any:
+        tokenizer = load_tokenizer(path)
+        change(folder)
+        return tokenizer
+
+    monkeypatch.setattr(module, "load_tokenizer", load_and_change)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        command(folder)
+
+
+def test_a_template_that_is_there_only_while_the_tokenizer_is_loaded_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, load = shutil.copytree(tiny, tmp_path / "model"), AutoTokenizer.from_pretrained
+
+    def load_with_template(*args: Any, **options: Any) -> Any:
+        add_template(folder)
+        tokenizer = load(*args, **options)
+        (folder / "chat_template.jinja").unlink()
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_with_template)
+    with pytest.raises(CheckpointError, match="changed"):
+        load_tokenizer(folder)
 
 
 def test_a_template_that_refuses_a_message_is_an_error(opened: Any) -> None:

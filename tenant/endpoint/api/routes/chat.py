@@ -52,7 +52,8 @@ class PreparedChat:
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; pass one of them", param="max_tokens")
-        template = service.chat_template(service.adapter(body.model))
+        service.adapter(body.model)
+        template = service.chat_template()
         in_tags = False
         if body.tools:
             try:

@@ -13,6 +13,7 @@ from tenant.endpoint.api.answers import Health, Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.endpoint import Endpoint, endpoint_of
 from tenant.endpoint.api.errors import ApiError, public
+from tenant.model.loading import warn_of_other_template
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ async def load_adapter(body: LoadRequest, http: Request) -> PlainTextResponse:
         if not path.is_relative_to(folder):
             raise ApiError(404, "the adapter is outside the folder of --allow-loading", param="lora_path")
         tasks.register(body.lora_name, path, within=folder)
+        warn_of_other_template(path, endpoint.service.tokenizer)
     except CheckpointError as error:
         log.warning("the adapter of lora_path cannot be used: %s", error)
         raise ApiError(400, public(str(error), {path: body.lora_path}), param="lora_path") from error

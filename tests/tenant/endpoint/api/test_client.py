@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,8 @@ def test_errors_of_adapters_name_no_paths_of_this_machine(client: Any, hostile: 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_path: Path, name: str) -> None:
-    """The template is a part of each prompt, and an adapter may be trained to repeat its prompt. A pipe, or a device
-    without an end, would stop all answers."""
+    """The endpoint refuses links. It does not read the files of a loaded adapter for chats: the template is a part of
+    each prompt, an adapter may be trained to repeat its prompt, and a template decides how many rows a chat has."""
     messages = [{"role": "user", "content": "Hello"}]
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"chat_template": "secret"}))
@@ -312,13 +313,9 @@ def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_p
     (hostile / name).unlink()
     client.post("/load_lora_adapter", body=asked, cast_to=object)
     try:
-        (hostile / name).symlink_to(secret)
-        with pytest.raises(openai.InternalServerError, match="adapter"):
-            client.chat.completions.create(model="hostile", messages=messages, max_tokens=1)
-        (hostile / name).unlink()
         os.mkfifo(hostile / name)
-        with pytest.raises(openai.InternalServerError, match="adapter"):
-            client.with_options(timeout=30).chat.completions.create(model="hostile", messages=messages, max_tokens=1)
+        chat = partial(client.with_options(timeout=30).chat.completions.create, messages=messages, max_tokens=1)
+        assert chat(model="hostile").usage.prompt_tokens == chat(model="lora").usage.prompt_tokens
     finally:
         client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
 

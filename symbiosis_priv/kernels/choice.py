@@ -11,7 +11,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels.kernel import Kernel
+from symbiosis_priv.kernels.kernel import Kernel, Packed
 from symbiosis_priv.kernels.registry import KERNELS, candidates, is_exact, probe_rows
 from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomically
 
@@ -69,16 +69,17 @@ def choose(
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
     """
-    found = _exact_for(shape, device, kernel, shardable=shardable, part=part)
+    exact = functools.partial(_exact_for, shape, device, kernel, shardable=shardable, part=part)
     if kernel == "auto" and results is not None:
         stored = _read_results(results).get(_shape_class(shape, weight_bits, device, shardable=shardable))
-        usable = {k.name for k in found if stored and k.layout == stored.layout}
-        if stored and stored.kernels.keys() == _CLASSES and usable.issuperset(stored.kernels.values()):
-            return stored
-    layout = found[0].layout
-    few, *_, many = [found[0], *(k for k in found if k.layout == layout)]
-    names = {"few": few.name, "many": many.name}
-    return Choice(layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
+        if stored and stored.kernels.keys() == _CLASSES:
+            usable = {k.name for k in exact(layout=stored.layout)}
+            if usable.issuperset(stored.kernels.values()):
+                return stored
+    first = next(exact())
+    *_, last = exact(layout=first.layout)
+    names = {"few": first.name, "many": last.name}
+    return Choice(first.layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
 
 
 def tune(
@@ -93,16 +94,19 @@ def tune(
         results: a file in the cache folder.
     """
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
-    found = _exact_for(weight.shape, device, "auto", shardable=shardable, part=part)
-    if len(found) == 1 or key in _read_results(results):
+    if key in _read_results(results):
+        return
+    found = list(_exact_for(weight.shape, device, "auto", shardable=shardable, part=part))
+    if len(found) == 1:
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
     sample = weight[: max(1, timed // weight.shape[1])]
     times: dict[str, dict[str, dict[str, float]]] = {}  # seconds by layout, by "direction class", by kernel
     for kernel in found:
+        packed = kernel.pack(sample, weight_bits=weight_bits).to(device)
         for direction in DIRECTIONS:
             for rows, count in _COUNTS.items():
-                seconds = _seconds(kernel, sample, count, direction=direction, weight_bits=weight_bits, device=device)
+                seconds = _seconds(kernel, sample, packed, count, direction=direction)
                 times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
     best = {
         layout: {c: min(t.items(), key=lambda item: item[1]) for c, t in by.items()} for layout, by in times.items()
@@ -113,29 +117,42 @@ def tune(
     write_atomically(results, msgspec.json.encode(_read_results(results) | {key: choice}))
 
 
-def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, part: int) -> list[Kernel]:
-    found = [k for k in candidates(device, kernel=kernel) if max(shape) <= k.max_terms()]
-    if shardable and kernel == "auto":
-        found = [k for k in found if k.block is not None]
-    if part:  # some layouts cannot be cut at every expert; the unchanged weights can
-        found = [k for k in found if part % k.granule == 0] or candidates(device, kernel=_cut_anywhere(device))
-    if not found:
-        raise ConfigError(f"kernel = {kernel!r} is not exact for a layer of {list(shape)}; use kernel = 'auto'")
-    return found
+def _exact_for(
+    shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, part: int, layout: str | None = None
+) -> Iterator[Kernel]:
+    """Yield the exact kernels for a matrix, the probably fastest first; or those of `layout`, of which there may be
+    none. Raises `ConfigError` if no kernel is exact."""
+
+    def fits(k: Kernel) -> bool:
+        shards = k.block is not None or not shardable or kernel != "auto"
+        return layout in (None, k.layout) and max(shape) <= k.max_terms() and shards and part % k.granule == 0
+
+    found = candidates(device, kernel=kernel, fits=fits)
+    first = next(found, None)
+    if first is None and (part if kernel == "auto" else part % KERNELS[kernel].granule):
+        # some layouts cannot be cut at every expert; the unchanged weights can
+        found = candidates(device, kernel=_cut_anywhere(device), fits=lambda k: layout in (None, k.layout))
+        first = next(found, None)
+    if first is not None:
+        yield first
+        yield from found
+    elif layout is None:
+        raise ConfigError(
+            f"kernel = {kernel!r} gives no exact product of a layer of {list(shape)} on {device}; use kernel = 'auto' "
+            f"or device = 'cpu'"
+        )
 
 
 def _cut_anywhere(device: torch.device) -> str:
     return "int32" if device.type == "cpu" else "fp64"
 
 
-def _seconds(
-    kernel: Kernel, weight: Tensor, count: int, *, direction: Direction, weight_bits: int, device: torch.device
-) -> float:
+def _seconds(kernel: Kernel, weight: Tensor, packed: Packed, count: int, *, direction: Direction) -> float:
     """The best time of a few runs; infinite if the kernel is not exact for this shape."""
-    if not is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device):
+    if not is_exact(kernel, weight, packed, count=count, direction=direction):
         log.warning("kernel %s is not exact for %s on this machine and is left out", kernel.name, list(weight.shape))
         return math.inf
-    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
+    device = packed.data.device
     width, columns = packed.columns(direction)
     rows = probe_rows(count, width).to(device)
     out = torch.empty((count, columns), dtype=torch.int32, device=device)

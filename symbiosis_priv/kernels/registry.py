@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels.compiled import CompiledKernel
-from symbiosis_priv.kernels.kernel import Kernel
+from symbiosis_priv.kernels.kernel import Kernel, Packed
 from symbiosis_priv.kernels.limbs import LimbKernel
 from symbiosis_priv.kernels.plain import Float64Kernel, Int32Kernel
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
@@ -35,20 +36,18 @@ def kernel_of(layout: str) -> Kernel:
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
 
 
-def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
-    """Kernels that pass the self-test on a device and may be the fastest there, the probably fastest first; or the one
-    that `kernel` names. Among kernels of one layout, the first is probably the fastest for few rows and the last for
-    many. Raises `ConfigError` if there is none."""
+def candidates(
+    device: torch.device, *, kernel: str = "auto", fits: Callable[[Kernel], bool] = lambda _: True
+) -> Iterator[Kernel]:
+    """Yield the kernels that pass the self-test on a device and may be the fastest there, the probably fastest first;
+    or the one that `kernel` names. Among kernels of one layout, the first is probably the fastest for few rows and the
+    last for many. A kernel is tested when it is due, and only if it `fits`, because self-tests delay the start of a
+    process. Raises `ConfigError`: `kernel` is unknown."""
     if kernel != "auto" and kernel not in KERNELS:
         raise ConfigError(f"kernel = {kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
     considered = KERNELS.values() if kernel == "auto" else [KERNELS[kernel]]
     found = [k for k in considered if k.supports(device) and (k.name == kernel or k.is_candidate(device))]
-    found = [k for k in found if passes_self_test(k, device)]
-    if not found:
-        raise ConfigError(
-            f"kernel = {kernel!r} gives no exact product on {device}; use kernel = 'auto' or device = 'cpu'"
-        )
-    return found
+    return (k for k in found if fits(k) and passes_self_test(k, device))
 
 
 @functools.cache
@@ -76,16 +75,15 @@ def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device
     outputs, inputs = _TEST_SHAPE
     top = (1 << (weight_bits - 1)) - 1
     weight = (probe_rows(outputs, inputs) % (2 * top + 1) - top).to(torch.int16)
+    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
     return all(
-        is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
+        is_exact(kernel, weight, packed, count=count, direction=direction)
         for direction in DIRECTIONS
         for count in _TEST_ROWS
     )
 
 
-def is_exact(
-    kernel: Kernel, weight: Tensor, *, count: int, direction: Direction, weight_bits: int, device: torch.device
-) -> bool:
+def is_exact(kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, direction: Direction) -> bool:
     """Returns True if a kernel's product of `count` rows agrees with int64, which wraps modulo 2^64, in its low 32
     bits.
 
@@ -93,15 +91,15 @@ def is_exact(
 
     Args:
         weight: int16 `[o, d]` on the CPU.
+        packed: the same weight, packed by a kernel of this layout, on the device to try.
     """
     matrix = weight.t() if direction == FORWARD else weight
     width, columns = matrix.shape
     sample = torch.linspace(0, columns - 1, min(columns, 64), dtype=torch.float64, device="cpu").long().unique()
     rows = probe_rows(count, width)
     want = (rows.to(torch.int64) @ matrix[:, sample].to(torch.int64)).to(torch.int32)
-    out = torch.empty((count, columns), dtype=torch.int32, device=device)
-    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
-    kernel.product(packed, rows.to(device), direction, out)
+    out = torch.empty((count, columns), dtype=torch.int32, device=packed.data.device)
+    kernel.product(packed, rows.to(out.device), direction, out)
     return torch.equal(out.cpu()[:, sample], want)
 
 

@@ -63,7 +63,7 @@ def measure_kernels(
                 **{
                     name: partial(kernel.product, packed[kernel.layout], rows, direction, out)
                     for name, kernel in kernels.items()
-                    if _is_exact(kernel, weight, count, direction, weight_bits, where)
+                    if _is_exact(kernel, weight, packed[kernel.layout], count, direction)
                 },
             }
             times = _median_us(runs, repeat=repeat, device=where)
@@ -90,13 +90,13 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
 
 
-def _is_exact(
-    kernel: Kernel, weight: Tensor, count: int, direction: Direction, weight_bits: int, device: torch.device
-) -> bool:
+def _is_exact(kernel: Kernel, weight: Tensor, packed: Packed, count: int, direction: Direction) -> bool:
     try:
-        return is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
+        return is_exact(kernel, weight, packed, count=count, direction=direction)
     except Exception as error:  # the kernel does not support this device; Triton's errors have no common base class
-        log.warning("kernel %s cannot run on %s: %s: %s", kernel.name, device, type(error).__qualname__, error)
+        log.warning(
+            "kernel %s cannot run on %s: %s: %s", kernel.name, packed.data.device, type(error).__qualname__, error
+        )
         return False
 
 

@@ -76,6 +76,13 @@ SPOILERS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def test_a_kernel_of_another_layout_than_the_chosen_one_is_not_tested(plant: Callable[..., Planted]) -> None:
+    planted = plant()
+    planted.layout = "planted"  # type: ignore[misc]
+    assert "planted" not in used(None)
+    assert not planted.counts
+
+
 @pytest.mark.parametrize("fault", SPOILERS)
 def test_an_inexact_kernel_is_left_out(
     fault: str, plant: Callable[..., Planted], memory: Path, caplog: pytest.LogCaptureFixture
@@ -181,7 +188,7 @@ def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[...,
 
 
 def test_a_single_candidate_is_not_measured(memory: Path) -> None:
-    if len(candidates(CPU)) > 1:
+    if len(list(candidates(CPU))) > 1:
         pytest.skip("several candidates on this CPU")
     tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert not memory.exists()

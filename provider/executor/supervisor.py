@@ -219,8 +219,14 @@ def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
 
 
 def _private_folder(path: Path) -> None:
-    """Make the folder of the socket for this user only. Raises `ConfigError` if other users can enter or replace it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the folder of the socket for this user only. Raises `ConfigError` if it cannot be made, or if other users
+    can enter or replace it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"endpoint: {path} cannot be made a folder ({error.strerror}); choose another path"
+        ) from error
     found = path.stat()
     if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # the owner of a folder can always enter it
         raise ConfigError(f"endpoint: other users may enter {path}; choose a new folder, or chmod 700 it")

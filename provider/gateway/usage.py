@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeGuard, cast
 import msgspec
 
 from provider import logs
-from provider.gateway.usage_journal import MOST, Journal, JournalReader, Key, Totals, journals, pack, unpack
+from provider.gateway.usage_journal import MOST, Journal, JournalReader, Key, Totals, journals, owners_of, pack, unpack
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import Role
 from symbiosis_priv.network.tls import TenantIdentity
@@ -354,6 +354,7 @@ def _open(database: Path | None) -> sqlite3.Connection:
         if database is not None:  # for this user only; SQLite gives its other files the same mode
             with contextlib.suppress(FileExistsError):  # closing a file that SQLite has open would drop SQLite's locks
                 os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            _check_owners(database)
         connection = sqlite3.connect(
             database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_LOCK_S
         )
@@ -372,6 +373,17 @@ def _open(database: Path | None) -> sqlite3.Connection:
     except (sqlite3.Error, OSError) as error:
         raise _unusable(database, error) from error
     return connection
+
+
+def _check_owners(database: Path) -> None:
+    """Refuse SQLite's other files if another user has made them, because SQLite's own error names the database only."""
+    owners = owners_of(database)
+    for path in (database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal")):
+        if path.exists() and path.stat().st_uid not in owners:
+            raise ConfigError(
+                f"[usage] database = {database}: {path} belongs to another user; delete it, or choose a file in a "
+                f"folder to which only this user can write"
+            )
 
 
 def _unusable(database: Path | None, error: Exception) -> ConfigError:

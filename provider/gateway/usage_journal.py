@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -124,16 +124,18 @@ class JournalReader:
 
     Args:
         fields: number of counters of a key.
+        owners: user ids that the file may belong to.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file.
+        OSError: the file cannot be read, is not a regular file, or belongs to another user.
     """
 
-    def __init__(self, path: Path, *, fields: int) -> None:
+    def __init__(self, path: Path, *, fields: int, owners: Collection[int]) -> None:
         self.path = path
         self._totals = struct.Struct(f"@{fields}q")
         self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners:
             self.close()
             raise FileNotFoundError(path)
 
@@ -172,14 +174,24 @@ class JournalReader:
 
 @contextlib.contextmanager
 def journals(database: Path, *, fields: int) -> Iterator[list[JournalReader]]:
-    """Open the journals of all providers that share a database."""
+    """Open the journals of all providers that share a database. Files that another user has put into the folder are
+    ignored: their counts are forged, and nobody else may delete them in a sticky folder."""
+    owners = owners_of(database)
     with contextlib.ExitStack() as files:
         readers = []
         for path in sorted(database.parent.glob(f"{glob.escape(database.name)}{_MARK}*")):
             with contextlib.suppress(OSError):  # for example, its owner has just removed it
-                readers.append(JournalReader(path, fields=fields))
+                readers.append(JournalReader(path, fields=fields, owners=owners))
                 files.callback(readers[-1].close)
         yield readers
+
+
+def owners_of(database: Path) -> set[int]:
+    """The user ids to which files of a database may belong: root, this user, and the database's owner."""
+    owners = {0, os.geteuid()}
+    with contextlib.suppress(OSError):
+        owners.add(database.stat().st_uid)
+    return owners
 
 
 def _make(database: Path) -> tuple[Path, int]:

@@ -201,6 +201,13 @@ def test_a_socket_whose_folder_others_could_replace_is_refused(configure: Config
         Provider(configure(executor=executor)).start()
 
 
+def test_a_file_in_place_of_the_sockets_folder_is_named(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.touch()
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    with pytest.raises(ConfigError, match=str(socket_folder)):
+        Provider(configure(executor=executor)).start()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can enter what is another user's alone")
 def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socket_folder: Path) -> None:
     socket_folder.mkdir(mode=0o700)

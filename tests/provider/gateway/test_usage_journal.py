@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from provider.gateway import usage_journal
+from provider.gateway import usage, usage_journal
 from provider.gateway.usage import COUNTED, UsageCounters, UsageCounts, read
 from provider.gateway.usage_journal import Journal, journals
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.tls import TenantIdentity
 
 KEY = ("2026-01-31", "alice", "sha256:a", "executor")
+STRANGER = 12_345  # a user id
 TENANTS = [TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol", "dave", "erin")]
 
 
@@ -44,6 +46,41 @@ def files(database: Path) -> int:
     """Number of journals."""
     with journals(database, fields=1) as found:
         return len(found)
+
+
+def plant(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file belong to another user, or make this process take all files for those of another user."""
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, -1)
+    else:
+        for module in (usage_journal, usage):
+            monkeypatch.setattr(module, "owners_of", lambda database: {STRANGER})
+
+
+def test_a_journal_that_another_user_plants_is_not_billed_and_does_not_stop_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sticky folder such as /tmp, any user can add a file, and the provider cannot delete it."""
+    database = tmp_path / "usage.sqlite"
+    UsageCounters(database).close()
+    forged = Journal(database, fields=len(COUNTED))
+    forged.add(KEY, (1,) * len(COUNTED))
+    forged.close(remove=False)
+    plant(tmp_path / forged.name, monkeypatch)
+    UsageCounters(database).close()
+    assert not list(read(database))
+    assert (tmp_path / forged.name).exists()
+
+
+@pytest.mark.parametrize("end", ["-wal", "-shm", "-journal"])
+def test_a_file_of_sqlite_that_another_user_plants_is_named(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / f"usage.sqlite{end}"
+    planted.touch()
+    plant(planted, monkeypatch)
+    with pytest.raises(ConfigError, match=f"{end} belongs to another user"):
+        UsageCounters(tmp_path / "usage.sqlite")
 
 
 @settings(max_examples=12)

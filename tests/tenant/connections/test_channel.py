@@ -32,9 +32,10 @@ from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, Identities, NewProvider, ScriptedProvider, Tape
+    from tests.tenant.conftest import Identities, NewProvider, Tape
 
 WIDTH, OUTPUTS = 64, 128
 NewChannel = Callable[..., Channel]
@@ -82,13 +83,11 @@ def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChann
     assert torch.equal(answer, executor.product(executor.heard[0]))
 
 
-def test_a_broken_connection_gets_identical_bytes_again(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
-) -> None:
+def test_a_broken_connection_gets_identical_bytes_again(executor: ScriptedProvider, connect: NewChannel) -> None:
     """Before an answer, within its header, within its matrix: the tenant cannot know if the product was computed."""
 
     def leave_early(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        whole = frames(reply, answer)
+        whole = frame(reply, answer)
         cuts = [b"", whole[:5], whole[:40], whole[:-1]]
         attempt = len(executor.heard) - 1
         if attempt == len(cuts):
@@ -109,12 +108,12 @@ def test_a_broken_connection_gets_identical_bytes_again(
 
 @pytest.mark.parametrize("code", sorted(wire.RETRYABLE))
 def test_a_busy_provider_gets_identical_bytes_again(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], code: wire.ErrorCode
+    executor: ScriptedProvider, connect: NewChannel, code: wire.ErrorCode
 ) -> None:
     def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if len(executor.heard) < 3:
-            return frames(wire.Failure(code=code, detail="later"))
-        return frames(reply, answer)
+            return frame(wire.Failure(code=code, detail="later"))
+        return frame(reply, answer)
 
     executor.behaviour = busy
     ask(connect(executor))
@@ -122,10 +121,8 @@ def test_a_busy_provider_gets_identical_bytes_again(
 
 
 @pytest.mark.parametrize("code", sorted(set(wire.ErrorCode) - wire.RETRYABLE))
-def test_a_refusal_is_final(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], code: wire.ErrorCode
-) -> None:
-    executor.behaviour = lambda *heard: frames(wire.Failure(code=code, detail="no"))
+def test_a_refusal_is_final(executor: ScriptedProvider, connect: NewChannel, code: wire.ErrorCode) -> None:
+    executor.behaviour = lambda *heard: frame(wire.Failure(code=code, detail="no"))
     with pytest.raises(ProviderError, match=f"answered {code}: no") as error:
         ask(connect(executor))
     assert error.value.code == code
@@ -137,11 +134,11 @@ def test_a_refusal_is_final(
     [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("arithmetic", "float"), ("rows", 3)],
 )
 def test_an_answer_to_another_request_is_refused(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], field: str, value: Any
+    executor: ScriptedProvider, connect: NewChannel, field: str, value: Any
 ) -> None:
     def other(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         fields = {name: getattr(reply, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
-        return frames(wire.Result(**{**fields, field: value}), answer)
+        return frame(wire.Result(**{**fields, field: value}), answer)
 
     executor.behaviour = other
     with pytest.raises(ProtocolError, match="answered another request"):
@@ -185,13 +182,13 @@ DAMAGES = (
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_frame_is_refused_and_the_next_request_works(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], how: str
+    executor: ScriptedProvider, connect: NewChannel, how: str
 ) -> None:
     expected: list[type[Exception]] = []
 
     def once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if expected:
-            return frames(reply, answer)
+            return frame(reply, answer)
         data, error = damaged(reply, answer)[how]
         expected.append(error)
         return data
@@ -222,13 +219,11 @@ def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewCh
     assert time.monotonic() - started > 0.25
 
 
-def test_a_trickle_does_not_extend_the_deadline(
-    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
-) -> None:
+def test_a_trickle_does_not_extend_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
     """A byte now and then keeps a socket alive, but does not extend a request's deadline."""
 
     def trickle(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
-        for byte in frames(reply, answer):
+        for byte in frame(reply, answer):
             executor.say(bytes([byte]))
             if executor.closing.wait(0.05):
                 return
@@ -322,18 +317,15 @@ def test_an_answer_in_time_logs_nothing(
 
 
 def test_a_quota_that_delays_requests_is_logged_once_a_minute(
-    executor: ScriptedProvider,
-    connect: NewChannel,
-    frames: Callable[..., bytes],
-    caplog: pytest.LogCaptureFixture,
+    executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = wire.QuotaLimit(amount=300, unit="rows/s")
     refusals = iter([True, False, False])
 
     def limited(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if next(refusals):
-            return frames(wire.Failure(code=wire.ErrorCode.BUSY, detail="your quota is 300 rows/s", limit=limit))
-        return frames(replace_struct(reply, limit=limit), answer)
+            return frame(wire.Failure(code=wire.ErrorCode.BUSY, detail="your quota is 300 rows/s", limit=limit))
+        return frame(replace_struct(reply, limit=limit), answer)
 
     executor.behaviour = limited
     channel = connect(executor)

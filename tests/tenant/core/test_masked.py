@@ -34,9 +34,10 @@ from tenant.core.rows import UncheckedProduct
 from tenant.masking.backend import RingRows
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
+from tests.tenant.scripted import ScriptedProvider, frame
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, NewSession, ScriptedProvider
+    from tests.tenant.conftest import NewFederation, NewProvider, NewSession
 
 Patch = pytest.MonkeyPatch
 WIDTH = 5
@@ -328,14 +329,12 @@ def test_routing_cannot_overrule_the_gate(
 # No answer is used unchecked.
 
 
-def test_an_unchecked_answer_is_found(
-    executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes], monkeypatch: Patch
-) -> None:
+def test_an_unchecked_answer_is_found(executor: ScriptedProvider, new_session: NewSession, monkeypatch: Patch) -> None:
     """Planted: a part that returns its answer without the check. The product would be wrong without an error."""
 
     def lie(heard: Any, reply: wire.Result, answer: Tensor) -> bytes:
         answer[0, 0] += 1
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     def is_used() -> bool:
         session = new_session("none", [executor])

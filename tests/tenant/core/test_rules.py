@@ -70,10 +70,11 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.runtime import Runtime
 from tenant.session.session import Session
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, spoil
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
+    from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 
 Patch = pytest.MonkeyPatch
 encode = passes.encode
@@ -358,12 +359,12 @@ def test_rule_3_rows_are_burnt_before_they_leave(
     assert a_row_survives_a_crash(new_session, executor)
 
 
-def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]) -> bool:
+def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool:
     """Returns True if an interrupted request is sent again with other bytes."""
     executor.heard.clear()
 
     def leave_twice(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        return frames(reply, answer) if len(executor.heard) > 2 else None
+        return frame(reply, answer) if len(executor.heard) > 2 else None
 
     executor.behaviour = leave_twice
     session = new_session("local", [executor])
@@ -374,9 +375,9 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames:
 
 
 def test_rule_3_a_retry_resends_identical_bytes(
-    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    assert not a_retry_differs(new_session, executor, frames)
+    assert not a_retry_differs(new_session, executor)
     send = ClientConnection.send
 
     def send_with_another_mask(
@@ -386,7 +387,7 @@ def test_rule_3_a_retry_resends_identical_bytes(
         send(self, message, other, deadline=deadline)
 
     monkeypatch.setattr(ClientConnection, "send", send_with_another_mask)
-    assert a_retry_differs(new_session, executor, frames)
+    assert a_retry_differs(new_session, executor)
 
 
 def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
@@ -558,12 +559,9 @@ def test_rule_5_breach_unmasked_rows(
 # Rule 6. Verify before unmasking is used for anything; an abort carries no detail to the provider.
 
 
-def spoils(frames: Callable[..., bytes], *, row: int = 0) -> Callable[..., bytes]:
-    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        answer[row, 0] += 1
-        return frames(reply, answer)
-
-    return behave
+def spoil_the_last_row(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    answer[-1, 0] += 1
+    return reply, answer
 
 
 def a_lie_is_believed(session: Session) -> bool:
@@ -577,14 +575,9 @@ def a_lie_is_believed(session: Session) -> bool:
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_rule_6_no_lie_is_used(
-    new_session: NewSession,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    frames: Callable[..., bytes],
-    monkeypatch: Patch,
-    liar: str,
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, liar: str
 ) -> None:
-    {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames)
+    {"executor": executor, "helper": helper}[liar].behaviour = spoil
     session = new_session("pad", [executor], [helper], pool_memory=0)
     assert not a_lie_is_believed(session)
     nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
@@ -594,15 +587,10 @@ def test_rule_6_no_lie_is_used(
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
-    new_session: NewSession,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    frames: Callable[..., bytes],
-    monkeypatch: Patch,
-    liar: str,
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, liar: str
 ) -> None:
     """The last row is wrong: the caller gets no row of the product."""
-    {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames, row=-1)
+    {"executor": executor, "helper": helper}[liar].behaviour = spoil_the_last_row
     session = new_session("pad", [executor], [helper], pool_memory=0)
     group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
     x = torch.randn(4, 64)
@@ -629,9 +617,9 @@ def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
 
 
 def test_rule_6_an_abort_tells_the_provider_nothing(
-    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    executor.behaviour = spoils(frames)
+    executor.behaviour = spoil
     assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
     executor.heard.clear()
     executor.hellos.clear()
@@ -639,15 +627,13 @@ def test_rule_6_an_abort_tells_the_provider_nothing(
     assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
 
 
-def test_rule_6_every_kind_of_lie_has_the_same_end(
-    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]
-) -> None:
+def test_rule_6_every_kind_of_lie_has_the_same_end(new_session: NewSession, executor: ScriptedProvider) -> None:
     """Small errors or half the ring, odd or even: in all cases, the provider gets no further request."""
 
     def high(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return frames(reply, answer ^ -(1 << 31))
+        return frame(reply, answer ^ -(1 << 31))
 
-    for behaviour in (spoils(frames), high):
+    for behaviour in (spoil, high):
         executor.heard.clear()
         executor.hellos.clear()
         executor.behaviour = behaviour
@@ -657,11 +643,11 @@ def test_rule_6_every_kind_of_lie_has_the_same_end(
 # Rule 7. Replies are bound to their requests; the comparison is exact.
 
 
-def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes]:
+def stranger(**fields: Any) -> Callable[..., bytes]:
     """Answer honestly, but as the answer to another request."""
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return frames(msgspec.structs.replace(reply, **fields), answer)
+        return frame(msgspec.structs.replace(reply, **fields), answer)
 
     return behave
 
@@ -685,24 +671,21 @@ def test_rule_7_a_reply_answers_one_request(
     new_session: NewSession,
     executor: ScriptedProvider,
     helper: ScriptedProvider,
-    frames: Callable[..., bytes],
     monkeypatch: Patch,
     fields: dict[str, Any],
     masking: str,
 ) -> None:
     """An executor's reply, and (with pads) a helper's."""
     liar = executor if masking == "local" else helper
-    liar.behaviour = stranger(frames, **fields)
+    liar.behaviour = stranger(**fields)
     session = new_session(masking, [executor], [helper] if masking == "pad" else [], pool_memory=0)
     assert not believes(session)
     monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
     assert believes(session)
 
 
-def test_rule_7_comparison_is_exact(
-    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
-) -> None:
-    executor.behaviour = spoils(frames)
+def test_rule_7_comparison_is_exact(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    executor.behaviour = spoil
     session = new_session("none", [executor])
     assert not believes(session)
 
@@ -747,16 +730,12 @@ def test_rule_8_one_party_in_both_roles_is_refused(
 
 @pytest.mark.parametrize("failover", [False, True])
 def test_rule_8_no_party_gets_seed_and_row(
-    new_session: NewSession,
-    new_provider: NewProvider,
-    frames: Callable[..., bytes],
-    monkeypatch: Patch,
-    failover: bool,
+    new_session: NewSession, new_provider: NewProvider, monkeypatch: Patch, failover: bool
 ) -> None:
     """The second executor, which is asked after the first one lied, has the same operator as the helper."""
     first, second, helper = new_provider(), new_provider(), new_provider()
     if failover:
-        first.behaviour = spoils(frames)
+        first.behaviour = spoil
     else:
         second = first
     executors = [first.peer("executor", operator="Alpha" if failover else "Beta")]
@@ -779,9 +758,9 @@ def test_rule_8_no_party_gets_seed_and_row(
 
 
 def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
-    helper.behaviour = spoils(frames)
+    helper.behaviour = spoil
     session = new_session("pad", [executor], [helper])
     xq = ring_rows(session.preparation)
     with pytest.raises(VerificationError):
@@ -946,9 +925,9 @@ def test_rule_11_two_helpers_never_expand_one_stream(
 
 
 def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
-    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    executor.behaviour = spoils(frames)
+    executor.behaviour = spoil
     twins = [executor.peer("executor", name=name) for name in ("one", "other")]
 
     def asked() -> int:
@@ -969,11 +948,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_a_fork_with_the_same_process_id_is_detected(
-    new_session: NewSession,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    frames: Callable[..., bytes],
-    monkeypatch: Patch,
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     """The child has its parent's process id, as in a new pid namespace; a thread of the parent computes a product."""
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
@@ -985,7 +960,7 @@ def test_rule_12_a_fork_with_the_same_process_id_is_detected(
         if heard.request.group == OUT:
             busy.set()
             done.wait(20)
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     executor.behaviour = hold_up_the_other_layer
     thread = threading.Thread(target=lambda: session.product(OUT, FORWARD, ring_rows(session.preparation, OUT)))

@@ -28,11 +28,11 @@ from tenant.federation.probe import Finding, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
-from tests.tenant.conftest import ScriptedProvider
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, Identities, NewFederation, NewProvider
+    from tests.tenant.conftest import Identities, NewFederation, NewProvider
 
 TIMEOUT_S = 20.0
 GROUPS = 9
@@ -107,7 +107,6 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     preparation: Preparation,
-    frames: Callable[..., bytes],
     role: str,
     direction: str,
 ) -> None:
@@ -115,7 +114,7 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
         if heard.request.rows and heard.request.direction == direction and heard.request.group == GROUPS - 1:
             answer = answer.clone()
             answer[0, -1] += 1
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     (executor if role == "executor" else helper).behaviour = lie
     forgotten: list[bool] = []
@@ -131,12 +130,12 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
 
 
 def test_a_direction_that_is_refused_is_not_served(
-    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, frames: Callable[..., bytes]
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
 ) -> None:
     def one_way(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if heard.request.direction == BACKWARD:
-            return frames(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="no training here"))
-        return frames(reply, answer)
+            return frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="no training here"))
+        return frame(reply, answer)
 
     executor.behaviour = one_way
     finding = only(new_federation([executor]), preparation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,9 +20,10 @@ from tenant.core.pads import EffectSource, Pad
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, unregister
 from tenant.masking.scheme import Materials, SessionScheme
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewSession, ScriptedProvider
+    from tests.tenant.conftest import NewSession
 
 STEP = 64
 """Bits by which the rounding scheme scales its rows, and so their products."""
@@ -72,33 +73,24 @@ def _scheme() -> Iterator[None]:
     unregister(Rounding.name)
 
 
-def product_of(store: WeightStore, rows: Tensor) -> Tensor:
-    return (rows.to(torch.int64) @ store.group(1).weight.to(torch.int64).t()).to(torch.int32)
-
-
 def test_a_scheme_opens_answers_in_its_own_way(
-    executor: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """Pads may be split, and a bucket may add rows of zeros."""
 
     def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
-        return frames(reply, answer + error.to(torch.int32))
+        return frame(reply, answer + error.to(torch.int32))
 
     executor.behaviour = err_a_little
     session = new_session("rounding", [executor], row_bucket=4)
     for count in (1, 3, 8, 2):
         rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
-        assert torch.equal(session.product(1, FORWARD, rows), product_of(store, rows))
+        assert torch.equal(session.product(1, FORWARD, rows), product_of(store, 1, FORWARD, rows))
     assert session.ledger().answers_rejected == 0
 
 
-def test_an_error_that_cannot_be_rounded_off_is_refused(
-    executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
-) -> None:
-    executor.behaviour = lambda heard, reply, answer: frames(reply, answer + STEP)
+def test_an_error_that_cannot_be_rounded_off_is_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
+    executor.behaviour = lambda heard, reply, answer: frame(reply, answer + STEP)
     with pytest.raises(VerificationError):
         new_session("rounding", [executor]).product(1, FORWARD, torch.full((2, 64), STEP, dtype=torch.int32))

@@ -8,20 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness import strategies as testing
+from tests.tenant.scripted import product_of
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewProvider, NewSession
-
-
-def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
-    """The product modulo 2^32, computed in 64-bit integers."""
-    weight = store.group(index).weight.to(torch.int64)
-    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
 
 
 @pytest.mark.parametrize(("listed", "k"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 3)])

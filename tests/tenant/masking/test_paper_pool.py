@@ -25,9 +25,10 @@ from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
 from tenant.preparation.prepared import Preparation
+from tests.tenant.scripted import ScriptedProvider
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
+    from tests.tenant.conftest import NewFederation, NewProvider, Tape
 
 UNIT = 2.0**-24  # relative rounding error of float32
 TINY = 2.0**-149  # absolute rounding error of float32, at underflow

@@ -24,10 +24,11 @@ from tenant.masking.registry import register, registered, scheme_named, session_
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation
+from tests.tenant.scripted import ScriptedProvider
 from threat_model.evidence.schemes import SCHEMES, variant
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewSession, ScriptedProvider
+    from tests.tenant.conftest import NewFederation, NewSession
 
 ROOT = Path(__file__).parents[3]
 

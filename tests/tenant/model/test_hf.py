@@ -57,9 +57,10 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tests.tenant.scripted import ScriptedProvider
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
+    from tests.tenant.conftest import NewFederation, NewProvider, Tape
 
 Write = Callable[[Federation], Path]
 IDS = torch.arange(1, 21).view(2, 10)
@@ -452,10 +453,7 @@ def test_a_language_model_and_a_classifier_are_different_models(classifier: Path
 
 @pytest.mark.parametrize(
     "device_map",
-    [
-        {"": "disk"},
-        {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"},
-    ],
+    [{"": "disk"}, {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}],
 )
 def test_layers_offloaded_to_disk_are_refused(
     load: Load, llama: Path, device_map: dict[str, str], tmp_path: Path

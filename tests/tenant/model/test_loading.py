@@ -73,9 +73,10 @@ from tenant.model.adapter_limits import MemoryLimit
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.tasks import Tasks
+from tests.tenant.scripted import ScriptedProvider
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, ScriptedProvider
+    from tests.tenant.conftest import NewFederation
 
 IDS = torch.arange(1, 21).view(2, 10)
 Write = Callable[[Federation], Path]

@@ -24,10 +24,11 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewFederation, NewProvider, ScriptedProvider
+    from tests.tenant.conftest import NewFederation, NewProvider
 
 Frames = Callable[..., bytes]
 
@@ -131,12 +132,7 @@ def test_a_lying_registry_can_only_deny_service(
 
 
 def test_discovered_executors_are_verified_like_others(
-    vouching: Vouching,
-    liar: LyingRegistry,
-    opened: Open,
-    new_provider: NewProvider,
-    store: WeightStore,
-    frames: Frames,
+    vouching: Vouching, liar: LyingRegistry, opened: Open, new_provider: NewProvider, store: WeightStore
 ) -> None:
     """An executor with a valid certificate that lies gets no request after its first lie; another discovered one
     continues."""
@@ -144,7 +140,7 @@ def test_discovered_executors_are_verified_like_others(
 
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         answer[0, 0] += 1
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     one.behaviour = lie
     liar.show(says(vouching, "gamma", one, store), says(vouching, "delta", other, store))

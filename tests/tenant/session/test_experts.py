@@ -25,7 +25,8 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of
-from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 
 COUNTS: Counts = (3, 0, 1, 2)
 
@@ -249,13 +250,12 @@ def test_a_lying_provider_is_named_and_another_one_takes_over(
     store: WeightStore,
     preparation: Preparation,
     stacks: list[int],
-    frames: Callable[..., bytes],
     lie: Lie,
     role: str,
 ) -> None:
     providers = [new_provider() for _ in range(4)]
     liar = providers[0 if role == "executor" else 2]
-    liar.behaviour = lambda heard, reply, answer: frames(*lie(heard, reply, answer))
+    liar.behaviour = lambda heard, reply, answer: frame(*lie(heard, reply, answer))
     prepared = replace(preparation, forget_keys=lambda: None)
     session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     for index, direction in itertools.product(stacks, DIRECTIONS):
@@ -270,7 +270,6 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     store: WeightStore,
     tmp_path: Path,
     stacks: list[int],
-    frames: Callable[..., bytes],
     preparation: Preparation,
 ) -> None:
     """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""
@@ -280,7 +279,7 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     )
     (copy / "model.safetensors").unlink()
     providers: list[Any] = [new_provider() for _ in range(4)]
-    providers[0].behaviour = lambda heard, reply, answer: frames(*wrong_entry(heard, reply, answer))
+    providers[0].behaviour = lambda heard, reply, answer: frame(*wrong_entry(heard, reply, answer))
     session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
     assert len(quarantined(session)) == 2

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
@@ -31,30 +30,15 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Company
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
-from tenant.preparation.prepared import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
+from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Behaviour, Heard, Identities, NewProvider, NewSession, ScriptedProvider
+    from tests.tenant.conftest import Identities, NewProvider, NewSession
 
 QKV, OUT, MLP, DOWN = 0, 1, 2, 3
-Frames = Callable[..., bytes]
-
-
-def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
-    width = preparation.facts[index].inputs(direction)
-    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
-
-
-def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int) -> bool:
-    """Returns True if a product has the bits of an undisturbed one."""
-    rows = ring_rows(session.preparation, index, direction, count, seed=seed)
-    weight = store.group(index).weight.to(torch.int64)
-    expected = (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
-    return torch.equal(session.product(index, direction, rows), expected)
 
 
 def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
@@ -72,7 +56,7 @@ RESENTFUL = Tolerance(first_pause_s=600.0, last_pause_s=600.0, least_patience_s=
 # Executors
 
 
-def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
+def fails(how: str, provider: ScriptedProvider) -> Behaviour:
     """Make a provider fail from now on."""
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -83,8 +67,8 @@ def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
             return None
         if how == "lie":
             answer[-1, 0] += 1
-            return frames(reply, answer)
-        return frames(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
+            return frame(reply, answer)
+        return frame(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
 
     return behave
 
@@ -95,7 +79,6 @@ def test_another_executor_gets_the_same_bytes(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Frames,
     caplog: pytest.LogCaptureFixture,
     how: str,
     masking: str,
@@ -104,7 +87,7 @@ def test_another_executor_gets_the_same_bytes(
     session = new_session(masking, [first, second], [] if masking == "local" else [new_provider()], tolerance=IMPATIENT)
     assert is_right(session, store, OUT, FORWARD, 3, 0)
     failing, other = (first, second) if first.executed else (second, first)
-    failing.behaviour = fails(how, failing, frames)
+    failing.behaviour = fails(how, failing)
     with caplog.at_level(logging.INFO):
         while len(failing.executed) < 2:  # products move to the other executor only after this one was asked
             assert is_right(session, store, MLP, FORWARD, 3, 1)
@@ -118,12 +101,12 @@ def test_another_executor_gets_the_same_bytes(
 
 @pytest.mark.parametrize("code", ["busy", "stopping"])
 def test_a_single_executor_is_asked_again_with_identical_requests(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Frames, code: str
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, code: str
 ) -> None:
     def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if len(executor.executed) < 4:
-            return frames(wire.Failure(code=wire.ErrorCode(code), detail="later"))
-        return frames(reply, answer)
+            return frame(wire.Failure(code=wire.ErrorCode(code), detail="later"))
+        return frame(reply, answer)
 
     executor.behaviour = busy
     session = new_session("local", [executor])
@@ -184,24 +167,24 @@ def test_a_deadline_that_passes_without_a_free_connection_is_explained(
 
 
 def test_all_executors_are_away_and_one_comes_back(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers)
     assert all_right(session, store)
     for provider in providers:
-        provider.behaviour = fails("lost", provider, frames)
+        provider.behaviour = fails("lost", provider)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
         before = [len(provider.hellos) for provider in providers]
         while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
             time.sleep(0.01)  # both were tried, and probed again
-        providers[1].behaviour = lambda heard, reply, answer: frames(reply, answer)
+        providers[1].behaviour = honest
         assert waiting.result(20)
 
 
 def test_a_returning_executor_is_asked_immediately_without_others(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers, deadline_s=20.0, tolerance=RESENTFUL)
@@ -209,7 +192,7 @@ def test_a_returning_executor_is_asked_immediately_without_others(
     lost = iter(range(2))
 
     def lose_two(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        return None if next(lost, None) is not None else frames(reply, answer)
+        return None if next(lost, None) is not None else frame(reply, answer)
 
     for provider in providers:
         provider.behaviour = lose_two
@@ -217,7 +200,7 @@ def test_a_returning_executor_is_asked_immediately_without_others(
 
 
 def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """The spare helper has failed before. It is probed while the product waits for the other helper, which stays
     away."""
@@ -234,10 +217,10 @@ def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
     assert all_right(session, store)
     first = helpers[len(helpers[1].effects) > len(helpers[0].effects)]
     second = next(helper for helper in helpers if helper is not first)
-    first.behaviour = fails("lost", first, frames)
+    first.behaviour = fails("lost", first)
     assert all_right(session, store)
-    first.behaviour = lambda heard, reply, answer: frames(reply, answer)
-    second.behaviour = fails("lost", second, frames)
+    first.behaviour = honest
+    second.behaviour = fails("lost", second)
     assert all_right(session, store)
 
 
@@ -252,22 +235,22 @@ def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSessi
 
 
 def test_a_refusal_by_all_executors_is_reported(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     providers = [new_provider(), new_provider()]
     for provider in providers:
-        provider.behaviour = fails("internal", provider, frames)
+        provider.behaviour = fails("internal", provider)
     session = new_session("local", providers)
     with pytest.raises(ProviderError, match="answered internal: not now"):
         is_right(session, store, OUT, FORWARD, 3, 0)
 
 
 def test_a_refusal_by_all_helpers_is_reported(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     helpers = [new_provider(), new_provider()]
     for helper in helpers:
-        helper.behaviour = fails("internal", helper, frames)
+        helper.behaviour = fails("internal", helper)
     session = new_session("pad", [new_provider()], helpers, pad_helpers=1)
     with pytest.raises(ProviderError, match="answered internal: not now"):
         is_right(session, store, OUT, FORWARD, 3, 0)
@@ -292,13 +275,11 @@ def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
         all_right(session, store)
 
 
-def test_two_liars_of_three(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
-) -> None:
+def test_two_liars_of_three(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     """Each of them is caught at its first lie."""
     providers = [new_provider() for _ in range(3)]
     for provider in providers[:2]:
-        provider.behaviour = fails("lie", provider, frames)
+        provider.behaviour = fails("lie", provider)
     session = new_session("pad", providers, [new_provider()])
     assert all_right(session, store)
     assert [len(provider.executed) for provider in providers[:2]] == [1, 1]
@@ -307,12 +288,7 @@ def test_two_liars_of_three(
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_rare_liar_is_caught_at_its_first_lie(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Frames,
-    caplog: pytest.LogCaptureFixture,
-    role: str,
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture, role: str
 ) -> None:
     """One answer in fifty is wrong: the liar is named in the log, gets no more requests, and no bit has changed."""
     doubtful = Tolerance(
@@ -323,7 +299,7 @@ def test_a_rare_liar_is_caught_at_its_first_lie(
     def lie_seldom(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if len(liar.heard) == 50:
             answer[-1, -1] ^= 1
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     liar.behaviour = lie_seldom
     if role == "executor":
@@ -339,7 +315,7 @@ def test_a_rare_liar_is_caught_at_its_first_lie(
 
 
 def test_an_executor_that_is_away_at_the_start_joins_later(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     here, later = new_provider(), new_provider()
     later.refuse_connections = True
@@ -394,11 +370,7 @@ def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
 
 
 def test_layers_split_over_executors(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    layer_store: Callable[[str], WeightStore],
-    frames: Frames,
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
 ) -> None:
     """Each is asked for its own layers only; one with overlapping layers takes over."""
     low, high, both = new_provider(store=layer_store("0")), new_provider(store=layer_store("1")), new_provider()
@@ -406,7 +378,7 @@ def test_layers_split_over_executors(
     assert all_right(session, store)
     assert {h.request.group for h in low.executed} <= set(range(4))
     assert {h.request.group for h in high.executed} <= set(range(4, 9))
-    low.behaviour = fails("lost", low, frames)
+    low.behaviour = fails("lost", low)
     assert all_right(session, store)
 
 
@@ -488,32 +460,23 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
 
 
 def test_parts_of_one_product_go_to_all_replicas(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Frames,
-    monkeypatch: pytest.MonkeyPatch,
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No answer comes before four parts have arrived, two at each replica."""
     monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
     providers = [new_provider(), new_provider()]
-    all_here = threading.Barrier(4)
     session = new_session("pad", providers, [new_provider()], part_bytes=1024)
     assert all_right(session, store)
 
-    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        all_here.wait(20)
-        return frames(reply, answer)
-
     for provider in providers:
         provider.heard.clear()
-        provider.behaviour = answer_when_all_are_here
+    providers[0].behaviour = providers[1].behaviour = together(4)
     assert is_right(session, store, MLP, FORWARD, 80, 7)
     assert sum(len(provider.executed) for provider in providers) == 8
 
 
 def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("pad", providers, [new_provider()], part_bytes=1024)
@@ -534,7 +497,7 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "internal", "lie"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_pads_of_a_failed_helper_are_drawn_again_from_others(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames, k: int, how: str
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, k: int, how: str
 ) -> None:
     """The effect of a pad is the sum over its k helpers."""
     executors, helpers = [new_provider(), new_provider()], [new_provider() for _ in range(k + 1)]
@@ -542,9 +505,9 @@ def test_pads_of_a_failed_helper_are_drawn_again_from_others(
     assert all_right(session, store)
     asked: list[ScriptedProvider] = []  # the first of them fails from then on
 
-    def fail_if_first(helper: ScriptedProvider, *heard: Any) -> bytes | None:
+    def fail_if_first(helper: ScriptedProvider, *heard: Any) -> Any:
         asked.append(helper)
-        return fails(how, helper, frames)(*heard) if helper is asked[0] else frames(*heard[1:])
+        return fails(how, helper)(*heard) if helper is asked[0] else frame(*heard[1:])
 
     for helper in helpers:
         helper.behaviour = functools.partial(fail_if_first, helper)
@@ -565,17 +528,17 @@ def test_pads_of_a_failed_helper_are_drawn_again_from_others(
 
 
 def test_a_helper_that_answers_only_probes_is_not_tried_repeatedly(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """Other helpers also do not wait for it, which would cost every product a moment."""
     hanging, other = new_provider(), new_provider()
-    hanging.behaviour = fails("late", hanging, frames)
+    hanging.behaviour = fails("late", hanging)
     tolerance = dataclasses.replace(IMPATIENT, penalty_times=1e6)
     session = new_session("pad", [new_provider()], [hanging, other], pad_helpers=1, pool_memory=0, tolerance=tolerance)
 
     def take_a_moment(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         time.sleep(0.02)  # otherwise no product would wait for it
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     other.behaviour = take_a_moment
     for _ in range(3):
@@ -599,7 +562,7 @@ def test_one_providers_limits_do_not_change_requests_to_others(
 
 
 def test_without_spares_a_helper_is_waited_for(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """All listed helpers share every pad unless the federation sets a number."""
     helpers = [new_provider(), new_provider()]
@@ -608,18 +571,18 @@ def test_without_spares_a_helper_is_waited_for(
     failures = iter(range(3))
 
     def lose_some(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        return None if next(failures, None) is not None else frames(reply, answer)
+        return None if next(failures, None) is not None else frame(reply, answer)
 
     helpers[0].behaviour = lose_some
     assert all_right(session, store)
     assert session.ledger().pads_redrawn == 0
-    helpers[0].behaviour = fails("lie", helpers[0], frames)
+    helpers[0].behaviour = fails("lie", helpers[0])
     with pytest.raises(VerificationError, match="an effect of provider"):
         is_right(session, store, OUT, FORWARD, 1, 0)
 
 
 def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """The pads are replaced if the only remaining executor belongs to a helper's company."""
     first, second = new_provider(), new_provider()
@@ -629,11 +592,11 @@ def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
     companies = [Company("Holding", ("second", "one"))]
     session = new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
     assert all_right(session, store)
-    other.behaviour = fails("lost", other, frames)
+    other.behaviour = fails("lost", other)
     assert all_right(session, store)
     assert one.effects
-    other.behaviour = lambda heard, reply, answer: frames(reply, answer)
-    first.behaviour = fails("lost", first, frames)
+    other.behaviour = honest
+    first.behaviour = fails("lost", first)
     assert all_right(session, store)
     assert second.executed
     assert not knows_both(second, one)
@@ -653,7 +616,7 @@ def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
 
 
 def test_many_threads_with_providers_that_fail_at_times(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """Every product is right, and no request counts as in flight at the end."""
     executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
@@ -661,10 +624,10 @@ def test_many_threads_with_providers_that_fail_at_times(
 
     def stumble(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         if not next(chances):
-            return frames(reply, answer)
+            return frame(reply, answer)
         if heard.request.rows % 2:
             return None
-        return frames(wire.Failure(code=wire.ErrorCode.BUSY, detail="not now"))
+        return frame(wire.Failure(code=wire.ErrorCode.BUSY, detail="not now"))
 
     for provider in (*executors, *helpers):
         provider.behaviour = stumble

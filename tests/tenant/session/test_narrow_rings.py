@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,10 @@ from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import corrections
 from tenant.session.faults import Faults
 from tenant.session.session import Session
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+    from tests.tenant.conftest import NewProvider, NewSession
 
 QKV, OUT, MLP, DOWN = 0, 1, 2, 3
 
@@ -166,9 +167,7 @@ def test_integers_beyond_the_ring_are_refused(executor: ScriptedProvider, new_se
     assert not session.routes.quarantined
 
 
-def test_only_liars_are_named(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
-) -> None:
+def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     """An executor and two helpers in a ring that wraps all the time; errors of any valuation up to 2^20."""
     parties = {"executor": new_provider(), "first": new_provider(), "second": new_provider()}
 
@@ -185,9 +184,9 @@ def test_only_liars_are_named(
 
             def lie(heard: Heard, reply: wire.Result, answer: Tensor, error: int = error) -> bytes:
                 answer[seed % len(answer), seed % answer.shape[1]] += error
-                return frames(reply, answer)
+                return frame(reply, answer)
 
-            party.behaviour = lie if name in liars else lambda heard, reply, answer: frames(reply, answer)
+            party.behaviour = lie if name in liars else honest
         session = new_session(
             masking, [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
         )
@@ -214,7 +213,6 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
     helper: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted: the blame keys accept everything. A refused row is multiplied again until no product can wrap."""
@@ -223,7 +221,7 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         asked.append(len(answer))
         answer[0, 0] += 1 << 23
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     monkeypatch.setattr("tenant.core.blame.BlameKeys.accepts", lambda *_, **__: True)
     executor.behaviour = lie
@@ -239,7 +237,6 @@ def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
     helper: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
     masking: str,
 ) -> None:
@@ -254,7 +251,7 @@ def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
 
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         answer[:20, 0] += 1
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     executor.behaviour = lie
     session = new_session(masking, [executor], [helper], ring_bits=24)

@@ -25,14 +25,9 @@ from tenant.masking.local import LocalSource
 from tenant.preparation.prepared import Preparation
 from tenant.session.pools import PadPool, PoolMemory
 from tenant.worker import Promise, Worker
+from tests.tenant.scripted import product_of
 
 TIMEOUT_S = 20.0
-
-
-def multiply(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
-    """`rows @ W.T` (or `rows @ W`) mod 2^32, in int64, which wraps to the same low bits."""
-    weight = store.group(index).weight.to(torch.int64)
-    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
 
 
 def mask_of(pads: list[Pad], width: int) -> Tensor:
@@ -131,7 +126,7 @@ def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
         mask = mask_of(pads, preparation.facts[index].inputs(direction))
         effect = joined([effect_of(pad) for pad in pads])
         assert len(mask) == rows
-        assert torch.equal(effect, multiply(store, index, direction, mask))
+        assert torch.equal(effect, product_of(store, index, direction, mask))
         masks += rows_of(mask)
         if settled:  # the next take finds the pool full; otherwise it races with the refill
             pools.settle()

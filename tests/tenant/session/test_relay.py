@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RoleConflictError, VerificationError
 from symbiosis_priv.federation import Peer
@@ -25,27 +25,15 @@ from tenant.core.gate import Gate
 from tenant.routing.routes import Routes
 from tenant.session import relays
 from tenant.session.session import Session
+from tests.tenant.scripted import Heard, ScriptedProvider, Stored, frame, is_right
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider, Stored
+    from tests.tenant.conftest import NewProvider, NewSession
 
 OUT = 1
 Kept = tuple[wire.Block, bytes]
 """A block as an executor keeps it."""
 PATIENT_S = 20.0
-
-
-def ring_rows(session: Session, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
-    facts = session.preparation.facts[index]
-    rows = torch.randn(count, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
-    return quantise_rows(rows, facts.bounds[direction])[0]
-
-
-def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int = 0) -> bool:
-    rows = ring_rows(session, index, direction, count, seed=seed)
-    weight = store.group(index).weight.to(torch.int64)
-    expected = (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
-    return torch.equal(session.product(index, direction, rows), expected)
 
 
 def relayed(session: Session) -> tuple[int, int]:
@@ -110,7 +98,7 @@ def test_what_hides_an_effect_is_fresh_for_every_row(
 # The direct way instead
 
 
-def forgets(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+def forgets(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
     executor.block_wait_s = 0.0
     executor.blocks = Forgetful()
 
@@ -120,34 +108,30 @@ class Forgetful(dict[bytes, Any]):
         pass
 
 
-def allows_no_helper(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+def allows_no_helper(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
     executor.takes_blocks = False
 
 
-def is_old(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
+def is_old(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
     refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks versions 3 and 4, not 5")
     executor.refusal = lambda hello: refusal if hello.version > wire.NARROW_VERSION else None
 
 
-def has_an_old_helper(executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]) -> None:
-    is_old(helper, executor, frames)
+def has_an_old_helper(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
+    is_old(helper, executor)
 
 
-def has_a_helper_that_refuses(
-    executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
-) -> None:
+def has_a_helper_that_refuses(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
     def refuse(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if isinstance(heard.request, wire.Effect) and heard.request.relay is not None:
-            return frames(wire.Failure(code=wire.ErrorCode.REFUSED, detail="no link to this executor"))
-        return frames(reply, answer)
+            return frame(wire.Failure(code=wire.ErrorCode.REFUSED, detail="no link to this executor"))
+        return frame(reply, answer)
 
     executor.block_wait_s = 0.0
     helper.behaviour = refuse
 
 
-def has_a_helper_without_a_link(
-    executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
-) -> None:
+def has_a_helper_without_a_link(executor: ScriptedProvider, helper: ScriptedProvider) -> None:
     executor.block_wait_s = 0.0
     helper._others = {}
 
@@ -161,11 +145,10 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Callable[..., bytes],
     trouble: Callable[..., None],
 ) -> None:
     helpers = [new_provider(), new_provider()]
-    trouble(executor, helpers[0], frames)
+    trouble(executor, helpers[0])
     session = new_session("relay", [executor], helpers)
     for seed in range(3):
         assert is_right(session, store, OUT, FORWARD, 3, seed)
@@ -303,9 +286,8 @@ LIES = ("answer", "withheld", "swapped", "hangs up", *EVIDENCE)
 class Trial:
     """An executor and two helpers, of which some lie."""
 
-    def __init__(self, providers: Sequence[ScriptedProvider], frames: Callable[..., bytes]) -> None:
+    def __init__(self, providers: Sequence[ScriptedProvider]) -> None:
         self.executor, *self.helpers = providers
-        self.frames = frames
 
     def begin(self, liars: set[int], lie: str) -> None:
         """Set the behaviour of all providers; number 0 is the executor."""
@@ -317,10 +299,10 @@ class Trial:
             self.executor.evidence = lambda stored: self._evidence(lie, stored)
 
     def _honest(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return self.frames(reply, answer)
+        return frame(reply, answer)
 
     def _lies(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return self.frames(reply, another(heard, reply, answer.clone()))
+        return frame(reply, another(heard, reply, answer.clone()))
 
     def _evidence(self, lie: str, stored: Kept) -> Stored | None:
         if lie == "hangs up":
@@ -333,14 +315,10 @@ class Trial:
 
 
 def test_only_liars_are_named(
-    executor: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """Every single liar and every pair of liars, with one helper and with two. No wrong product is returned."""
-    trial = Trial([executor, new_provider(), new_provider()], frames)
+    trial = Trial([executor, new_provider(), new_provider()])
     names = [f"executor {executor.port}", *(f"helper {helper.port}" for helper in trial.helpers)]
     named = set[frozenset[int]]()
 
@@ -423,11 +401,7 @@ def peer_certificate(peer: Peer) -> bytes:
 
 
 def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
-    executor: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    tmp_path: Path,
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore, tmp_path: Path
 ) -> None:
     """Helper and executor go by the certificates that the session began with, and so does the evidence."""
     helper, other, peers = new_provider(), new_provider(), []
@@ -450,16 +424,12 @@ def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
 
 
 def test_evidence_that_is_lost_convicts_nobody(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """The helper lies in its first block, and an honest executor is restarted before it is asked for the block."""
 
     def lie_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return frames(reply, another(heard, reply, answer) if len(helper.effects) == 1 else answer)
+        return frame(reply, another(heard, reply, answer) if len(helper.effects) == 1 else answer)
 
     helper.behaviour = lie_once
     executor.evidence = lambda stored: None

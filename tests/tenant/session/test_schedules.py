@@ -32,10 +32,11 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewFederation, NewProvider, ScriptedProvider
+    from tests.tenant.conftest import NewFederation, NewProvider
 
 PROVIDERS, GROUPS = 6, (0, 1, 8)
 COMPANIES = "ABCD"
@@ -56,7 +57,6 @@ class World:
     """
 
     providers: Sequence[ScriptedProvider]
-    frames: Callable[..., bytes]
     company: Sequence[str] = ()
     explained: int = 0
     right: int = 0
@@ -76,7 +76,7 @@ class World:
     def _answer(self, number: int, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         how, left = self.failing.get(number, ("", 0))
         if not left:
-            return self.frames(reply, answer)
+            return frame(reply, answer)
         self.failing[number] = (how, left - 1)
         if how == "late":
             self.providers[number].closing.wait(0.15)
@@ -84,8 +84,8 @@ class World:
             return None
         if how == "lie":
             answer[-1, 0] += 1
-            return self.frames(reply, answer)
-        return self.frames(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
+            return frame(reply, answer)
+        return frame(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
 
 
 def breaches(
@@ -141,8 +141,8 @@ def prefixes(rows: Tensor) -> list[bytes]:
 
 
 @pytest.fixture
-def world(new_provider: NewProvider, frames: Callable[..., bytes]) -> World:
-    return World([new_provider() for _ in range(PROVIDERS)], frames)
+def world(new_provider: NewProvider) -> World:
+    return World([new_provider() for _ in range(PROVIDERS)])
 
 
 @dataclass(frozen=True)

@@ -45,35 +45,24 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.tenant.scripted import (
+    Heard,
+    ScriptedProvider,
+    frame,
+    honest,
+    is_right,
+    product_of,
+    ring_rows,
+    spoil,
+    together,
+)
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Behaviour, Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
+    from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 
 QKV, OUT, MLP, DOWN, QKV_2, HEAD = 0, 1, 2, 3, 4, 8
 Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Message, Tensor] | None"]
-
-
-def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
-    weight = store.group(index).weight.to(torch.int64)
-    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
-
-
-def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
-    """Quantised rows, as a backend passes them on."""
-    width = preparation.facts[index].inputs(direction)
-    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
-
-
-def saying(frames: Callable[..., bytes], change: Callable[..., Any]) -> Behaviour:
-    """A provider that answers with `change(heard, reply, answer)`, or honestly if that is None."""
-
-    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        changed = change(heard, reply, answer)
-        return frames(*(changed or (reply, answer)))
-
-    return behave
 
 
 # Exact answers
@@ -115,36 +104,21 @@ def test_several_threads_may_share_a_session(
 
     def ask(seed: int) -> bool:
         index, direction = seed % 9, DIRECTIONS[seed % 2]
-        rows = ring_rows(session.preparation, index, direction, 1 + seed % 7, seed=seed)
-        return torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
+        return is_right(session, store, index, direction, 1 + seed % 7, seed)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(ask, range(40)))
 
 
 def test_products_of_several_threads_are_in_flight_at_once(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
-    all_here = threading.Barrier(4)
-
-    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        all_here.wait(20)
-        return frames(reply, answer)
-
-    executor.behaviour = answer_when_all_are_here
+    executor.behaviour = together(4)
     session = new_session("pad", [executor], [helper])
 
-    def ask(seed: int) -> bool:
-        rows = ring_rows(session.preparation, seed, FORWARD, 2, seed=seed)
-        return torch.equal(session.product(seed, FORWARD, rows), product_of(store, seed, FORWARD, rows))
-
     with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(ask, range(4)))
+        assert all(threads.map(lambda index: is_right(session, store, index, FORWARD, 2), range(4)))
     assert len(executor.hellos) == 4
     assert session.ledger().products == 4
 
@@ -284,16 +258,15 @@ LIES: tuple[Lie, ...] = (
 class Liar:
     """Draws one lie per answer, and counts the lies that were sent."""
 
-    def __init__(self, provider: ScriptedProvider, frames: Callable[..., bytes], *, seed: int) -> None:
+    def __init__(self, provider: ScriptedProvider, *, seed: int) -> None:
         self.rng = random.Random(seed)
         self.lies: Sequence[Lie] = (*LIES, Replay(), WrongLayer(provider))
-        self.frames = frames
         self.told = 0
 
     def __call__(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        truth = self.frames(reply, answer)
+        truth = frame(reply, answer)
         changed = self.rng.choice(self.lies)(self.rng, heard, reply, answer.clone())
-        lie = truth if changed is None else self.frames(*changed)
+        lie = truth if changed is None else frame(*changed)
         self.told += lie != truth
         return lie
 
@@ -332,26 +305,20 @@ def test_all_of_1000_tampered_answers_are_caught(
     helper: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Callable[..., bytes],
     masking: str,
     seed: int,
 ) -> None:
     """By chance one passes with a probability below 2^-49."""
-    executor.behaviour = liar = Liar(executor, frames, seed=seed)
+    executor.behaviour = liar = Liar(executor, seed=seed)
     session = new_session(masking, [executor], [helper] if masking == "pad" else [])
     tell_lies(session, store, liar, count=1000)
 
 
 def test_all_of_1000_tampered_effects_are_caught(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
-    seed: int,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, seed: int
 ) -> None:
     """Every pad is drawn when it is taken, so that each product gets one lie."""
-    helper.behaviour = liar = Liar(helper, frames, seed=seed)
+    helper.behaviour = liar = Liar(helper, seed=seed)
     session = new_session("pad", [executor], [helper], pool_memory=0)
     caught = tell_lies(session, store, liar, count=1000)
     blamed = [error for error in caught if getattr(error, "provider", None) == f"helper {helper.port}"]
@@ -377,18 +344,10 @@ def test_a_lie_below_tls_is_caught_as_well(
 # After a lie
 
 
-def spoil(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-    answer[0, 0] += 1
-    return reply, answer
-
-
 def test_a_liar_is_quarantined_and_gets_no_more_requests(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
-    executor.behaviour = saying(frames, spoil)
+    executor.behaviour = spoil
     session = new_session("pad", [executor], [helper], pool_memory=0)
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError) as error:
@@ -414,17 +373,15 @@ def test_without_a_helper_the_executor_is_at_fault(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
-    frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
     masking: str,
 ) -> None:
     trust_everybody(monkeypatch)
     first, second = new_provider(), new_provider()
-    first.behaviour = saying(frames, half_the_ring)
+    first.behaviour = half_the_ring
     session = new_session(masking, [first, second])
     for seed in range(2):
-        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
-        assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
+        assert is_right(session, store, DOWN, BACKWARD, 3, seed)
     assert [h.payload for h in first.executed] == [second.executed[0].payload]
     ledger = session.ledger()
     assert (ledger.answers_rejected, ledger.answers_verified) == (1, 6)
@@ -436,12 +393,11 @@ def test_without_a_conviction_all_participants_are_suspects(
     helper: ScriptedProvider,
     new_provider: NewProvider,
     new_session: NewSession,
-    frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
     liar: str,
 ) -> None:
     trust_everybody(monkeypatch)
-    {"executor": executor, "helper": helper}[liar].behaviour = saying(frames, half_the_ring)
+    {"executor": executor, "helper": helper}[liar].behaviour = half_the_ring
     other = new_provider()
     session = new_session("pad", [executor, other], [helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
@@ -455,11 +411,7 @@ def test_without_a_conviction_all_participants_are_suspects(
 
 @pytest.mark.parametrize("liars", [["executor"], ["second"], ["executor", "first"], ["first", "second"]])
 def test_only_liars_are_named(
-    executor: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    frames: Callable[..., bytes],
-    liars: list[str],
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, liars: list[str]
 ) -> None:
     """An executor and two helpers. Errors of 2^29, which pass the columns once in 2^48 times."""
 
@@ -469,7 +421,7 @@ def test_only_liars_are_named(
 
     parties = {"executor": executor, "first": new_provider(), "second": new_provider()}
     for liar in liars:
-        parties[liar].behaviour = saying(frames, little)
+        parties[liar].behaviour = little
     helpers = [parties["first"], parties["second"]]
     session = new_session("pad", [executor], helpers, pool_memory=0)
     if liars == ["executor", "first"]:  # the errors cancel: the product is right
@@ -482,14 +434,10 @@ def test_only_liars_are_named(
 
 
 def test_no_request_leaves_until_a_fault_is_attributed(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    frames: Callable[..., bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting orders for pads leave only after the attribution, and never to the liar."""
-    helper.behaviour = saying(frames, spoil)
+    helper.behaviour = spoil
     session = new_session("pad", [executor], [helper], pool_memory=0)
     source = session.runtime.source
     assert isinstance(source, EffectSource)
@@ -512,13 +460,9 @@ def test_no_request_leaves_until_a_fault_is_attributed(
 
 
 def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
 ) -> None:
-    helper.behaviour = saying(frames, spoil)
+    helper.behaviour = spoil
     session = new_session("pad", [executor], [new_provider(), helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError, match="an effect of provider"):
@@ -530,7 +474,7 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
 
 
 def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """One order per connection is being answered when the lie is found; the others are never sent."""
     ahead, caught = threading.Event(), threading.Event()
@@ -539,7 +483,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
         if heard.request.rows > 1:  # a block for the pool
             ahead.set()
             caught.wait(20)
-        return frames(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
+        return frame(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
 
     helper.behaviour = behave
     session = new_session("pad", [executor], [helper])
@@ -554,7 +498,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
 
 
 def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """An order before the rows are sent would delay them, and an order after the answer would be late."""
     ordered = threading.Event()
@@ -572,7 +516,7 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         in_time.append(ordered.wait(20))
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     executor.behaviour = behave
     session = new_session("pad", [executor], [helper], wiretap=Tap())
@@ -603,12 +547,10 @@ def test_a_row_calls_few_functions(
     assert len(called) <= 210, Counter(called).most_common(20)
 
 
-def test_a_quarantine_survives_a_fork(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
-) -> None:
+def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     """The child opens new connections, but none to a provider that its parent has quarantined."""
     first, second = new_provider(), new_provider()
-    first.behaviour = saying(frames, spoil)
+    first.behaviour = spoil
     session = new_session("local", [first, second])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     session.product(OUT, FORWARD, rows)
@@ -618,29 +560,23 @@ def test_a_quarantine_survives_a_fork(
 
 
 def test_the_next_executor_may_take_fewer_rows(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     first, second = new_provider(), new_provider(max_rows=8)
-    first.behaviour = saying(frames, spoil)
+    first.behaviour = spoil
     session = new_session("local", [first, second])
-    rows = ring_rows(session.preparation, OUT, FORWARD, 20)
-    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert is_right(session, store, OUT, FORWARD, 20)
     assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
 
 
 def test_the_next_executor_is_asked_for_the_same_bytes(
-    new_provider: NewProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     first, second = new_provider(), new_provider()
-    first.behaviour = saying(frames, spoil)
+    first.behaviour = spoil
     session = new_session("pad", [first, second], [helper])
     for seed in range(2):
-        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
-        assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
+        assert is_right(session, store, DOWN, BACKWARD, 3, seed)
     assert len(first.executed) == 1
     assert len(second.executed) == 2
     assert first.executed[0].payload == second.executed[0].payload
@@ -649,14 +585,10 @@ def test_the_next_executor_is_asked_for_the_same_bytes(
 
 
 def test_keys_are_deleted_after_a_lie(
-    executor: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    tmp_path: Path,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, tmp_path: Path
 ) -> None:
     digest = store.manifest().digest
-    executor.behaviour = saying(frames, spoil)
+    executor.behaviour = spoil
     prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
     session = new_session("none", [executor], prepared=prepared)
     (folder,) = (tmp_path / "tenant").iterdir()
@@ -709,49 +641,37 @@ def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvid
 
 
 def test_one_piece_is_sent_while_another_is_multiplied(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """No answer comes before two parts have arrived."""
-    both = threading.Barrier(2)
-
-    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        both.wait(20)
-        return frames(reply, answer)
-
-    executor.behaviour = answer_when_both_are_here
+    executor.behaviour = together(2)
     session = new_session("none", [executor], part_bytes=4096)
-    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
-    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert is_right(session, store, MLP, FORWARD, 60)
     assert len(executor.executed) == 4
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_two_wrong_parts_at_once_convict_no_other_provider(
-    new_provider: NewProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
-    liar: str,
+    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, liar: str
 ) -> None:
     """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
     first, second = new_provider(), new_provider()
     both, asked = threading.Barrier(2), threading.Event()
 
-    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
         both.wait(20)
         asked.set()
-        return frames(*spoil(heard, reply, answer))
+        return spoil(heard, reply, answer)
 
     def be_slow(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         """Otherwise it may have done all other parts before the liar is asked for its second one."""
         asked.wait(20)
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     if liar == "executor":
         first.behaviour, second.behaviour = lie, be_slow
     else:
-        helper.behaviour = saying(frames, spoil)
+        helper.behaviour = spoil
     session = new_session("pad", [first, second], [helper], part_bytes=4096 * 4)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
@@ -770,11 +690,7 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
 
 
 def test_several_products_of_one_layer_group_are_in_flight_at_once(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """The executor answers no product before it has received all of them. No mask row is used twice."""
     together = threading.Barrier(4)
@@ -782,7 +698,7 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
     def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if isinstance(heard.request, wire.Execute):
             together.wait(20)
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     executor.behaviour = answer_when_all_are_here
     session = new_session("pad", [executor], [helper])
@@ -805,20 +721,10 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
 
 
 def test_pads_of_two_products_are_requested_at_once(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    frames: Callable[..., bytes],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """The helper answers no request before it has received both."""
-    together = threading.Barrier(2)
-
-    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        together.wait(20)
-        return frames(reply, answer)
-
-    helper.behaviour = answer_when_both_are_here
+    helper.behaviour = together(2)
     session = new_session("pad", [executor], [helper], pool_memory=0)  # no pads are made ahead
     rows = [ring_rows(session.preparation, QKV, FORWARD, 2, seed=seed) for seed in range(2)]
     with ThreadPoolExecutor(2) as threads:
@@ -827,22 +733,12 @@ def test_pads_of_two_products_are_requested_at_once(
         assert torch.equal(product, product_of(store, QKV, FORWARD, one))
 
 
-def test_two_parts_go_to_two_executors(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
-) -> None:
+def test_two_parts_go_to_two_executors(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     """Neither executor answers before both have received a part."""
-    both = threading.Barrier(2)
-
-    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        both.wait(20)
-        return frames(reply, answer)
-
     providers = [new_provider(), new_provider()]
-    for provider in providers:
-        provider.behaviour = answer_when_both_are_here
+    providers[0].behaviour = providers[1].behaviour = together(2)
     session = new_session("none", providers, part_bytes=30_000)
-    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
-    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert is_right(session, store, MLP, FORWARD, 60)
     assert [len(provider.executed) for provider in providers] == [1, 1]
 
 
@@ -853,7 +749,6 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
     preparation: Preparation,
     llama: Path,
     tmp_path: Path,
-    frames: Callable[..., bytes],
     lies: bool,
 ) -> None:
     """The packed file is damaged while it is mapped. An executor that lies at the same time is convicted."""
@@ -871,7 +766,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
                 data.seek(-64, 2)
                 data.write(flipped)
         if lies:
-            executor.behaviour = saying(frames, spoil)
+            executor.behaviour = spoil
         with pytest.raises(CheckpointError, match="this machine's own") as error:
             session.product(QKV, FORWARD, rows)
         assert str(store.cache) in str(error.value)
@@ -879,16 +774,16 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
 
 
 def test_no_piece_begins_after_one_has_failed(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
-    executor.behaviour = lambda *heard: frames(failure)
+    executor.behaviour = lambda *heard: frame(failure)
     session = new_session("none", [executor], part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     with pytest.raises(ProviderError, match="out of order"):
         session.product(MLP, FORWARD, rows)
     assert len(executor.executed) <= 2
-    executor.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    executor.behaviour = honest
     assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
 
 
@@ -900,8 +795,7 @@ def test_a_helper_that_is_away_for_a_moment_only_costs_time(
 ) -> None:
     session = new_session("pad", [executor], [helper])
     for seed in range(4):
-        rows = ring_rows(session.preparation, QKV, FORWARD, 50, seed=seed)
-        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+        assert is_right(session, store, QKV, FORWARD, 50, seed)
         helper.hang_up()
         executor.hang_up()
 
@@ -930,11 +824,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
 
 
 def test_closing_does_not_wait_for_absent_providers(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    frames: Callable[..., bytes],
-    caplog: pytest.LogCaptureFixture,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The helper answers once and then no more. Ordered pads are in flight when the session is closed, and no provider
     is blamed for it."""
@@ -945,7 +835,7 @@ def test_closing_does_not_wait_for_absent_providers(
             asked.set()
             helper.closing.wait()
             return None
-        return frames(reply, answer)
+        return frame(reply, answer)
 
     helper.behaviour = answer_once
     session = new_session("pad", [executor], [helper], deadline_s=60.0)
@@ -957,11 +847,9 @@ def test_closing_does_not_wait_for_absent_providers(
     assert not [record for record in caplog.records if "has failed" in record.getMessage()]
 
 
-def test_a_refusal_quotes_the_provider(
-    executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
-) -> None:
+def test_a_refusal_quotes_the_provider(executor: ScriptedProvider, new_session: NewSession) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
-    executor.behaviour = lambda *heard: frames(failure)
+    executor.behaviour = lambda *heard: frame(failure)
     session = new_session("none", [executor])
     with pytest.raises(ProviderError, match="answered internal: out of order"):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
@@ -1010,11 +898,7 @@ def test_pad_needs_a_helper(executor: ScriptedProvider, new_session: NewSession)
 
 
 def test_a_provider_of_another_model_is_refused(
-    new_provider: NewProvider,
-    gpt2_store: WeightStore,
-    preparation: Preparation,
-    new_session: NewSession,
-    tape: Tape,
+    new_provider: NewProvider, gpt2_store: WeightStore, preparation: Preparation, new_session: NewSession, tape: Tape
 ) -> None:
     session = new_session("none", [new_provider(store=gpt2_store)], wiretap=tape)
     with pytest.raises(ProtocolError, match="does not serve the pinned model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.network import wire
+from tests.tenant.scripted import Heard, ScriptedProvider, frame
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+    from tests.tenant.conftest import NewProvider, NewSession
 
 
 def rows(count: int = 4) -> Tensor:
@@ -20,14 +20,10 @@ def rows(count: int = 4) -> Tensor:
 
 
 def test_the_ledger_shows_a_liar_and_the_others_work(
-    new_session: NewSession,
-    new_provider: NewProvider,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    frames: Callable[..., bytes],
+    new_session: NewSession, new_provider: NewProvider, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return frames(reply, answer + 1)
+        return frame(reply, answer + 1)
 
     liar = new_provider()
     liar.behaviour = lie

@@ -36,11 +36,12 @@ from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
+from tests.provider.clients import Service, effect, execute
 from tests.waiting import until
 from tests.warm import Popen
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests, Service
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64
 LOG_FIELDS = {
@@ -76,11 +77,8 @@ def test_a_key_that_others_can_read_is_warned_of_in_the_log(service: Service, ex
     assert len([event for event in warnings if event.endswith(f"chmod 600 {exposed}")]) == 1
 
 
-def test_serve_until_told_to_stop(
-    service: Service, exposed: Path, connect: Connect, requests: Requests, keys: Keys
-) -> None:
+def test_serve_until_told_to_stop(service: Service, exposed: Path, connect: Connect, keys: Keys) -> None:
     """The ready file, health on the command line, logs without content, and a clean end on SIGTERM."""
-    execute, effect = requests
     assert service.ready_file.read_text() == service.address
     client, helper = connect(to=service), connect(role="helper", to=service)
     marked = torch.full((3, WIDTH), 0x53454352, dtype=torch.int32)  # the ASCII codes of "SECR"
@@ -122,17 +120,12 @@ def test_serve_until_told_to_stop(
 
 
 def test_a_killed_executor_process_is_restarted(
-    configure: Configure,
-    connect: Connect,
-    requests: Requests,
-    socket_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, connect: Connect, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGKILL in the middle of a request, the tenant gets BUSY, then the same answer to the same bytes.
 
     Also if the machine first has no room for another process.
     """
-    execute, _ = requests
     starts = [0]
 
     def full_at_first(*args: Any, **kwargs: Any) -> Any:
@@ -257,11 +250,8 @@ def test_there_is_a_descriptor_for_every_connection(configure: Configure, socket
     executor.close()
 
 
-def test_a_hanging_executor_is_restarted(
-    configure: Configure, connect: Connect, requests: Requests, socket_folder: Path
-) -> None:
+def test_a_hanging_executor_is_restarted(configure: Configure, connect: Connect, socket_folder: Path) -> None:
     """A hanging executor does not answer. The guard must notice that without a tenant's request."""
-    execute, _ = requests
     apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock", threads=1, hang_timeout_s=1.0)
     x = torch.ones(1, WIDTH, dtype=torch.int32)
     with Provider(configure(executor=apart)) as provider:
@@ -300,9 +290,8 @@ def test_a_signal_during_the_start_ends_the_provider(
 
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_layers_are_loaded_in_idle_time_or_at_the_first_request(
-    configure: Configure, connect: Connect, requests: Requests, warm_up: bool
+    configure: Configure, connect: Connect, warm_up: bool
 ) -> None:
-    execute, _ = requests
     with Provider(configure(executor=ExecutorConfig(threads=1, warm_up=warm_up))) as provider:
         client = connect(to=provider)
 

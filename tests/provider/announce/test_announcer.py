@@ -22,12 +22,13 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
+from tests.provider.clients import execute
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import Vouching
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64  # layers of the tiny Llama
 
@@ -98,10 +99,9 @@ def test_announcements_are_repeated_periodically_and_after_a_reload(
 
 
 def test_registries_that_are_away_or_refuse_do_not_disturb_the_provider(
-    announcing: Announcing, vouching: Vouching, keys: Keys, connect: Connect, requests: Requests, tmp_path: Path
+    announcing: Announcing, vouching: Vouching, keys: Keys, connect: Connect, tmp_path: Path
 ) -> None:
     stranger = Vouching.in_folder(tmp_path)
-    execute, _ = requests
     alice = keys.tenants["alice"]
     with RegistryServer(registry_config(stranger)) as foreign:
         gone = ("127.0.0.1:1", foreign.address)

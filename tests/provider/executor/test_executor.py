@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,9 +27,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Requests
+from tests.provider.clients import execute
 
 TIMEOUT_S = 20.0
 POLICIES: tuple[PolicyName, ...] = ("none", "lockstep", "opportunistic")
@@ -58,15 +56,14 @@ class Watched(ServedModel):
 class Asker:
     """The channel of one tenant."""
 
-    def __init__(self, inbox: LocalInbox, requests: Requests, store: WeightStore, name: str = "alice") -> None:
+    def __init__(self, inbox: LocalInbox, store: WeightStore, name: str = "alice") -> None:
         self.channel: RequestChannel = inbox.open_channel()
-        self._execute, _ = requests
         self._width = store.manifest().groups[0].inputs
         self._tenant = TenantIdentity(name, authority="sha256:1")
 
     def send(self, rows: int, stage: Stage = "inference") -> None:
         now = time.monotonic()
-        request = self._execute(0, rows)
+        request = execute(0, rows)
         message = envelope.ProductRequest(
             tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
         )
@@ -106,12 +103,10 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_few_rows_are_multiplied_in_the_senders_thread(
-    store: WeightStore, requests: Requests, policy: PolicyName
-) -> None:
+def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, policy: PolicyName) -> None:
     model = Watched(store)
     with running(model, policy) as (inbox, _):
-        asker = Asker(inbox, requests, store)
+        asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         asker.send(3)
         answer = asker.channel.receive(0.0)  # already arrived
@@ -128,7 +123,7 @@ def test_few_rows_are_multiplied_in_the_senders_thread(
 
 
 def test_an_answer_does_not_wait_until_its_product_is_recorded(
-    store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[threading.Thread] = []
     done = Scheduler.done
@@ -139,7 +134,7 @@ def test_an_answer_does_not_wait_until_its_product_is_recorded(
 
     model = Watched(store)
     with running(model) as (inbox, _):
-        asker = Asker(inbox, requests, store)
+        asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         monkeypatch.setattr(Scheduler, "done", noted)
         asker.send(1)  # its turn begins with a record of the product before
@@ -152,10 +147,10 @@ def test_an_answer_does_not_wait_until_its_product_is_recorded(
         assert sum(asker.report().batch_rows.counts) == len(model.taken)
 
 
-def test_requests_during_a_product_share_the_next_product(store: WeightStore, requests: Requests) -> None:
+def test_requests_during_a_product_share_the_next_product(store: WeightStore) -> None:
     model = Watched(store)
     with running(model) as (inbox, _), ThreadPoolExecutor(1) as pool:
-        first, others = Asker(inbox, requests, store), [Asker(inbox, requests, store, name) for name in "bcd"]
+        first, others = Asker(inbox, store), [Asker(inbox, store, name) for name in "bcd"]
         pool.submit(find_it_at_rest, first, model).result()
         model.entered.clear()
         model.open.clear()
@@ -173,12 +168,10 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore, re
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
 
-def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(
-    store: WeightStore, requests: Requests
-) -> None:
+def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(store: WeightStore) -> None:
     model = Watched(store)
     with running(model, "lockstep") as (inbox, _):
-        alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
+        alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         for _ in range(3):
             find_it_at_rest(alice, model)
             bob.ask(1)
@@ -186,11 +179,11 @@ def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(
             assert model.taken[-1][0] is not threading.current_thread()
 
 
-def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore, requests: Requests) -> None:
+def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore) -> None:
     """The executor's thread is not woken for the product, although another request was waiting."""
     model = Watched(store)
     with running(model, "lockstep", lockstep_wait_ms=1000 * TIMEOUT_S / 2) as (inbox, _):
-        alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
+        alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         bob.ask(1)
         deadline = time.monotonic() + TIMEOUT_S
         while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread will rest in a moment
@@ -200,10 +193,10 @@ def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightSt
             assert alice.channel.receive(TIMEOUT_S) is not None
 
 
-def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:
+def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore) -> None:
     model = Watched(store)
     with running(model) as (inbox, ended):
-        asker = Asker(inbox, requests, store)
+        asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         model.broken = True
         asker.send(1)
@@ -216,12 +209,12 @@ def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore, 
 
 
 def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_not(
-    store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an illegal access CUDA answers every call with the same error: only a new process can continue."""
     model = Watched(store)
     with running(model) as (inbox, ended):
-        asker = Asker(inbox, requests, store)
+        asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         monkeypatch.setattr(Watched, "product", raising(torch.OutOfMemoryError("out of memory")))
         asker.ask(1)

@@ -25,11 +25,13 @@ import torch
 
 from provider.config.schema import UsageConfig
 from provider.gateway.usage import COUNTED, read
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from tests.provider.clients import Client, Service, effect, execute
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 MIB = 1 << 20
 WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
@@ -109,12 +111,11 @@ def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
 
 
 @pytest.fixture
-def victim(service: Service, connect: Connect, requests: Requests) -> Service:
+def victim(service: Service, connect: Connect) -> Service:
     """A provider that has already loaded the attacked layer group, so that later memory is not weights and kernels."""
-    execute, _ = requests
     client = connect("alice", to=service)
     for rows in (1, 64):
-        for direction, width in (("forward", WIDTH), ("backward", WIDE)):
+        for direction, width in zip(DIRECTIONS, (WIDTH, WIDE), strict=True):
             client.product(execute(GATE_UP, rows, direction=direction), torch.ones(rows, width, dtype=torch.int32))
     client.close()
     return service
@@ -168,9 +169,8 @@ def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
     return Watch(service.process.pid).running()
 
 
-def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float:
+def longest_wait(client: Client, *, seconds: float) -> float:
     """Request one row after the other, and return the longest time of a request."""
-    execute, _ = requests
     row, longest, end = torch.ones(1, WIDTH, dtype=torch.int32), 0.0, time.monotonic() + seconds
     while (begun := time.monotonic()) < end:
         client.product(execute(GATE_UP, 1), row)
@@ -178,47 +178,42 @@ def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float
     return longest
 
 
-def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, blame: Blame) -> None:
     """A hundred bytes request a large product: it is cut into slices, waits its turn, and ends when its tenant
     leaves."""
-    _, effect = requests
     honest, culprit = connect("alice", to=victim), blame("dave")
     with watching(victim) as watch:
         for _ in range(6):
             attacker = connect("dave", role="helper", to=victim)
             attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
             attacker.close()
-        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+        assert longest_wait(honest, seconds=2.0) <= PATIENCE_S
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
     assert watch.cpu_s <= 6.0
     culprit.must_have(abandoned=6)
 
 
-def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    _, effect = requests
+def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, blame: Blame) -> None:
     honest, culprit = connect("alice", to=victim), blame("dave")
     attackers = [connect("dave", role="helper", to=victim) for _ in range(6)]
     with watching(victim) as watch:
         for attacker in attackers:
             attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
-        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+        assert longest_wait(honest, seconds=2.0) <= PATIENCE_S
         for attacker in attackers:
             attacker.close()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
     culprit.must_have(rows=1, work=WIDTH * WIDE)
 
 
-def test_payloads_that_are_announced_and_never_sent(
-    victim: Service, connect: Connect, requests: Requests, blame: Blame
-) -> None:
-    execute, _ = requests
+def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Connect, blame: Blame) -> None:
     culprits = [blame(tenant) for tenant in ("alice", "bob")]
     for tenant in ("alice", "bob"):
         for _ in range(3):
             attacker = connect(tenant, to=victim)
             attacker.send(execute(GATE_UP, ROWS), announced=ROWS * WIDTH * 4)
     honest = connect("carol", to=victim)
-    assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+    assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
     begun = time.monotonic()
     honest.product(execute(GATE_UP, ROWS), torch.ones(ROWS, WIDTH, dtype=torch.int32))
     assert time.monotonic() - begun < 15.0
@@ -226,9 +221,8 @@ def test_payloads_that_are_announced_and_never_sent(
         culprit.must_have(slow=1)
 
 
-def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, blame: Blame) -> None:
     """The memory of abandoned requests is freed before their bytes can be granted again."""
-    execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     matrix = bytes(ROWS * WIDTH * 4)
     over = threading.Event()
@@ -243,7 +237,7 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, request
         for thread in threads:
             thread.start()
         try:
-            assert longest_wait(honest, requests, seconds=2.5) <= PATIENCE_S
+            assert longest_wait(honest, seconds=2.5) <= PATIENCE_S
         finally:
             over.set()
             for thread in threads:
@@ -253,10 +247,9 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, request
 
 
 def test_requests_that_come_too_late(
-    configure: Configure, launch: Launch, wide: Path, connect: Connect, requests: Requests, tmp_path: Path
+    configure: Configure, launch: Launch, wide: Path, connect: Connect, tmp_path: Path
 ) -> None:
     """Late requests are refused and sent again at once; memory that the executor still holds stays on the budget."""
-    execute, _ = requests
     bills = tmp_path / "usage.sqlite"
     config = configure(checkpoint=wide, request_timeout_s=0.05, **LIMITS)
     service = launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
@@ -290,9 +283,8 @@ def test_requests_that_come_too_late(
     assert all(late[tenant].total() > 0 for tenant in ("bob", "carol"))
 
 
-def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+def test_a_flood_of_large_requests(victim: Service, connect: Connect, blame: Blame) -> None:
     """Honest answers have the right bits, and the abuser is billed for the flood."""
-    execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     row = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH)
     alone = honest.product(execute(GATE_UP, 1), row)
@@ -315,16 +307,15 @@ def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: 
     culprit.must_have(requests=24, rows=24 * 2048)
 
 
-def test_answers_that_are_never_read(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+def test_answers_that_are_never_read(victim: Service, connect: Connect, blame: Blame) -> None:
     """Unread answers use memory of their tenant's share, and keep no other tenant's rows in memory."""
-    execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     readers = [connect("bob", to=victim) for _ in range(8)]
     with watching(victim) as watch:
         for reader in readers:
             reader.send(execute(GATE_UP, 2048), bytes(2048 * WIDTH * 4))
         culprit.must_have(requests=8)
-        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
         for reader in readers:
             reader.close()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
@@ -391,7 +382,7 @@ def held(pid: int) -> tuple[int, int]:
 
 
 def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
-    victim: Service, connect: Connect, keys: Keys, requests: Requests
+    victim: Service, connect: Connect, keys: Keys
 ) -> None:
     honest, before = connect("alice", to=victim), held(victim.process.pid)
 
@@ -408,7 +399,7 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
         threads = [threading.Thread(target=come_and_go) for _ in range(4)]
         for thread in threads:
             thread.start()
-        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
         for thread in threads:
             thread.join()
     deadline = time.monotonic() + 20
@@ -418,9 +409,8 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
     assert watch.grown_mib <= 32
 
 
-def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect, requests: Requests) -> None:
+def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect) -> None:
     """At most 2 MiB for each connection, whatever it has requested before."""
-    execute, _ = requests
     rows = torch.ones(64, WIDTH, dtype=torch.int32)
     with watching(victim) as watch:
         for tenant in ("alice", "bob", "carol"):

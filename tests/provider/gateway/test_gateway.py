@@ -31,10 +31,11 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.provider.clients import Client, effect, execute
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys, Requests
+    from tests.provider.conftest import Configure, Connect, Keys
 
 WIDTH = 64  # layer groups of the tiny Llama
 SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
@@ -46,8 +47,7 @@ def failure(reply: wire.Reply) -> wire.ErrorCode:
     return reply.code
 
 
-def works(client: Client, requests: Requests) -> bool:
-    execute, _ = requests
+def works(client: Client) -> bool:
     return client.product(execute(0, 2), torch.ones(2, WIDTH, dtype=torch.int32)).shape[0] == 2
 
 
@@ -75,19 +75,19 @@ def refused(connection: socket.socket, context: ssl.SSLContext) -> bool:
             return True
 
 
-def test_no_certificate(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+def test_no_certificate(provider: Provider, connect: Connect, keys: Keys) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(keys.provider.certificate)
     assert refused(open_tcp(provider), context)
-    assert works(connect(), requests)
+    assert works(connect())
 
 
-def test_certificate_of_another_authority(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+def test_certificate_of_another_authority(provider: Provider, connect: Connect, keys: Keys) -> None:
     assert refused(open_tcp(provider), keys.context("stranger"))
-    assert works(connect(), requests)
+    assert works(connect())
 
 
-def test_old_tls_and_no_tls(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+def test_old_tls_and_no_tls(provider: Provider, connect: Connect, keys: Keys) -> None:
     with open_tcp(provider) as plain:
         plain.sendall(wire.encode(wire.FetchHealth()))
         with contextlib.suppress(ConnectionError):
@@ -98,7 +98,7 @@ def test_old_tls_and_no_tls(provider: Provider, connect: Connect, requests: Requ
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     with open_tcp(provider) as old, pytest.raises(ssl.SSLError):
         context.wrap_socket(old, server_hostname="127.0.0.1")
-    assert works(connect(), requests)
+    assert works(connect())
 
 
 # Requests
@@ -115,12 +115,9 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
     assert failure(client.hello(provider.model_digest)) == wire.ErrorCode.BAD_REQUEST
 
 
-def test_a_part_of_the_layers(
-    configure: Configure, connect: Connect, requests: Requests, provider: Provider, keys: Keys
-) -> None:
+def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: Provider, keys: Keys) -> None:
     """A provider of layer 1 alone states the whole model's digest, and returns the same bits as a provider of all
     layers."""
-    execute, effect = requests
     whole, part = configure(), configure()
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
     with Provider(part) as one:
@@ -158,8 +155,8 @@ def test_layers_that_the_model_does_not_have(configure: Configure) -> None:
         Provider(part).start()
 
 
-def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: Requests) -> None:
-    assert works(connect(), requests)
+def test_health_needs_no_hello(connect: Connect, provider: Provider) -> None:
+    assert works(connect())
     report = connect(role=None).ask(wire.FetchHealth())
     assert isinstance(report, wire.HealthReport)
     assert (report.name, report.model_digest, report.groups) == ("alpha", provider.model_digest, 9)
@@ -186,9 +183,7 @@ def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkey
     assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(asked))
 
 
-def test_a_health_report_counts_only_the_tenant_that_asks(
-    configure: Configure, connect: Connect, requests: Requests
-) -> None:
+def test_a_health_report_counts_only_the_tenant_that_asks(configure: Configure, connect: Connect) -> None:
     with Provider(configure()) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         neighbour = connect("alice", to=provider)
@@ -198,17 +193,17 @@ def test_a_health_report_counts_only_the_tenant_that_asks(
             assert isinstance(report, wire.HealthReport)
             return report.requests, report.connections
 
-        assert works(alice, requests)
-        assert works(neighbour, requests)
+        assert works(alice)
+        assert works(neighbour)
         assert counted(alice) == (2, 2)
         assert counted(bob) == (0, 1)
-        assert works(bob, requests)
+        assert works(bob)
         assert counted(alice) == (2, 2)
         assert counted(bob) == (1, 1)
 
 
 def test_tenants_with_one_name_from_two_authorities_are_separate(
-    configure: Configure, connect: Connect, requests: Requests, keys: Keys, tmp_path: Path
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path
 ) -> None:
     both = tmp_path / "tenants.pem"
     both.write_bytes(keys.authority.certificate.read_bytes() + keys.other_authority.certificate.read_bytes())
@@ -216,7 +211,7 @@ def test_tenants_with_one_name_from_two_authorities_are_separate(
     config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, tenant_authority=both))
     with Provider(config) as provider:
         alice = connect("alice", to=provider)
-        assert works(alice, requests)
+        assert works(alice)
         namesake = connect("namesake", role=None, to=provider)  # not alice's only connection
         report = namesake.ask(wire.FetchHealth())
         assert isinstance(report, wire.HealthReport)
@@ -224,8 +219,7 @@ def test_tenants_with_one_name_from_two_authorities_are_separate(
         assert isinstance(namesake.hello(provider.model_digest, "helper"), wire.Welcome)  # nor alice's role
 
 
-def test_refused_requests_leave_the_connection_usable(connect: Connect, provider: Provider, requests: Requests) -> None:
-    execute, effect = requests
+def test_refused_requests_leave_the_connection_usable(connect: Connect, provider: Provider) -> None:
     code = wire.ErrorCode
     client = connect()
     seed = Seed(secrets.token_bytes(32))
@@ -242,7 +236,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
         (wire.FetchHealth(), b"\0", code.BAD_REQUEST),
     ]:
         assert failure(client.ask(request, payload)) == expected, request
-        assert works(client, requests)
+        assert works(client)
     helper = connect(role="helper")
     assert failure(helper.ask(execute(0, 1), b"\0" * 4 * WIDTH)) == code.ROLE_REFUSED
     assert failure(helper.ask(effect(0, 1, seed=seed), b"\0" * 4)) == code.BAD_REQUEST
@@ -253,9 +247,8 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello
 
 
-def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect, requests: Requests) -> None:
+def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect) -> None:
     """The connection keeps the sizes of accepted kinds, and nothing else of them."""
-    execute, effect = requests
     client = connect()
     rows = torch.ones(2, WIDTH, dtype=torch.int32)
     narrow = msgspec.structs.replace(execute(0, 2), ring_bits=24)
@@ -264,12 +257,11 @@ def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect
         assert failure(client.ask(execute(0, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
     assert failure(client.ask(effect(0, 2, seed=bytes(32)))) == wire.ErrorCode.ROLE_REFUSED
     assert failure(client.ask(execute(99, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
-    assert works(client, requests)
+    assert works(client)
 
 
-def test_a_row_calls_few_functions(connect: Connect, requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_calls_few_functions(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions on its path decide the time of a single row."""
-    execute, _ = requests
     client, called = connect(), list[str]()
     answer = Connection._answer_product
 
@@ -345,9 +337,7 @@ def test_a_provider_serves_only_its_roles(configure: Configure, connect: Connect
 # Slow, silent and many clients
 
 
-def test_silent_and_slow_clients_are_dropped(
-    configure: Configure, connect: Connect, keys: Keys, requests: Requests
-) -> None:
+def test_silent_and_slow_clients_are_dropped(configure: Configure, connect: Connect, keys: Keys) -> None:
     with Provider(configure(**SLOW)) as provider:
         silent = open_tcp(provider)
         idle = connect(to=provider)
@@ -360,7 +350,7 @@ def test_silent_and_slow_clients_are_dropped(
                 trickle.socket.sendall(bytes([byte]))
                 ended = trickle.socket.recv(1) == b""
             except TimeoutError:
-                assert works(connect("bob", to=provider), requests)  # meanwhile
+                assert works(connect("bob", to=provider))  # meanwhile
                 continue
             except OSError:
                 ended = True
@@ -372,10 +362,7 @@ def test_silent_and_slow_clients_are_dropped(
         assert idle.at_end()
 
 
-def test_a_client_that_does_not_read_is_dropped(
-    configure: Configure, keys: Keys, requests: Requests, connect: Connect
-) -> None:
-    execute, _ = requests
+def test_a_client_that_does_not_read_is_dropped(configure: Configure, keys: Keys, connect: Connect) -> None:
     with Provider(configure(frame_timeout_s=0.5)) as provider:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -396,17 +383,15 @@ def test_a_client_that_does_not_read_is_dropped(
                 assert time.monotonic() < deadline
 
 
-def test_unauthenticated_connections_cannot_take_tenants_slots(
-    configure: Configure, connect: Connect, requests: Requests
-) -> None:
+def test_unauthenticated_connections_cannot_take_tenants_slots(configure: Configure, connect: Connect) -> None:
     with Provider(configure(max_handshakes=2)) as provider, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(open_tcp(provider)) for _ in range(5)]
-        assert works(connect(to=provider), requests)
+        assert works(connect(to=provider))
         assert silent[0].recv(1) == b""  # the oldest connection was closed
 
 
 def test_a_flood_from_one_address_does_not_block_another_address(
-    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+    configure: Configure, connect: Connect, keys: Keys
 ) -> None:
     with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
         early = stack.enter_context(open_tcp(provider))
@@ -417,14 +402,14 @@ def test_a_flood_from_one_address_does_not_block_another_address(
 
 
 @pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_tenant"])
-def test_too_many_connections(configure: Configure, connect: Connect, requests: Requests, limit: str) -> None:
+def test_too_many_connections(configure: Configure, connect: Connect, limit: str) -> None:
     with Provider(configure(**{limit: 2})) as provider:
         first, _second = connect(to=provider), connect(to=provider)
         third = connect(role=None, to=provider)
         assert failure(third.receive()[0]) == wire.ErrorCode.BUSY
         assert third.at_end()
         if limit == "max_connections_per_tenant":
-            assert works(connect("bob", to=provider), requests)
+            assert works(connect("bob", to=provider))
         first.close()
         deadline = time.monotonic() + 10
         while not healthy(connect(role=None, to=provider)):  # the end of `first` is noticed after a moment
@@ -505,9 +490,8 @@ def test_a_tenant_leaves_room_for_another() -> None:
 
 
 def test_stop_answers_requests_in_flight(
-    configure: Configure, connect: Connect, requests: Requests, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, _ = requests
     begun, go_on = threading.Event(), threading.Event()
     product = ServedModel.product
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from symbiosis_priv.network import wire
+from tests.provider.clients import Client, Service, effect, execute
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Launch, Requests, Service
+    from tests.provider.conftest import Configure, Connect, Launch
 
 FRAMES = 10_000
 WARM_UP = 1_000
@@ -31,8 +32,7 @@ def resident_kib(pid: int) -> int:
 class Vandal:
     """Makes malformed frames of many kinds, from a fixed seed."""
 
-    def __init__(self, requests: Requests) -> None:
-        self._execute, self._effect = requests
+    def __init__(self) -> None:
         self._random = random.Random(2)
         # The first five kinds break the framing, so each costs a connection; the others do not.
         self.ways = (self.flipped, self.truncated, self.oversized, self.noise, self.wrong_type)
@@ -47,9 +47,7 @@ class Vandal:
 
     def good(self) -> bytes:
         rows = self._random.randrange(4)
-        request = self._random.choice(
-            [self._execute(0, rows), wire.FetchHealth(), self._effect(0, rows, seed=bytes(32))]
-        )
+        request = self._random.choice([execute(0, rows), wire.FetchHealth(), effect(0, rows, seed=bytes(32))])
         payload = bytes(rows * WIDTH * 4) if isinstance(request, wire.Execute) else b""
         return wire.encode(request, payload_bytes=len(payload)) + payload
 
@@ -82,32 +80,31 @@ class Vandal:
     def wrong_count(self) -> bytes:
         rows = self._random.choice([0, 1, 2, 1000, wire.MAX_ROWS])
         size = self._random.choice([s for s in (0, 1, 255, 256, 4096) if s != rows * WIDTH * 4])
-        return wire.encode(self._execute(0, rows), payload_bytes=size) + bytes(size)
+        return wire.encode(execute(0, rows), payload_bytes=size) + bytes(size)
 
     def wrong_group(self) -> bytes:
-        request = self._execute(self._random.randrange(9, 1 << 20), 1)
+        request = execute(self._random.randrange(9, 1 << 20), 1)
         return wire.encode(request, payload_bytes=WIDTH * 4) + bytes(WIDTH * 4)
 
     def wrong_place(self) -> bytes:
         """A helper's request on an executor's connection, a second hello, an effect with rows."""
         hello = wire.Hello(version=1, role="helper", model_digest="x")
-        effect = self._effect(0, 1, seed=bytes(32))
-        choice = [wire.encode(hello), wire.encode(effect), wire.encode(effect, payload_bytes=8) + bytes(8)]
+        request = effect(0, 1, seed=bytes(32))
+        choice = [wire.encode(hello), wire.encode(request), wire.encode(request, payload_bytes=8) + bytes(8)]
         return self._random.choice(choice)
 
 
 class GoodNeighbour(threading.Thread):
     """Requests one product after the other, and records the first wrong one."""
 
-    def __init__(self, client: Client, requests: Requests) -> None:
+    def __init__(self, client: Client) -> None:
         super().__init__()
-        self._client, self._requests = client, requests
+        self._client = client
         self.enough = threading.Event()
         self.served = 0
         self.trouble: BaseException | None = None
 
     def run(self) -> None:
-        execute, _ = self._requests
         x = torch.arange(2 * WIDTH, dtype=torch.int32).reshape(2, WIDTH)
         try:
             want = self._client.product(execute(0, 2), x)
@@ -141,13 +138,11 @@ def provoke(vandal: Vandal, connect: Connect, service: Service, frames: int) -> 
     return failures
 
 
-def test_ten_thousand_malformed_frames(
-    configure: Configure, launch: Launch, connect: Connect, requests: Requests
-) -> None:
+def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, connect: Connect) -> None:
     # thousands of handshakes would have a small share while products are computed; `test_reception.py` tests that
     service = launch(configure(frame_timeout_s=5, handshake_share=1.0, handshake_share_serving=1.0))
-    vandal = Vandal(requests)
-    neighbour = GoodNeighbour(connect("bob", to=service), requests)
+    vandal = Vandal()
+    neighbour = GoodNeighbour(connect("bob", to=service))
     neighbour.start()
     try:
         failures = provoke(vandal, connect, service, WARM_UP)

@@ -25,10 +25,11 @@ from provider.operations import top
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from tests.provider.clients import execute
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 SHARE = 0.02  # share for about twenty handshakes a second
 # A step of a handshake starts while there is time left, and may exceed it by its own time: 5 ms, and some tens of
@@ -86,9 +87,8 @@ def test_many_handshakes_take_their_share_and_delay_no_other_network(
 
 
 def test_handshakes_have_a_smaller_share_while_products_are_answered(
-    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+    configure: Configure, connect: Connect, keys: Keys
 ) -> None:
-    execute, _ = requests
     row = torch.ones(1, 64, dtype=torch.int32)
     with Provider(configure(handshake_share=1.0, handshake_share_serving=SHARE)) as provider:
         client = connect(to=provider)

@@ -19,9 +19,10 @@ from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.provider.clients import execute
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Requests
+    from tests.provider.conftest import Configure, Connect
 
 TENANTS = [TenantIdentity(name, authority="sha256:a") for name in "abcd"]
 LIMITS = Limits(max_connections=6, max_connections_per_tenant=4)
@@ -107,11 +108,8 @@ def test_a_new_connection_waits_for_the_end_of_the_one_closed_for_it(monkeypatch
         assert slots.count(carol) == 0
 
 
-def test_idle_connections_do_not_shut_out_other_tenants(
-    configure: Configure, connect: Connect, requests: Requests
-) -> None:
+def test_idle_connections_do_not_shut_out_other_tenants(configure: Configure, connect: Connect) -> None:
     """Four tenants with all their permitted connections could take every slot of a provider."""
-    execute, _ = requests
     rows = torch.ones(1, 64, dtype=torch.int32)
     with Provider(configure(max_connections=6, max_connections_per_tenant=2)) as provider:
         crowd = {name: [connect(name, to=provider) for _ in range(2)] for name in ("alice", "bob", "dave")}

@@ -39,11 +39,12 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
+from tests.provider.clients import Client, effect, execute
 from tests.waiting import until
 from threat_model.evidence.twins import twin_of
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64
 ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
@@ -58,8 +59,7 @@ def ones(rows: int) -> torch.Tensor:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.5)), min_size=1, max_size=60),
-    st.sampled_from((10.0, 100.0)),
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.5)), min_size=1, max_size=60), st.sampled_from((10.0, 100.0))
 )
 def test_the_average_rate_stays_within_the_quota(asked: list[tuple[int, float]], rate: float) -> None:
     """One second's tokens at once, then the rate; the last request may be larger than the tokens that were left."""
@@ -137,8 +137,7 @@ def test_a_quota_that_no_tenant_has_is_refused(name: str, configure: Configure) 
         msgspec.structs.replace(configure(), tenants={name: QuotaConfig(rows_per_s=1.0)})
 
 
-def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect, requests: Requests) -> None:
-    execute, _ = requests
+def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect) -> None:
     config = msgspec.structs.replace(configure(), tenants={"alice": QuotaConfig(rows_per_s=1.0)})
     with Provider(config) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
@@ -151,10 +150,9 @@ def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect, re
 
 
 def test_a_tenant_over_its_quota_is_told_which_one(
-    configure: Configure, connect: Connect, requests: Requests, caplog: pytest.LogCaptureFixture
+    configure: Configure, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The answer that waited and the refusal name the limit, and so do the log and the metrics."""
-    execute, _ = requests
     quota = QuotaConfig(rows_per_s=10.0, requests_per_s=1000.0)
     with Provider(msgspec.structs.replace(configure(), tenants={"alice": quota})) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
@@ -191,10 +189,9 @@ def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
 
 
 def test_refused_requests_have_a_limited_rate_and_are_billed(
-    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+    configure: Configure, connect: Connect, tmp_path: Path
 ) -> None:
     """The rate also holds before the hello, which needs no role. Refused requests take time from all tenants."""
-    execute, _ = requests
     database, matrix = tmp_path / "usage.sqlite", bytes(8 * MIB)
     with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
         alice, begun = connect("alice", to=provider, role=None), time.monotonic()
@@ -209,11 +206,8 @@ def test_refused_requests_have_a_limited_rate_and_are_billed(
     assert bill == {("alice", "none"): 20, ("bob", "executor"): 1}
 
 
-def test_requests_of_zero_rows_take_no_executor_time_and_have_a_rate(
-    configure: Configure, connect: Connect, requests: Requests
-) -> None:
+def test_requests_of_zero_rows_take_no_executor_time_and_have_a_rate(configure: Configure, connect: Connect) -> None:
     """Requests of zero rows have no work to charge, so the scheduler would serve their tenant before all others."""
-    execute, effect = requests
     with Provider(configure()) as provider:
         alice, carol = connect("alice", to=provider), connect("carol", to=provider, role="helper")
         alice.product(execute(0, 1), ones(1))
@@ -232,11 +226,8 @@ def test_requests_of_zero_rows_take_no_executor_time_and_have_a_rate(
 # Stages
 
 
-def test_a_tenant_that_trains_on_one_connection_trains_on_all(
-    configure: Configure, connect: Connect, requests: Requests
-) -> None:
+def test_a_tenant_that_trains_on_one_connection_trains_on_all(configure: Configure, connect: Connect) -> None:
     """Otherwise small forward requests on another connection would get inference's priority."""
-    execute, _ = requests
     with Provider(configure()) as provider:
         backward, forward = connect(to=provider), connect(to=provider)
         backward.product(execute(1, 1, direction="backward"), ones(1))
@@ -250,11 +241,8 @@ def test_a_tenant_that_trains_on_one_connection_trains_on_all(
 # Bills
 
 
-def test_counters_survive_sigkill(
-    configure: Configure, launch: Launch, connect: Connect, requests: Requests, tmp_path: Path
-) -> None:
+def test_counters_survive_sigkill(configure: Configure, launch: Launch, connect: Connect, tmp_path: Path) -> None:
     """The bill contains every answer that tenants have received, and at most the requests in flight in addition."""
-    execute, effect = requests
     database = tmp_path / "usage.sqlite"
     service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
     received = {"alice": 0, "bob": 0, "carol": 0}
@@ -297,10 +285,9 @@ def test_counters_survive_sigkill(
 
 
 def test_refused_and_abandoned_requests_are_counted_apart(
-    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alice leaves while bob's product runs: her request is not computed, and not billed as answered."""
-    execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
     product, cancel = ServedModel.product, ExecutorRequester.cancel
@@ -344,10 +331,9 @@ def test_refused_and_abandoned_requests_are_counted_apart(
 
 
 def test_nothing_is_multiplied_for_a_tenant_that_has_left(
-    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+    configure: Configure, connect: Connect, tmp_path: Path
 ) -> None:
     """Alice exceeds her rate, and disconnects before her request is multiplied."""
-    execute, _ = requests
     database = tmp_path / "usage.sqlite"
     config = msgspec.structs.replace(
         configure(), usage=UsageConfig(database=database), quota=QuotaConfig(requests_per_s=4.0)
@@ -367,10 +353,9 @@ def test_nothing_is_multiplied_for_a_tenant_that_has_left(
 
 
 def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
-    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alice leaves after the first slice of her request: she is billed for that slice, and no other is multiplied."""
-    execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, cancelled = threading.Event(), threading.Event()
     product, cancel = ServedModel.product, ExecutorRequester.cancel
@@ -440,10 +425,9 @@ def committed(database: Path) -> int:
 
 
 def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
-    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+    configure: Configure, connect: Connect, tmp_path: Path
 ) -> None:
     """After that time tenants are refused with BUSY, and their usage is on the bill once there is room."""
-    execute, _ = requests
     database = tmp_path / "usage.sqlite"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     usage = UsageConfig(database=database, max_unwritten_s=0.5)
@@ -648,15 +632,9 @@ def dora(keys: Keys, tmp_path: Path) -> Identity:
 
 
 def test_a_revoked_tenants_connection_is_closed_during_a_request(
-    configure: Configure,
-    connect: Connect,
-    keys: Keys,
-    requests: Requests,
-    tmp_path: Path,
-    dora: Identity,
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
 ) -> None:
     """Revocation needs no new authority, affects no other tenant, and is reported when the tenant connects again."""
-    execute, _ = requests
     listed = tmp_path / "revoked.txt"
     listed.touch()
     config = configure()
@@ -681,15 +659,9 @@ def test_a_revoked_tenants_connection_is_closed_during_a_request(
 
 
 def test_requests_are_refused_once_the_certificate_has_expired(
-    configure: Configure,
-    connect: Connect,
-    keys: Keys,
-    requests: Requests,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handshake checks the lifetime once, but a connection may be open for months."""
-    execute, _ = requests
     erin = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
     context = client_context(certificate=erin.certificate, key=erin.key, pins=(keys.provider.certificate,))
     real_now = clock.now
@@ -731,9 +703,8 @@ def test_a_revoked_certificate_with_the_other_signature_is_refused(
 
 
 def test_a_malformed_revocation_list_changes_nothing_and_prevents_a_start(
-    configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path, dora: Identity
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
 ) -> None:
-    execute, _ = requests
     listed = tmp_path / "revoked.txt"
     config = configure()
     config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
@@ -766,10 +737,9 @@ def test_the_revocation_list(keys: Keys, tmp_path: Path, dora: Identity) -> None
 
 
 def test_a_new_certificate_and_new_quotas_are_taken_over(
-    launch: Launch, configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path
+    launch: Launch, configure: Configure, connect: Connect, keys: Keys, tmp_path: Path
 ) -> None:
     """After SIGHUP, existing connections stay open, and new connections see the new certificate."""
-    execute, _ = requests
     own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="turning")
     config = configure()
     tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)

@@ -27,10 +27,11 @@ from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 from symbiosis_priv.network.addresses import parse_address
+from tests.provider.clients import effect, execute
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Requests
+    from tests.provider.conftest import Configure, Connect
 
 WIDTH = 64
 
@@ -46,8 +47,7 @@ def get(address: str, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def test_the_operators_address(configure: Configure, connect: Connect, requests: Requests) -> None:
-    execute, effect = requests
+def test_the_operators_address(configure: Configure, connect: Connect) -> None:
     config = msgspec.structs.replace(configure(), metrics=MetricsConfig(listen="127.0.0.1:0"))
     with Provider(config) as provider:
         address = provider.metrics_address

@@ -21,7 +21,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.experts import write
-from tests.provider.conftest import Client, Configure, Connect, execute
+from tests.provider.clients import Client, execute
+from tests.provider.conftest import Configure, Connect
 from tests.provider.executor.test_executor import Watched, running
 from tests.stacks import expert_counts, expert_product, stacks_of
 

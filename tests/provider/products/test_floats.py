@@ -21,9 +21,10 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tenant.masking.paper_pool import PaperPoolBackend
 from tenant.preparation.keys import prepare
+from tests.provider.clients import Client, Service, execute
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
+    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 CPU = torch.device("cpu")
 
@@ -33,8 +34,7 @@ def sizes(store: WeightStore) -> list[int]:
     return [4 * entry.stacked_outputs * (entry.inputs + 1) for entry in store.manifest().groups]
 
 
-def test_floats_are_off_by_default(connect: Connect, store: WeightStore, requests: Requests) -> None:
-    execute, _ = requests
+def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None:
     client = connect()
     width = store.manifest().groups[0].inputs
     for arithmetic in ("float", "float_bias_free"):
@@ -103,9 +103,8 @@ def test_a_memory_limit_below_the_largest_group_is_refused(save_llama: Callable[
     ServedModel(store, float_memory=needed * MIB)
 
 
-def ask_every_group(service: Service, client: Client, store: WeightStore, requests: Requests) -> int:
+def ask_every_group(service: Service, client: Client, store: WeightStore) -> int:
     """Request one row from every group, twice. Returns the growth of the provider after the first round, in bytes."""
-    execute, _ = requests
     before = 0
     for _ in range(2):
         for index, entry in enumerate(store.manifest().groups):
@@ -134,7 +133,6 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     configure: Configure,
     connect: Connect,
     launch: Launch,
-    requests: Requests,
     forty_eight_mib: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,17 +146,16 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
     service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
     client = connect(to=service)
-    grown = ask_every_group(service, client, store, requests)
+    grown = ask_every_group(service, client, store)
     # while a group is loaded, its copy in the checkpoint's dtype exists, too
     assert grown < (2 * bound if on else 2) * MIB
 
 
-def test_the_memory_limit_is_read_from_the_file(configure: Configure, connect: Connect, requests: Requests) -> None:
+def test_the_memory_limit_is_read_from_the_file(configure: Configure, connect: Connect) -> None:
     config = configure(executor=ExecutorConfig(threads=1, float_path=True, float_memory_mib=7))
     assert config.executor.float_memory == 7 * MIB
     assert b'"float":true' in msgspec.json.encode(config.executor)
     assert ExecutorConfig().float_memory is None
     with Provider(config) as provider:
-        execute, _ = requests
         client = connect(to=provider)
         assert client.product(execute(0, 1, arithmetic="float"), torch.zeros(1, 64)).shape[0] == 1

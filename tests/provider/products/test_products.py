@@ -27,10 +27,11 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.provider.clients import Client, effect, execute
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Requests
+    from tests.provider.conftest import Configure, Connect
 
 ROWS = (0, 1, 7, 33)
 FLOATS = ExecutorConfig(threads=1, float_path=True)
@@ -49,8 +50,7 @@ def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -
     return (rows.to(torch.int64) @ (weight.t() if direction == "forward" else weight)).to(torch.int32)
 
 
-def check_ring(client: Client, store: WeightStore, requests: Requests) -> None:
-    execute, _ = requests
+def check_ring(client: Client, store: WeightStore) -> None:
     for group, entry in enumerate(store.manifest().groups):
         for direction in DIRECTIONS:
             for rows in ROWS:
@@ -61,9 +61,8 @@ def check_ring(client: Client, store: WeightStore, requests: Requests) -> None:
                 )
 
 
-def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
+def check_float(client: Client, store: WeightStore) -> None:
     """A float32 inner product of n terms, in any order, is off by at most gamma_n |x|.|w| (Higham, section 3.1)."""
-    execute, _ = requests
     for group, entry in enumerate(store.manifest().groups):
         layers = store.layers(group)
         w = torch.cat([layer.weight for layer in layers]).double()
@@ -85,29 +84,26 @@ def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
                     assert bool((error <= bound).all()), (entry.name, direction, arithmetic, rows)
 
 
-def test_ring_products_are_exact(connect: Connect, store: WeightStore, requests: Requests) -> None:
-    check_ring(connect(), store, requests)
+def test_ring_products_are_exact(connect: Connect, store: WeightStore) -> None:
+    check_ring(connect(), store)
 
 
 def test_float_products_are_within_the_rounding_bound(
-    configure: Configure, connect: Connect, store: WeightStore, requests: Requests
+    configure: Configure, connect: Connect, store: WeightStore
 ) -> None:
     with Provider(configure(executor=FLOATS)) as provider:
-        check_float(connect(to=provider), store, requests)
+        check_float(connect(to=provider), store)
 
 
-def test_transposed_weights_and_biases(
-    configure: Configure, connect: Connect, gpt2_store: WeightStore, requests: Requests
-) -> None:
+def test_transposed_weights_and_biases(configure: Configure, connect: Connect, gpt2_store: WeightStore) -> None:
     assert any(layer.bias is not None for layer in gpt2_store.layers(0))
     with Provider(configure(checkpoint=gpt2_store.path, executor=FLOATS)) as provider:
         client = connect(to=provider)
-        check_ring(client, gpt2_store, requests)
-        check_float(client, gpt2_store, requests)
+        check_ring(client, gpt2_store)
+        check_float(client, gpt2_store)
 
 
-def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore, requests: Requests) -> None:
-    _, effect = requests
+def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore) -> None:
     client = connect(role="helper")
     seed = Seed(secrets.token_bytes(32))
     for group, entry in enumerate(store.manifest().groups):
@@ -124,15 +120,9 @@ def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightSt
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
 @pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
 def test_concurrent_tenants_get_the_same_bits_as_alone(
-    configure: Configure,
-    connect: Connect,
-    store: WeightStore,
-    requests: Requests,
-    policy: PolicyName,
-    max_batch_rows: int,
+    configure: Configure, connect: Connect, store: WeightStore, policy: PolicyName, max_batch_rows: int
 ) -> None:
     """Products have the same bits with each policy, also if every request is cut into pieces of three rows."""
-    execute, effect = requests
     seed = Seed(secrets.token_bytes(32))
     entry = store.manifest().groups[0]
     masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
@@ -186,11 +176,8 @@ class CountingModel(ServedModel):
 
 @pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
 @pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
-def test_waiting_requests_share_a_product(
-    store: WeightStore, requests: Requests, max_batch_rows: int, policy: PolicyName
-) -> None:
+def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: int, policy: PolicyName) -> None:
     """Requests for one group share products, also when they are cut; other groups have separate products."""
-    execute, effect = requests
     inbox = LocalInbox()
     model = CountingModel(store)
     scheduling = SchedulerConfig(max_batch_rows=max_batch_rows, policy=policy, slice_ms=10_000)
@@ -229,9 +216,8 @@ def test_waiting_requests_share_a_product(
         assert answer.rows == request.rows
 
 
-def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: WeightStore, requests: Requests) -> None:
+def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: WeightStore) -> None:
     """Beside wide ones, in one product; an effect as well."""
-    execute, effect = requests
     client, helper = connect(), connect(role="helper")
     for rows in (1, 70):
         x = ring_rows(rows, store.manifest().groups[0].inputs)
@@ -249,9 +235,8 @@ def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: Weig
 
 
 def test_a_failing_product_is_answered_and_forgotten(
-    connect: Connect, store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, _ = requests
     client = connect()
     x = ring_rows(1, store.manifest().groups[0].inputs)
 
@@ -268,18 +253,13 @@ def test_a_failing_product_is_answered_and_forgotten(
 
 
 def test_no_tensor_is_kept_between_requests(
-    configure: Configure,
-    connect: Connect,
-    store: WeightStore,
-    requests: Requests,
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, connect: Connect, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of rows and results is free when all requests are answered: requests alone, batched, cut, refused, and
     effects.
 
     The test watches storages, not tensors, because a slice of a product is another tensor over the same storage.
     """
-    execute, effect = requests
     kept: list[StorageWeakRef] = []
     product = ServedModel.product
 
@@ -326,9 +306,8 @@ class _Operations(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore, requests: Requests) -> None:
+def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore) -> None:
     """Each torch operation would release the GIL, for which sixteen threads of the gateway wait."""
-    execute, _ = requests
     width = store.manifest().groups[0].inputs
     operations = _Operations()
     counts: list[int] = []
@@ -359,9 +338,8 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
         assert torch.equal(got, oracle(store, 0, "forward", part))
 
 
-def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, requests: Requests) -> None:
+def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore) -> None:
     """A tenant that reads one row slowly keeps no memory of the other tenants in its product."""
-    execute, _ = requests
     width = store.manifest().groups[0].inputs
     products: list[StorageWeakRef] = []
 

@@ -21,9 +21,10 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
 from symbiosis_priv.network.tls import client_context
+from tests.provider.clients import Client
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys
+    from tests.provider.conftest import Configure, Connect, Keys
 
 
 @dataclass(frozen=True)

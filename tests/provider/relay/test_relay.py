@@ -29,7 +29,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from tests.provider.conftest import Client
+from tests.provider.clients import Client
 from tests.provider.relay.conftest import configured
 from tests.waiting import until
 

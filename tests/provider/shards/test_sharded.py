@@ -32,6 +32,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from tests import warm
 from tests.experts import write
+from tests.provider.clients import execute
 from tests.provider.processes import has_ended, listening_addresses
 from tests.waiting import until
 
@@ -105,11 +106,7 @@ def ranks_of(provider: Provider) -> dict[int, int]:
 
 
 def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_with_torchrun(
-    configure: Configure,
-    connect: Connect,
-    requests: Requests,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    configure: Configure, connect: Connect, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hanging rank is found long before the group's timeout, whatever torchrun options the environment has.
 
@@ -118,7 +115,6 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long
-    execute, _ = requests
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, GroupExecutor)
@@ -173,18 +169,12 @@ def test_the_models_digest_is_broadcast_with_gloo(
 
 
 def test_two_machines_serve_one_model(
-    configure: Configure,
-    connect: Connect,
-    requests: Requests,
-    provider: Provider,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    configure: Configure, connect: Connect, provider: Provider, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Runs the commands of `examples/deploy/two-nodes.sh`, as on two machines: same bits as a provider with all layers.
 
     If one machine is lost, the other one ends and logs the reason.
     """
-    execute, _ = requests
     config = configure()
     settings: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": config.model.checkpoint, "cache": str(config.model.cache)},

@@ -10,17 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
-
-DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="session")
@@ -49,28 +43,6 @@ def gpt2_federation(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     directory = tmp_path_factory.mktemp("gpt2-federation")
     with LocalFederation(gpt2, directory, helpers=2, provider_options={"executor": {"threads": 1}}) as federation:
         yield federation
-
-
-def one_helper(federation: LocalFederation) -> Path:
-    """The path of a federation file without the second helper of `federation`."""
-    path = federation.directory / "one-helper.toml"
-    head, *providers = federation.federation.read_text().split("[[provider]]")
-    path.write_text("[[provider]]".join([head, *providers[:-1]]))
-    return path
-
-
-@pytest.fixture(scope="session")
-def config_for() -> Callable[..., RemoteConfig]:
-    """`config_for(federation, scheme)`: scheme is "pad-1", "pad-2", "local", "none" or "simulate"."""
-
-    def config_for(federation: LocalFederation, scheme: str, **options: Any) -> RemoteConfig:
-        masking: Any = scheme.partition("-")[0]
-        if masking == "simulate":
-            return RemoteConfig(masking=masking)
-        path = one_helper(federation) if scheme == "pad-1" else federation.federation
-        return RemoteConfig(federation=path, masking=masking, **{"deadline_s": DEADLINE_S, **options})
-
-    return config_for
 
 
 Open = Callable[..., Any]
@@ -153,19 +125,3 @@ def train(tmp_path: Path) -> Train:
 def simulated() -> dict[tuple[Any, ...], Any]:
     """Results of the simulation, shared by all tests of a file."""
     return {}
-
-
-@pytest.fixture(scope="session")
-def adapter_of() -> Callable[[Any], dict[str, Tensor]]:
-    """The trained tensors of a PEFT model."""
-    return lambda model: {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.fixture(scope="session")
-def equal() -> Callable[[dict[str, Tensor], dict[str, Tensor]], bool]:
-    """`equal(a, b)`: True if two sets of tensors have the same bits and are not empty."""
-
-    def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-        return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-    return equal

@@ -27,24 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import public_text
-from tenant import (
-    BitFitConfig,
-    BottleneckConfig,
-    DiffPruningConfig,
-    MaskBertConfig,
-    RemoteConfig,
-    backend_of,
-)
+from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tests.builds import BUILDS, build
+from tests.end_to_end.comparing import adapter_of, config_for, equal
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
 
-Config = Callable[..., RemoteConfig]
 Adapters = dict[int, dict[str, Tensor]]
 """By number of steps."""
-Equal = Callable[[dict[str, Tensor], dict[str, Tensor]], bool]
-Adapter = Callable[[Any], dict[str, Tensor]]
 
 SCHEMES = ("pad-1", "pad-2", "local", "none")
 MODELS = ("llama", "gpt2")
@@ -65,12 +56,7 @@ Base = tuple[Path, LocalFederation]
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_and_gradients(
-    base: Base,
-    scheme: str,
-    config_for: Config,
-    open_model: Open,
-    equal: Equal,
-    simulated: dict[tuple[Any, ...], list[dict[str, Tensor]]],
+    base: Base, scheme: str, open_model: Open, simulated: dict[tuple[Any, ...], list[dict[str, Tensor]]]
 ) -> None:
     """The bits are the same with compiled passes and without."""
     path, federation = base
@@ -94,7 +80,7 @@ def test_logits_and_gradients(
 
 @pytest.mark.parametrize("scheme", ["pad-2", "none"])
 def test_a_narrow_ring_has_the_bits_of_its_simulation(
-    llama: Path, llama_federation: LocalFederation, scheme: str, config_for: Config, open_model: Open, equal: Equal
+    llama: Path, llama_federation: LocalFederation, scheme: str, open_model: Open
 ) -> None:
     def seen(config: RemoteConfig) -> dict[str, Tensor]:
         model = open_model(llama, config)
@@ -111,11 +97,8 @@ def test_a_narrow_ring_has_the_bits_of_its_simulation(
 def test_20_steps_of_training(
     base: Base,
     scheme: str,
-    config_for: Config,
     open_model: Open,
     train: Train,
-    adapter_of: Adapter,
-    equal: Equal,
     simulated: dict[tuple[Any, ...], tuple[Adapters, list[float]]],
 ) -> None:
     """Other schemes than the default one take the first steps."""
@@ -173,7 +156,7 @@ def padded() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_64_tokens(
-    base: Base, scheme: str, config_for: Config, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
+    base: Base, scheme: str, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
 ) -> None:
     """Greedy; fewer tokens sampled with a seed and with beams; a batch with padding; a single prompt. Other schemes
     than the default one generate the first tokens."""
@@ -203,15 +186,7 @@ def test_64_tokens(
 
 # a warning of plain PEFT for LoRA on GPT-2
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
-def test_plain_peft_loads_the_adapter(
-    base: Base,
-    config_for: Config,
-    open_model: Open,
-    train: Train,
-    adapter_of: Adapter,
-    equal: Equal,
-    tmp_path: Path,
-) -> None:
+def test_plain_peft_loads_the_adapter(base: Base, open_model: Open, train: Train, tmp_path: Path) -> None:
     """Train with masking, save, and load into plain PEFT on the full float model."""
     path, federation = base
     model = open_model(path, config_for(federation, "pad-1"))
@@ -252,10 +227,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def after_training(
     llama: Path,
     llama_federation: LocalFederation,
-    config_for: Config,
     open_model: Open,
     train: Train,
-    adapter_of: Adapter,
     simulated: dict[tuple[Any, ...], dict[str, Tensor]],
 ) -> Callable[[str, str], dict[str, Tensor]]:
     """`after_training(scheme, variant)`: the adapter after a few steps; computed once."""
@@ -271,25 +244,16 @@ def after_training(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ways_to_train(variant: str, after_training: Callable[[str, str], dict[str, Tensor]], equal: Equal) -> None:
+def test_ways_to_train(variant: str, after_training: Callable[[str, str], dict[str, Tensor]]) -> None:
     assert equal(after_training("simulate", variant), after_training("pad-1", variant))
 
 
-def test_gradient_checkpointing_changes_no_bit(
-    after_training: Callable[[str, str], dict[str, Tensor]], equal: Equal
-) -> None:
+def test_gradient_checkpointing_changes_no_bit(after_training: Callable[[str, str], dict[str, Tensor]]) -> None:
     assert equal(after_training("pad-1", "one pass"), after_training("pad-1", "gradient checkpointing"))
 
 
 def test_a_resumed_training_gives_the_same_adapter_as_an_uninterrupted_one(
-    llama: Path,
-    llama_federation: LocalFederation,
-    config_for: Config,
-    open_model: Open,
-    train: Train,
-    adapter_of: Adapter,
-    equal: Equal,
-    tmp_path: Path,
+    llama: Path, llama_federation: LocalFederation, open_model: Open, train: Train, tmp_path: Path
 ) -> None:
     """A new model, a new session and new masks give the same adapter."""
     config = config_for(llama_federation, "pad-1")
@@ -345,14 +309,7 @@ METHODS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_over_live_providers(
-    name: str,
-    config_for: Config,
-    open_model: Open,
-    train: Train,
-    adapter_of: Adapter,
-    equal: Equal,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    name: str, open_model: Open, train: Train, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Trained with pads: the simulation's bits. Saved, and loaded into plain transformers: the same logits, up to the
     rounding of weights, which changes the logits of the base model by as much."""

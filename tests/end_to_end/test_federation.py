@@ -19,6 +19,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
+from tests.end_to_end.comparing import adapter_of, equal
 from threat_model.availability.chaos import run_chaos
 from threat_model.availability.options import Killing, TenantWork
 
@@ -61,14 +62,7 @@ def reference() -> Adapter:
 
 
 @pytest.fixture
-def is_exact(
-    model: Path,
-    open_model: Open,
-    train: Train,
-    adapter_of: Callable[[Any], Adapter],
-    equal: Callable[[Adapter, Adapter], bool],
-    reference: Adapter,
-) -> Callable[[Any], bool]:
+def is_exact(model: Path, open_model: Open, train: Train, reference: Adapter) -> Callable[[Any], bool]:
     """Train a model, and return True if its adapter equals the simulation's."""
 
     def is_exact(split: Any) -> bool:

@@ -6,7 +6,6 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
-from tenant import RemoteConfig, backend_of
+from tenant import backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tests.end_to_end.comparing import config_for
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open
@@ -87,9 +87,7 @@ def test_the_checks_find_an_offloaded_weight(llama: Path) -> None:
     assert len(watch.suspects) == 1
 
 
-def test_no_offloaded_weight_ever_exists(
-    llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
-) -> None:
+def test_no_offloaded_weight_ever_exists(llama: Path, llama_federation: LocalFederation, open_model: Open) -> None:
     sizes, head = offloaded_sizes(llama)
     before = alive(*sizes, head)
     config = config_for(llama_federation, "pad-1", pool_memory_mib=0)  # parts of pads may have any size
@@ -116,7 +114,7 @@ def test_no_offloaded_weight_ever_exists(
 
 
 def test_only_the_tenants_own_tensors_have_bytes(
-    llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
+    llama: Path, llama_federation: LocalFederation, open_model: Open
 ) -> None:
     """Embeddings and norms; other parameters have no bytes."""
     model = open_model(llama, config_for(llama_federation, "pad-1"), adapter=False)

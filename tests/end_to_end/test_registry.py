@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from torch import Tensor
 
 from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
+from tests.end_to_end.comparing import adapter_of, equal
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
 
 
 def test_missing_layers_are_an_error_before_training_and_a_joining_provider_serves_them(
-    save_llama: Callable[..., Path],
-    tmp_path: Path,
-    open_model: Open,
-    train: Train,
-    adapter_of: Callable[[Any], dict[str, Tensor]],
-    equal: Callable[[dict[str, Tensor], dict[str, Tensor]], bool],
+    save_llama: Callable[..., Path], tmp_path: Path, open_model: Open, train: Train
 ) -> None:
     llama = save_llama(num_hidden_layers=3, pad_token_id=0)
     options = {"executor": {"threads": 1}, "registry": {"capacity_layers": 1}}

@@ -20,6 +20,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.masking.backend import RingBackend
 from tenant.session.session import Session
 from tenant.session.tally import Ledger
+from tests.end_to_end.comparing import equal
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 DEADLINE_S = 120.0
 Tensors = dict[str, Tensor]
-Equal = Callable[[Tensors, Tensors], bool]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,6 @@ def test_forward_and_backward_have_the_bits_of_the_simulation(
     relaying: LocalFederation,
     expected: Callable[..., list[Tensors]],
     open_model: Open,
-    equal: Equal,
     helpers: int,
     ring_bits: RingBits,
 ) -> None:
@@ -125,7 +124,6 @@ def test_a_killed_provider_changes_no_bit(
     relaying: LocalFederation,
     expected: Callable[..., list[Tensors]],
     open_model: Open,
-    equal: Equal,
     name: str,
     frame: int,
 ) -> None:
@@ -140,11 +138,7 @@ def test_a_killed_provider_changes_no_bit(
 
 
 def test_providers_that_allow_no_relay_are_used_directly(
-    llama: Path,
-    llama_federation: LocalFederation,
-    expected: Callable[..., list[Tensors]],
-    open_model: Open,
-    equal: Equal,
+    llama: Path, llama_federation: LocalFederation, expected: Callable[..., list[Tensors]], open_model: Open
 ) -> None:
     path = llama_federation.directory / "relay.toml"
     path.write_text(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
-from tenant import RemoteConfig, backend_of
+from tenant import backend_of
+from tests.end_to_end.comparing import adapter_of, config_for, equal
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
 
-Config = Callable[..., RemoteConfig]
 NAMES = {"executor": "executor", "helper": "helper-1"}
 
 
@@ -54,10 +53,8 @@ STEPS = 6
 def undisturbed(
     llama: Path,
     llama_federation: LocalFederation,
-    config_for: Config,
     open_model: Open,
     train: Train,
-    adapter_of: Callable[[Any], dict[str, Tensor]],
     simulated: dict[tuple[Any, ...], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """The simulation's adapter."""
@@ -79,11 +76,8 @@ def undisturbed(
 def test_training_continues_when_a_killed_provider_is_restarted(
     llama: Path,
     llama_federation: LocalFederation,
-    config_for: Config,
     open_model: Open,
     train: Train,
-    adapter_of: Callable[[Any], dict[str, Tensor]],
-    equal: Callable[[dict[str, Tensor], dict[str, Tensor]], bool],
     undisturbed: dict[str, Tensor],
     role: wire.Role,
     frame: int,
@@ -100,7 +94,7 @@ def test_training_continues_when_a_killed_provider_is_restarted(
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
-    llama: Path, llama_federation: LocalFederation, config_for: Config, open_model: Open, role: wire.Role
+    llama: Path, llama_federation: LocalFederation, open_model: Open, role: wire.Role
 ) -> None:
     """When the provider is back, the same model works again."""
     deadline_s = 3.0

@@ -146,7 +146,6 @@ def row_load(request: type[wire.Binding], columns: Widths) -> tuple[int, int]:
     keystream.
 
     Args:
-        request: `Execute` or `Effect`.
         columns: columns of the request's rows and of the product.
     """
     inputs, outputs = columns

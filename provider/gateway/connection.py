@@ -46,7 +46,6 @@ class Connection(FrameLoop[wire.Request]):
     """Serves one tenant's connection, in its own thread.
 
     Args:
-        stream, state, slot, refusal: as for `FrameLoop`.
         tenant: the tenant of the connection's certificate.
         executor: this thread's client of the executor.
     """

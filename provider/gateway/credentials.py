@@ -25,11 +25,7 @@ _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
 class HelperIdentity(msgspec.Struct, frozen=True):
-    """A helper whose blocks the operator accepts.
-
-    Args:
-        fingerprint: of its certificate.
-    """
+    """A helper whose blocks the operator accepts."""
 
     fingerprint: str
 
@@ -47,8 +43,6 @@ class AuthenticatedPeer:
     Args:
         party: a tenant, by name and authority, or a helper.
         mark: identifies the certificate in a revocation list.
-        not_after: expiry of the certificate.
-        key: the certificate's key.
     """
 
     party: Party

@@ -31,7 +31,6 @@ class DepositConnection(FrameLoop[wire.Deposit]):
     """Serves one helper's connection, in its own thread.
 
     Args:
-        stream, state, slot, refusal: as for `FrameLoop`.
         helper, key: the helper, and the key of its certificate.
         executor: `fingerprint` of the certificate that this provider has shown on the connection.
     """

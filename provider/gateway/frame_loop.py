@@ -27,7 +27,6 @@ class FrameLoop(ABC, Generic[M]):
     """Serves one authenticated connection, in its own thread.
 
     Args:
-        stream: the connection.
         decode: reads the message of a header; raises `ProtocolError`.
         party: the client of the connection's certificate.
         state: the state that all connections share.

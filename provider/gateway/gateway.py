@@ -43,9 +43,7 @@ class Gateway:
     """Listens, and serves every connection until stopped.
 
     Args:
-        config: limits and roles.
         served: indices of the layer groups that are served.
-        credentials: certificates and revocations.
         executor: the executor that computes products.
         usage: the counters for the bill.
     """

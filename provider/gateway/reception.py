@@ -75,7 +75,6 @@ class Reception:
     Args:
         address: `host:port` to listen at.
         limits: limits of connections that are not authenticated.
-        credentials: certificates and revocations.
         welcome: takes over an authenticated connection, without waiting. The connection is closed if it raises.
         last_request: returns the time of the last answered product, by `time.monotonic`.
 

@@ -36,8 +36,6 @@ class UnauthenticatedConnection:
     """A connection whose client has not authenticated.
 
     Args:
-        connection: the socket.
-        host: address of the client.
         deadline: time by which the connection must have ended or authenticated, by `time.monotonic()`.
             `UnauthenticatedConnections.resume` moves it.
     """
@@ -52,11 +50,7 @@ class UnauthenticatedConnection:
 
 
 class UnauthenticatedConnections:
-    """The unauthenticated connections, in order of arrival. Thread-safe.
-
-    Args:
-        limit: largest number of connections.
-    """
+    """The unauthenticated connections, in order of arrival. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

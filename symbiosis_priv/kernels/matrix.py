@@ -28,8 +28,6 @@ class RingMatrix:
 
     Args:
         weight: int16 `[o, d]`.
-        weight_bits: bits of a weight.
-        device: device of the products.
         kernel: "auto", or a name in `KERNELS`; a named kernel must pass the self-test too.
         part: as for `choose`.
 

@@ -38,7 +38,6 @@ class RelayInstruction:
     """The executor to which the helpers of a pad send their effects.
 
     Args:
-        executor: the executor.
         welcome: the executor's limits.
         order: the order that each helper receives.
         max_bytes: bytes of blocks that the executor keeps for the tenant.

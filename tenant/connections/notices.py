@@ -45,7 +45,6 @@ class Notices:
         """Log that a request waits, if a warning is due.
 
         Args:
-            provider: the provider's name.
             since: start of the request, on the clock of `time.monotonic`.
             until: deadline of the request, on the same clock.
             why: the reason for the wait.
@@ -76,7 +75,6 @@ class Notices:
         """Log that a provider's quota delays requests: at once, and then at most once a minute.
 
         Args:
-            provider: the provider's name.
             limit: the limit that the provider reported.
         """
         now = time.monotonic()

@@ -43,11 +43,7 @@ class Failover:
     """Decides which executor is asked next, and under which pads.
 
     Args:
-        options: the deadline.
         routes: the providers that may be asked.
-        runtime: connections and pads.
-        tally: counts replaced pads.
-        faults: handles wrong results.
     """
 
     options: SessionOptions

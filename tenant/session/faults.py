@@ -29,7 +29,6 @@ class Faults:
         preparation: has the keys that attribute faults.
         routes: quarantines providers, and knows which ones are left.
         gate: is closed while a fault is attributed.
-        tally: counts rejected answers.
         end_relays: ends the relays to an executor.
         signer: finds the helper whose key signs blocks; see `evidence.Signer`.
         own_weights: folder of the tenant's own packed weights, for messages; None if the tenant has none.

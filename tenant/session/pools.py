@@ -51,7 +51,6 @@ class PadPool:
     """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
 
     Args:
-        source: draws the pads.
         refill: runs a refill in the background.
         memory: the shared budget.
         row_bytes: bytes of one pad row, which are those of its effects.

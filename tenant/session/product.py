@@ -52,9 +52,6 @@ class Products:
         preparation: facts and verification keys of the pinned model.
         options: deadline, row bucket, size of parts.
         routes: the providers that may be asked.
-        runtime: connections and pads.
-        tally: counts products.
-        failover: handles failures.
     """
 
     preparation: Preparation

@@ -44,7 +44,6 @@ class Relays:
 
     Args:
         gate: checks rule 8 before each order.
-        routes: chooses executors.
         client: returns the client of an executor.
     """
 

@@ -27,7 +27,6 @@ class RetryState:
         patience_s: seconds that the present executor may take.
         last: the executor that failed last.
         fault: the error to raise if no provider is left.
-        faults: number of faults found.
         effect_error: the error of the last lost effect.
         redraws: number of times that pads were replaced.
         late: helpers whose effects have not come in time.

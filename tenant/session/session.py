@@ -44,9 +44,7 @@ class Session:
     """A masked, verified session with the providers of a federation. Thread-safe.
 
     Args:
-        federation: the providers.
         preparation: facts and verification keys of the pinned model.
-        options: masking, deadline, memory.
         store: the tenant's own copy of the weights, for schemes that need it.
 
     Attributes:

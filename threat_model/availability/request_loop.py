@@ -42,7 +42,6 @@ def serve_requests(
     """The work of a `Child`: sends requests until the parent's first question. Its reply has the times of all answers.
 
     Args:
-        path: the federation file.
         options: masking, rows of each request, and the pause between two of them.
     """
     torch.set_num_threads(1)

@@ -47,7 +47,6 @@ class Truth:
         generated: new tokens per sequence of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
         prompts: int64 `[b, t]` of each `generate` call.
-        steps: training steps.
     """
 
     calls: dict[int, GroupCall] = field(default_factory=dict)

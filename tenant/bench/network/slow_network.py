@@ -170,7 +170,6 @@ def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: f
     """Explain the difference between a measured time and the prediction.
 
     Args:
-        difference_s: measured minus predicted seconds.
         effects_s: predicted seconds for the bytes of effects.
     """
     if difference_s >= 0:

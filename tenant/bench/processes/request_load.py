@@ -45,7 +45,6 @@ class RequestLoad:
         rows: number of rows of each request, one for each sequence of a batch.
         rank: rank of the adapter on every layer group.
         groups: (inputs, outputs) of each layer group.
-        seconds: duration of the measurement.
         checked_s: seconds before the measurement, in which every answer is compared.
     """
 

@@ -41,7 +41,6 @@ class ApiError(Exception):
     """An error that is sent as the answer to a request.
 
     Args:
-        status: HTTP status.
         message: what is wrong and what to do. The client receives it, so it has no data of other requests.
         code: OpenAI's code of the error.
         param: the field of the request.

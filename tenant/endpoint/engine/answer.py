@@ -23,13 +23,7 @@ from tenant.endpoint.engine.text_stream import TextStream
 
 
 class GeneratedAnswer:
-    """One answer. The engine calls `start`, then `add` for every token until `finish` is set, then `done` or `fail`.
-
-    Args:
-        request: the request.
-        sink: receives the events.
-        tokenizer: the model's tokenizer.
-    """
+    """One answer. The engine calls `start`, then `add` for every token until `finish` is set, then `done` or `fail`."""
 
     def __init__(self, request: EngineRequest, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
         self.request = request

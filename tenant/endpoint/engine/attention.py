@@ -73,7 +73,6 @@ class Attention:
         in the last bits.
 
         Args:
-            layer: index of the layer.
             queries: `[rows, heads, key_width]`.
             scaling: factor of the scores.
             window: a token sees this many tokens, itself included; None for all.

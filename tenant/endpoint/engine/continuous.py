@@ -75,10 +75,6 @@ class ContinuousEngine(Engine):
     """The engine that computes all requests together; see the module's docstring.
 
     Args:
-        packed: the model.
-        tokenizer: its tokenizer.
-        tasks: the adapters; None for none.
-        limits: limits of memory, rows and requests.
         drafter: guesses tokens to save round trips; None for one token per pass.
     """
 

@@ -33,9 +33,7 @@ def open_engine(
 
     Args:
         model: a split or whole model that predicts the next token, in evaluation mode.
-        tokenizer: its tokenizer.
         tasks: the adapters; None for none.
-        limits: limits of memory, rows and requests.
         drafter: guesses tokens to save round trips (`speculation`).
 
     Raises:

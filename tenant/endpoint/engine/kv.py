@@ -119,9 +119,6 @@ class KVBlock:
 class KeyValues:
     """Keys and values of one sequence.
 
-    Args:
-        shape: sizes of the model.
-
     Attributes:
         length: number of tokens.
 

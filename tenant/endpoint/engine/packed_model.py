@@ -35,7 +35,6 @@ class NextTokens:
 
     Args:
         kv: keys and values of all earlier tokens; those of `tokens` are appended.
-        tokens: token ids.
         adapter: name of the task; None for the base model.
         logits: number of last tokens whose logits are returned.
     """
@@ -59,7 +58,6 @@ class PackedModel:
 
     Args:
         model: a split or whole decoder in evaluation mode.
-        tasks: the adapters.
 
     Attributes:
         config: the decoder's configuration.

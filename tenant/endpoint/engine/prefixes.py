@@ -32,7 +32,6 @@ class Prefixes:
 
         Args:
             owner: identifies the client, the adapter and its load.
-            tokens: the tokens of `kv`.
             kv: keys and values; the caller must not use them afterwards.
         """
         tokens = tuple(tokens)

@@ -64,7 +64,6 @@ class EngineRequest:
         max_tokens: largest number of new tokens.
         stop_tokens: token ids that end the answer and are not part of it.
         stop: texts that end the answer and are not part of it.
-        sampling: how to choose tokens.
         fixed_length: always compute `max_tokens` tokens, so that executors do not see the end of the answer. `Done`
             follows the last of them.
         pooling: compute an embedding of the prompt instead of an answer.
@@ -127,7 +126,6 @@ class Token:
     """One new token.
 
     Args:
-        id: the token.
         text: text that has become certain with this token. May be empty, because a character may need several tokens
             and a stop text may have begun.
         logprob: the log probability, if requested.
@@ -153,7 +151,6 @@ class Done:
         finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
         text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
-        ledger: costs of the request.
     """
 
     finish: Finish
@@ -190,7 +187,6 @@ class Load:
     """The load of an engine: what `/metrics` and `/health` say.
 
     Args:
-        running, waiting: numbers of requests.
         memory, memory_limit: bytes of keys and values, cached ones included.
         steps, tokens, rows: totals since the start.
     """

@@ -17,9 +17,6 @@ class Sampler:
 
     Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
     requests of a batch. A sampled token takes one random number.
-
-    Args:
-        sampling: how to choose tokens.
     """
 
     def __init__(self, sampling: Sampling) -> None:

@@ -54,7 +54,6 @@ class DraftModel(Drafter):
     """Guesses the most probable tokens of a small model that the tenant holds.
 
     Args:
-        packed: the small model.
         vocabulary: number of token ids that both models share. Embeddings may have more rows.
         ahead: tokens of a guess.
     """
@@ -104,7 +103,6 @@ def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str |
     Args:
         draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the first 8 blocks
             of the large model, whose weights the tenant then holds.
-        tokenizer: the large model's tokenizer.
         model: the large model's full checkpoint: a folder, or a name on the hub.
         ahead: tokens of a guess.
 

@@ -17,7 +17,6 @@ class TextStream:
     which a model may generate.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt: the tokens before the answer.
         stop: texts that end the answer and are not part of it.
     """

@@ -38,7 +38,6 @@ class WholeEngine(Engine):
 
     Args:
         model: a split or whole model that generates.
-        tokenizer: its tokenizer.
         tasks: the adapters; None for none.
         max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
     """

@@ -40,7 +40,6 @@ class Jobs:
 
     Args:
         folder: folder of files, jobs and adapters; made if it is missing. Only this user can read it.
-        model: the base model's folder.
         name: the base model's name for clients.
         remote: arguments of `RemoteConfig` for the processes, as JSON can hold them.
         tasks: the adapters of jobs are registered here, also those of earlier runs.

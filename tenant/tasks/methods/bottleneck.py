@@ -21,7 +21,6 @@ class BottleneckConfig(MethodConfig):
     """Configuration of bottleneck adapters.
 
     Args:
-        bottleneck_dim: width of the bottleneck.
         activation: "gelu", "relu", "silu" or "tanh".
         init_weights: True initialises the adapter to zero output; False initialises it at random, for tests.
 

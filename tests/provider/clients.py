@@ -93,6 +93,13 @@ class Client:
         return data
 
 
+def failure(reply: wire.Message) -> wire.ErrorCode:
+    """The code of a refusal."""
+    assert isinstance(reply, wire.Failure), reply
+    assert reply.detail
+    return reply.code
+
+
 def execute(
     group: int, rows: int, *, direction: Direction = "forward", arithmetic: wire.Arithmetic = "ring"
 ) -> wire.Execute:

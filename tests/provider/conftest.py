@@ -88,19 +88,16 @@ Configure = Callable[..., ProviderConfig]
 
 @pytest.fixture(scope="session")
 def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
-    """A configuration for tests: `configure(roles=..., endpoint=..., checkpoint=..., max_rows=..., ...)`."""
+    """A configuration for tests: `configure(checkpoint=..., max_rows=..., quota=..., ...)`, with the fields of `Limits`
+    and of `ProviderConfig`."""
 
-    def configure(
-        *,
-        checkpoint: Path = llama,
-        roles: tuple[wire.Role, ...] = ("executor", "helper"),
-        executor: ExecutorConfig | None = None,
-        **limits: Any,
-    ) -> ProviderConfig:
-        return ProviderConfig(
+    def configure(*, checkpoint: Path = llama, **options: Any) -> ProviderConfig:
+        default = Limits(max_payload_mib=8, max_inflight_mib=64, max_inflight_mib_per_tenant=32)
+        limits = {name: options.pop(name) for name in Limits.__struct_fields__ if name in options}
+        config = ProviderConfig(
             name="alpha",
             listen="127.0.0.1:0",
-            roles=roles,
+            roles=("executor", "helper"),
             log_level="debug",
             model=ModelConfig(checkpoint=str(checkpoint), cache=cache),
             tls=TlsConfig(
@@ -108,11 +105,10 @@ def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
                 key=keys.provider.key,
                 tenant_authority=keys.authority.certificate,
             ),
-            limits=msgspec.structs.replace(
-                Limits(max_payload_mib=8, max_inflight_mib=64, max_inflight_mib_per_tenant=32), **limits
-            ),
-            executor=executor or ExecutorConfig(threads=1),
+            limits=msgspec.structs.replace(default, **limits),
+            executor=ExecutorConfig(threads=1),
         )
+        return msgspec.structs.replace(config, **options)
 
     return configure
 

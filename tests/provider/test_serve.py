@@ -36,7 +36,7 @@ from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
-from tests.provider.clients import Service, effect, execute
+from tests.provider.clients import Service, effect, execute, failure
 from tests.waiting import until
 from tests.warm import Popen
 
@@ -148,9 +148,7 @@ def test_a_killed_executor_process_is_restarted(
             assert forwarded.wait(20)
         monkeypatch.setattr(supervisor, "Popen", full_at_first)
         os.kill(first, signal.SIGKILL)
-        reply, _ = client.receive()
-        assert isinstance(reply, wire.Failure)
-        assert reply.code in wire.RETRYABLE
+        assert failure(client.receive()[0]) in wire.RETRYABLE
         turned_away = connect("bob", to=provider, role=None).hello(provider.model_digest)
         assert isinstance(turned_away, wire.Failure)  # a tenant that gets a welcome expects answers
         assert turned_away.code == wire.ErrorCode.BUSY
@@ -211,14 +209,14 @@ def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socke
 
 
 def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: Provider, tmp_path: Path) -> None:
-    taken = msgspec.structs.replace(configure(), listen=provider.address)
+    taken = configure(listen=provider.address)
     with pytest.raises(ConfigError, match="listen"):
         Provider(taken).start()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         Provider(configure(checkpoint=tmp_path)).start()
     for listen in ("a..b:0", "no.such.host.invalid:0"):
         with pytest.raises(ConfigError, match="listen"):
-            Provider(msgspec.structs.replace(configure(), listen=listen)).start()
+            Provider(configure(listen=listen)).start()
     for device in ("abacus", "meta"):
         with pytest.raises(ConfigError, match="device"):
             Provider(configure(executor=ExecutorConfig(device=device))).start()

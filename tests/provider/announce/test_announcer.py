@@ -199,7 +199,7 @@ def test_only_executors_are_listed(configure: Configure, vouching: Vouching) -> 
     with pytest.raises(ValueError, match="tenants choose their helpers by hand"):
         msgspec.structs.replace(config, registry=registry)
     with pytest.raises(ValueError, match="capacity_layers"):
-        msgspec.structs.replace(configure(), model=ModelConfig(checkpoint="model", layers="auto"))
+        configure(model=ModelConfig(checkpoint="model", layers="auto"))
 
 
 def test_a_provider_process_announces_its_end_on_sigterm(

@@ -71,7 +71,7 @@ def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> No
 
 def test_the_memory_for_blocks_is_counted_where_they_are_accepted(configure: Configure, store: WeightStore) -> None:
     def size(relay: RelayConfig) -> int:
-        config = msgspec.structs.replace(configure(), relay=relay)
+        config = configure(relay=relay)
         return sum(need.size for need in memory_plan(config, store.manifest(), store.served))
 
     accepts = RelayConfig(helpers=(Path("beta.pem"),), memory_mib=3)

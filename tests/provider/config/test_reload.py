@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.trust import Trust
+from tests.provider.clients import failure
 from tests.provider.operations.test_metrics import get
 from tests.waiting import until
 
@@ -114,7 +114,7 @@ def test_a_revoked_tenant_stays_revoked_until_a_restart(
     configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys
 ) -> None:
     """A list that is being rewritten is shorter for a moment. A file that is not a list is reported."""
-    config = msgspec.structs.replace(configure(), tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))
+    config = configure(tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))
     assert tls.revoked is not None
     whole = tls.revoked.read_text()
     with Provider(config) as provider:
@@ -132,9 +132,7 @@ def test_a_revoked_tenant_stays_revoked_until_a_restart(
         provider.reload()
         until(lambda: says(1))
         for name in ("bob", "carol"):
-            reply, _ = connect(name, role=None, to=provider).receive()
-            assert isinstance(reply, wire.Failure)
-            assert reply.code == wire.ErrorCode.REVOKED
+            assert failure(connect(name, role=None, to=provider).receive()[0]) == wire.ErrorCode.REVOKED
         assert isinstance(connect("alice", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
     with Provider(config) as provider:
         assert isinstance(connect("bob", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
@@ -154,7 +152,7 @@ def test_a_revocation_while_a_provider_starts_counts(
         return open_store(config)
 
     monkeypatch.setattr("provider.serve.open_store", slow)
-    with Provider(msgspec.structs.replace(configure(), tls=tls)) as provider:
+    with Provider(configure(tls=tls)) as provider:
         until(lambda: len(provider.status().tenants) == 0 and refused(connect, provider))
 
 

@@ -31,7 +31,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
-from tests.provider.clients import Client, effect, execute
+from tests.provider.clients import Client, effect, execute, failure
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
 
 WIDTH = 64  # layer groups of the tiny Llama
 SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
-
-
-def failure(reply: wire.Reply) -> wire.ErrorCode:
-    assert isinstance(reply, wire.Failure), reply
-    assert reply.detail
-    return reply.code
 
 
 def works(client: Client) -> bool:

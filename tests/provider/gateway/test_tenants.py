@@ -39,7 +39,7 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from tests.provider.clients import Client, effect, execute
+from tests.provider.clients import Client, effect, execute, failure
 from tests.waiting import until
 from threat_model.evidence.twins import twin_of
 
@@ -120,8 +120,7 @@ def test_a_tenants_own_quota_overrides_the_default(digits: int, configure: Confi
     """The log shows 16 digits of an authority, and `provider usage` all of them."""
     bob = TenantIdentity("bob", authority=f"sha256:{'b' * 64}")
     named = f"bob@sha256:{'b' * digits}"
-    config = msgspec.structs.replace(
-        configure(),
+    config = configure(
         quota=QuotaConfig(rows_per_s=5.0, weight=1.0),
         tenants={"alice": QuotaConfig(weight=2.0), named: QuotaConfig(rows_per_s=7.0)},
     )
@@ -134,17 +133,15 @@ def test_a_tenants_own_quota_overrides_the_default(digits: int, configure: Confi
 def test_a_quota_that_no_tenant_has_is_refused(name: str, configure: Configure) -> None:
     """Otherwise a spelling mistake leaves a tenant without limits."""
     with pytest.raises(ValueError, match="names no tenant"):
-        msgspec.structs.replace(configure(), tenants={name: QuotaConfig(rows_per_s=1.0)})
+        configure(tenants={name: QuotaConfig(rows_per_s=1.0)})
 
 
 def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect) -> None:
-    config = msgspec.structs.replace(configure(), tenants={"alice": QuotaConfig(rows_per_s=1.0)})
+    config = configure(tenants={"alice": QuotaConfig(rows_per_s=1.0)})
     with Provider(config) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         alice.product(execute(0, 100), ones(100))
-        reply = alice.ask(execute(0, 1), bytes(4 * WIDTH))
-        assert isinstance(reply, wire.Failure)
-        assert reply.code == wire.ErrorCode.BUSY
+        assert failure(alice.ask(execute(0, 1), bytes(4 * WIDTH))) == wire.ErrorCode.BUSY
         for _ in range(3):
             bob.product(execute(0, 100), ones(100))
 
@@ -154,7 +151,7 @@ def test_a_tenant_over_its_quota_is_told_which_one(
 ) -> None:
     """The answer that waited and the refusal name the limit, and so do the log and the metrics."""
     quota = QuotaConfig(rows_per_s=10.0, requests_per_s=1000.0)
-    with Provider(msgspec.structs.replace(configure(), tenants={"alice": quota})) as provider:
+    with Provider(configure(tenants={"alice": quota})) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         limits = []
         for rows in (19, 300, 1):  # the second waits for 0.9 s, the third would wait for 30 s
@@ -193,7 +190,7 @@ def test_refused_requests_have_a_limited_rate_and_are_billed(
 ) -> None:
     """The rate also holds before the hello, which needs no role. Refused requests take time from all tenants."""
     database, matrix = tmp_path / "usage.sqlite", bytes(8 * MIB)
-    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+    with Provider(configure(usage=UsageConfig(database=database))) as provider:
         alice, begun = connect("alice", to=provider, role=None), time.monotonic()
         for _ in range(20):
             assert isinstance(alice.ask(execute(0, 0), matrix), wire.Failure)
@@ -244,7 +241,7 @@ def test_a_tenant_that_trains_on_one_connection_trains_on_all(configure: Configu
 def test_counters_survive_sigkill(configure: Configure, launch: Launch, connect: Connect, tmp_path: Path) -> None:
     """The bill contains every answer that tenants have received, and at most the requests in flight in addition."""
     database = tmp_path / "usage.sqlite"
-    service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
+    service = launch(configure(usage=UsageConfig(database=database)))
     received = {"alice": 0, "bob": 0, "carol": 0}
     clients = {
         "alice": connect("alice", to=service),
@@ -278,7 +275,7 @@ def test_counters_survive_sigkill(configure: Configure, launch: Launch, connect:
     assert int(bill["carol"]["work"]) / int(bill["carol"]["rows"]) > int(bill["alice"]["work"]) / int(
         bill["alice"]["rows"]
     )  # the keystream is charged, too
-    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+    with Provider(configure(usage=UsageConfig(database=database))) as provider:
         connect("alice", to=provider).product(execute(0, 2), ones(2))
     again = {row["tenant"]: row for row in read(database)}
     assert again["alice"]["requests"] == int(bill["alice"]["requests"]) + 1
@@ -302,7 +299,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         cancelled.set()
 
     monkeypatch.setattr(ExecutorRequester, "cancel", noted)
-    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+    with Provider(configure(usage=UsageConfig(database=database))) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
         alice.product(execute(0, 1), ones(1))
@@ -335,9 +332,7 @@ def test_nothing_is_multiplied_for_a_tenant_that_has_left(
 ) -> None:
     """Alice exceeds her rate, and disconnects before her request is multiplied."""
     database = tmp_path / "usage.sqlite"
-    config = msgspec.structs.replace(
-        configure(), usage=UsageConfig(database=database), quota=QuotaConfig(requests_per_s=4.0)
-    )
+    config = configure(usage=UsageConfig(database=database), quota=QuotaConfig(requests_per_s=4.0))
     with Provider(config) as provider:
         alice = connect("alice", to=provider)
         for _ in range(5):
@@ -369,7 +364,7 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
         cancel(self)
         cancelled.set()
 
-    config = msgspec.structs.replace(configure(), scheduler=SchedulerConfig(max_batch_rows=5))
+    config = configure(scheduler=SchedulerConfig(max_batch_rows=5))
     with Provider(msgspec.structs.replace(config, usage=UsageConfig(database=database))) as provider:
         connect("bob", to=provider).product(execute(0, 5), ones(5))
         monkeypatch.setattr(ExecutorRequester, "cancel", noted)
@@ -431,7 +426,7 @@ def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
     database = tmp_path / "usage.sqlite"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     usage = UsageConfig(database=database, max_unwritten_s=0.5)
-    with Provider(msgspec.structs.replace(configure(), usage=usage)) as provider:
+    with Provider(configure(usage=usage)) as provider:
         alice = connect("alice", to=provider)
         alice.product(execute(0, 1), ones(1))
         assert provider.status().usage_unwritten_s == 0
@@ -439,9 +434,7 @@ def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
         try:
             alice.product(execute(0, 2), ones(2))
             until(lambda: provider.status().usage_unwritten_s > 0.5)
-            reply = alice.ask(execute(0, 4), bytes(4 * 4 * WIDTH))
-            assert isinstance(reply, wire.Failure)
-            assert reply.code == wire.ErrorCode.BUSY
+            assert failure(alice.ask(execute(0, 4), bytes(4 * 4 * WIDTH))) == wire.ErrorCode.BUSY
             assert not provider.status().ready
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -652,9 +645,7 @@ def test_a_revoked_tenants_connection_is_closed_during_a_request(
         assert revoked.at_end()
         alice.product(execute(0, 1), ones(1))
         again = connect(context=context, role=None, to=provider)
-        reply, _ = again.receive()
-        assert isinstance(reply, wire.Failure)
-        assert reply.code == wire.ErrorCode.REVOKED
+        assert failure(again.receive()[0]) == wire.ErrorCode.REVOKED
         assert again.at_end()
 
 
@@ -697,9 +688,7 @@ def test_a_revoked_certificate_with_the_other_signature_is_refused(
         revoke(listed, [dora.certificate])
         provider.reload()
         assert before.at_end()
-        reply, _ = connect(context=context, role=None, to=provider).receive()
-        assert isinstance(reply, wire.Failure)
-        assert reply.code == wire.ErrorCode.REVOKED
+        assert failure(connect(context=context, role=None, to=provider).receive()[0]) == wire.ErrorCode.REVOKED
 
 
 def test_a_malformed_revocation_list_changes_nothing_and_prevents_a_start(

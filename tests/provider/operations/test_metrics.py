@@ -48,7 +48,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def test_the_operators_address(configure: Configure, connect: Connect) -> None:
-    config = msgspec.structs.replace(configure(), metrics=MetricsConfig(listen="127.0.0.1:0"))
+    config = configure(metrics=MetricsConfig(listen="127.0.0.1:0"))
     with Provider(config) as provider:
         address = provider.metrics_address
         assert address is not None
@@ -106,7 +106,7 @@ def test_the_operators_address(configure: Configure, connect: Connect) -> None:
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
 def test_metrics_listen_at_the_configured_address(configure: Configure, listen: str) -> None:
-    with Provider(msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=listen))) as provider:
+    with Provider(configure(metrics=MetricsConfig(listen=listen))) as provider:
         assert provider.metrics_address is not None
         assert provider.metrics_address.startswith(listen.removesuffix("0"))
         assert get(provider.metrics_address, "/healthz") == (200, "alive\n")
@@ -118,7 +118,7 @@ def test_a_public_metrics_address_is_warned_about() -> None:
 
 
 def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> None:
-    taken = msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=provider.address))
+    taken = configure(metrics=MetricsConfig(listen=provider.address))
     with pytest.raises(ConfigError, match="metrics"):
         Provider(taken).start()
     assert isinstance(CliRunner().invoke(app, ["top"]).exception, ConfigError)

@@ -27,7 +27,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
-from tests.provider.clients import Client, effect, execute
+from tests.provider.clients import Client, effect, execute, failure
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
         for _ in range(20):
             assert torch.equal(client.product(effect(0, 9, seed=seed)), expected)
 
-    config = msgspec.structs.replace(configure(), scheduler=scheduling)
+    config = configure(scheduler=scheduling)
     with Provider(config) as provider, ThreadPoolExecutor(8) as pool:
         runs = [*(pool.submit(executor, number) for number in range(6)), *(pool.submit(helper) for _ in range(2))]
         for run in runs:
@@ -229,9 +229,8 @@ def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: Weig
         low = msgspec.structs.replace(seeded, ring_bits=24, nonce=secrets.token_bytes(16))
         assert torch.equal(helper.product(low), helper.product(seeded) << 8 >> 8)
     floats = msgspec.structs.replace(execute(0, 1, arithmetic="float"), ring_bits=24)
-    reply = client.ask(floats, wire.FLOAT32.pack(torch.ones(1, store.manifest().groups[0].inputs)))
-    assert isinstance(reply, wire.Failure)
-    assert reply.code == wire.ErrorCode.BAD_REQUEST
+    packed = wire.FLOAT32.pack(torch.ones(1, store.manifest().groups[0].inputs))
+    assert failure(client.ask(floats, packed)) == wire.ErrorCode.BAD_REQUEST
 
 
 def test_a_failing_product_is_answered_and_forgotten(

@@ -29,7 +29,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from tests.provider.clients import Client
+from tests.provider.clients import Client, failure
 from tests.provider.relay.conftest import configured
 from tests.waiting import until
 
@@ -271,9 +271,7 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
         ({"rows": 10_000}, wire.ErrorCode.BUSY),  # over the tenant's share of the memory
     ]
     for fields, code in wrong:
-        reply = link.deposit(tenant, **fields)
-        assert isinstance(reply, wire.Failure), fields
-        assert reply.code == code, (fields, reply)
+        assert failure(link.deposit(tenant, **fields)) == code, fields
     assert pair.executor.status().blocks == before
     block = secrets.token_bytes(16)
     assert link.deposit(tenant, nonce=block) == wire.Deposited(block=block)
@@ -396,16 +394,12 @@ def test_a_helper_brings_no_blocks_for_a_tenant_whose_certificate_was_revoked(
 
 def test_a_link_carries_nothing_but_blocks(link: Link, pair: Pair, new_tenant: NewTenant) -> None:
     hello = wire.Hello(version=wire.RELAY_VERSION, role="executor", model_digest=pair.executor.model_digest)
-    reply = link.ask(hello)
-    assert isinstance(reply, wire.Failure)
-    assert reply.code == wire.ErrorCode.BAD_FRAME
+    assert failure(link.ask(hello)) == wire.ErrorCode.BAD_FRAME
     assert link.at_end()
     tenant = new_tenant()
     binding: dict[str, Any] = {"nonce": bytes(16), "group": 0, "direction": "forward", "arithmetic": "ring", "rows": 1}
     deposit = wire.Deposit(**binding, permit=tenant.permit, signature=b"-")
-    reply = tenant.executor.ask(deposit)  # a tenant is not a helper either
-    assert isinstance(reply, wire.Failure)
-    assert reply.code == wire.ErrorCode.BAD_FRAME
+    assert failure(tenant.executor.ask(deposit)) == wire.ErrorCode.BAD_FRAME  # a tenant is not a helper either
     assert tenant.executor.at_end()
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.network.addresses import local_address
 from symbiosis_priv.system.interrupts import importing, loading
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
@@ -117,7 +118,7 @@ def health(
 
     if config is not None:
         settings = load(config)
-        address, certificate = address or settings.listen, certificate or settings.tls.certificate
+        address, certificate = address or local_address(settings.listen), certificate or settings.tls.certificate
     if address is None or certificate is None:
         raise ConfigError("name the provider: --config provider.toml, or ADDRESS and --certificate PROVIDER.pem")
     report = ask_health(
@@ -180,7 +181,7 @@ def top(
     address = address or (None if config is None else load(config).metrics.listen)
     if address is None:
         raise ConfigError("no address: set [metrics] listen in provider.toml and name it with --config")
-    watch(address, interval=interval, once=once)
+    watch(local_address(address), interval=interval, once=once)
 
 
 @app.command()

@@ -33,6 +33,17 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def local_address(listen: str) -> str:
+    """Return the address at which programs of this machine reach a listener: with the loopback address if it listens on
+    all addresses. Raises `ConfigError` as `parse_address` does."""
+    host, port = parse_address(listen)
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    with contextlib.suppress(ValueError):
+        if found := loopback.get(str(ipaddress.ip_address(host))):
+            return f"{found}:{port}"
+    return listen
+
+
 def is_internal(address: str) -> bool:
     """Returns True for a loopback address, an address of the link or of a cloud's metadata service, and for an address
     that is not unicast. False for every other address, private networks included, and for a name.

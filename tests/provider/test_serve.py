@@ -323,7 +323,7 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     text = text.replace('"model"', json.dumps(configure().model.checkpoint))
     text = text.replace('# cache = "cache"', f"cache = {json.dumps(str(configure().model.cache))}")
     text = text.replace('"keys/alpha.pem"', json.dumps(str(keys.provider.certificate)))
-    path.write_text(text.replace("127.0.0.1:7401", provider.address), encoding="utf-8")
+    path.write_text(text.replace("127.0.0.1:7401", provider.address.replace("127.0.0.1", "0.0.0.0")), encoding="utf-8")
     result = run.invoke(app, ["manifest", "-c", str(path)])
     assert result.stdout.strip() == provider.model_digest, result.output
     bob = keys.tenants["bob"]

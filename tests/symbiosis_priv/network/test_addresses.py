@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import is_internal, is_own, parse_address
+from symbiosis_priv.network.addresses import is_internal, is_own, local_address, parse_address
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
 """IPv6 addresses of the metadata services of AWS, Google, Oracle and Scaleway."""
@@ -18,6 +18,20 @@ VISIBLE = st.characters(exclude_categories=["C", "Z"], exclude_characters="[]")
 @given(host=st.text(VISIBLE, min_size=1), port=st.integers(0, (1 << 16) - 1))
 def test_an_address_survives_formatting_and_parsing(host: str, port: int) -> None:
     assert parse_address(f"{host}:{port}") == parse_address(f"[{host}]:{port}") == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("listen", "dialled"),
+    [
+        ("0.0.0.0:7401", "127.0.0.1:7401"),
+        ("[::]:7401", "[::1]:7401"),
+        ("[0:0::0]:7401", "[::1]:7401"),
+        ("10.0.0.1:7401", "10.0.0.1:7401"),
+        ("alpha.example:7401", "alpha.example:7401"),
+    ],
+)
+def test_a_listener_on_all_addresses_is_dialled_at_loopback(listen: str, dialled: str) -> None:
+    assert local_address(listen) == dialled
 
 
 @example("[]:1")

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.network.addresses import local_address
 from symbiosis_priv.system.interrupts import importing, loading
 
@@ -110,7 +110,7 @@ def health(
     certificate: Annotated[Path | None, typer.Option(help="The provider's pinned certificate.")] = None,
     tenant_certificate: Annotated[Path, typer.Option(help="A tenant's certificate.")],
     tenant_key: Annotated[Path, typer.Option(help="Private key of that certificate.")],
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
     from provider.config.provider_toml import load
@@ -171,7 +171,7 @@ def top(
     *,
     config: OptionalConfig = None,
     address: Annotated[str | None, typer.Option(help="[metrics] listen of the provider, instead of --config.")] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one update and end.")] = False,
 ) -> None:
     """Show a running provider, live: tenants, queue, batches, rows per second, busiest layers. Ctrl-C ends it."""

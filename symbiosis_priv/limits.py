@@ -21,6 +21,9 @@ DEFAULT_WEIGHT_BITS: Final = 10
 GroupIndex = NewType("GroupIndex", int)
 """The number of a layer group in its manifest, from 0."""
 
+MAX_SECONDS: Final = 86_400.0
+"""Longest time limit or interval of a command."""
+
 RingBits = Literal[24, 32]
 """Bits of an integer of a masked row, an effect or an answer on the wire."""
 DEFAULT_RING_BITS: Final = 32

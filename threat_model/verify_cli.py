@@ -16,7 +16,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.system.files import output_file, write_atomically
 from symbiosis_priv.system.interrupts import loading
 from tenant.cli.options import takes
@@ -76,8 +76,10 @@ def verify(
     ] = False,
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
     seed: Annotated[int | None, typer.Option(min=0, help="Repeat the run that printed this seed.")] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer.")] = 30.0,
-    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for all properties of one provider.")] = 300.0,
+    deadline: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for one answer.")] = 30.0,
+    budget: Annotated[
+        float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds for all properties of one provider.")
+    ] = 300.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write every outcome here.")
     ] = None,

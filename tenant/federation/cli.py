@@ -18,7 +18,7 @@ from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.system.interrupts import loading
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -117,7 +117,7 @@ def check(
         str | None,
         typer.Option(help="Your own full checkpoint, to check layers and products. Needed once per model."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for each provider.")] = 10.0,
 ) -> None:
     """Check every provider: certificate, role, digest, layers, products, clock and speed.
 

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.executor.executor import Executor
@@ -858,3 +859,13 @@ def test_missing_arguments_are_named(place: Place) -> None:
         verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"), model=str(place.checkpoint), **files)
     with pytest.raises(ConfigError, match="--federation FILE"):
         verify_command()
+
+
+@pytest.mark.parametrize("option", ["--budget", "--deadline"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-1"])
+def test_a_time_limit_is_a_finite_number_of_seconds(option: str, value: str) -> None:
+    app = typer.Typer()
+    app.command()(verify_command)
+    result = CliRunner().invoke(app, [f"{option}={value}"])
+    assert result.exit_code == 2
+    assert option in result.output

@@ -39,7 +39,7 @@ Adapters = dict[int, dict[str, Tensor]]
 
 SCHEMES = ("pad-1", "pad-2", "local", "none")
 MODELS = ("llama", "gpt2")
-FIRST_STEPS = 6
+FIRST_STEPS, FEWER_TOKENS = 3, 8
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 
 
@@ -63,10 +63,11 @@ def test_logits_and_gradients(
 
     def seen(how: str) -> list[dict[str, Tensor]]:
         found = []
+        model = open_model(path, config_for(federation, how))
+        model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
         for name in (BUILDS[0], BUILDS[-1]):
+            model.zero_grad()
             with build(name):
-                model = open_model(path, config_for(federation, how))
-                model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
                 out = model(input_ids=IDS, labels=IDS)
                 out.loss.backward()
             gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -166,19 +167,21 @@ def test_64_tokens(
     def tokens(how: str, cases: Collection[str]) -> dict[str, Tensor]:
         model = open_model(path, config_for(federation, how)).eval()
         made = {
-            name: generate(model, ids, mask, GENERATIONS[name], new=64 if name == "greedy" and len(cases) > 1 else 20)
+            name: generate(
+                model, ids, mask, GENERATIONS[name], new=64 if name == "greedy" and len(cases) > 1 else FEWER_TOKENS
+            )
             for name in cases
             if name in GENERATIONS
         }
         if "alone" in cases:
-            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"], new=20)
+            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"], new=FEWER_TOKENS)
         return made
 
     if (path, "tokens") not in simulated:
         simulated[path, "tokens"] = tokens("simulate", (*GENERATIONS, "alone"))
     expected = simulated[path, "tokens"]
     made = tokens(scheme, expected if scheme == "pad-1" else ["greedy"])
-    assert made["greedy"].shape == (2, 11 + (64 if scheme == "pad-1" else 20))
+    assert made["greedy"].shape == (2, 11 + (64 if scheme == "pad-1" else FEWER_TOKENS))
     for name, its in made.items():
         assert torch.equal(its, expected[name][:, : its.shape[1]]), name
     assert made.keys() == (expected.keys() if scheme == "pad-1" else {"greedy"})
@@ -190,7 +193,7 @@ def test_plain_peft_loads_the_adapter(base: Base, open_model: Open, train: Train
     """Train with masking, save, and load into plain PEFT on the full float model."""
     path, federation = base
     model = open_model(path, config_for(federation, "pad-1"))
-    train(model, steps=5)
+    train(model, steps=2)
     model.save_pretrained(tmp_path / "adapter")
     assert {p.name for p in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     full = AutoModelForCausalLM.from_pretrained(path)
@@ -236,7 +239,7 @@ def after_training(
     def run(scheme: str, variant: str) -> dict[str, Tensor]:
         if (scheme, variant) not in simulated:
             model = open_model(llama, config_for(llama_federation, scheme))
-            train(model, steps=5, **VARIANTS[variant])
+            train(model, steps=2, **VARIANTS[variant])
             simulated[scheme, variant] = adapter_of(model)
         return simulated[scheme, variant]
 
@@ -258,10 +261,10 @@ def test_a_resumed_training_gives_the_same_adapter_as_an_uninterrupted_one(
     """A new model, a new session and new masks give the same adapter."""
     config = config_for(llama_federation, "pad-1")
     whole = open_model(llama, config)
-    train(whole, steps=8, save_strategy="steps", save_steps=4, output_dir=str(tmp_path / "run"))
+    train(whole, steps=4, save_strategy="steps", save_steps=2, output_dir=str(tmp_path / "run"))
     backend_of(whole).close()
     resumed = open_model(llama, config)
-    train(resumed, steps=8, resume=str(tmp_path / "run" / "checkpoint-4"), output_dir=str(tmp_path / "again"))
+    train(resumed, steps=4, resume=str(tmp_path / "run" / "checkpoint-2"), output_dir=str(tmp_path / "again"))
     assert equal(adapter_of(whole), adapter_of(resumed))
 
 

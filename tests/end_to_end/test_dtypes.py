@@ -52,7 +52,7 @@ def forward_backward_generate(model: Any) -> dict[str, Tensor]:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) > 10
     tokens = model.eval().generate(
-        input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, min_new_tokens=6, pad_token_id=0
+        input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, min_new_tokens=3, pad_token_id=0
     )
     return gradients | {"logits": out.logits, "tokens": tokens}
 

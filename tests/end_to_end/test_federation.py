@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LAYERS = {"executor-1": "0-1", "executor-2": "1-2", "executor-3": "0-2"}
 # four layer groups per layer, and the head
 GROUPS = {"executor-1": range(8), "executor-2": range(4, 13), "executor-3": range(13)}
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_provider_that_lies_rarely_is_caught_at_its_first_lie(
 def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> None:
     """A small version of `symbiosis-priv bench chaos`."""
     work = TenantWork(steps=8, generations=1, kills=3)
-    chaos = run_chaos(tmp_path, work, Killing(executors=2, every=1.0))
+    chaos = run_chaos(tmp_path, work, Killing(executors=2, every=0.3))
     assert chaos.identical
     assert len(chaos.kills) >= work.kills
     assert chaos.disturbed.steps >= work.steps

@@ -5,9 +5,12 @@ import itertools
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from symbiosis_priv import cli
 
@@ -24,11 +27,21 @@ def typed(text: str) -> list[list[str]]:
     return [shlex.split(re.sub(r"\\\n|\|\w+", " ", words)) for words in found]
 
 
-@functools.cache  # showing help takes longer than everything else here
-def options_of(*command: str) -> set[str]:
-    shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, command
-    return set(re.findall(r"--[\w-]+", shown.output))
+@functools.cache  # making a group takes longer than everything else here
+def command_of(*words: str) -> Any:
+    """The command of these words. Arguments of the command may follow its name."""
+    if not words:
+        return get_command(cli.app)
+    command = command_of(*words[:-1])
+    if not isinstance(command, TyperGroup):
+        return command
+    assert words[-1] in command.commands, words
+    return command.resolve_command(typer.Context(command), [words[-1]])[1]
+
+
+def options_of(*words: str) -> set[str]:
+    shown = [parameter for parameter in command_of(*words).params if not getattr(parameter, "hidden", False)]
+    return {option for parameter in shown for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
 
 
 def check(words: list[str]) -> None:

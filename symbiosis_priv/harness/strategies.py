@@ -10,6 +10,7 @@ of zeros, one-hot rows, rows that meet a Hölder bound with equality, and the co
     def test_my_provider(rows): ...
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import DrawFn, SearchStrategy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -31,15 +33,26 @@ EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, 65504.0, 6e-8, 1e-45, -1e-38, 2.
 RING_CORNERS = (0, 1, -1, 2**31 - 1, -(2**31), 0x80, -0x80, 0x7F7F7F7F, -0x7F7F7F80, 1 << 29, 1 << 16)
 """Both ends of int32, high powers of two, and numbers whose balanced bytes carry."""
 
+# strategies that are made once: Hypothesis examines every new strategy before it draws from it
+_DIRECTIONS: SearchStrategy[Direction] = st.sampled_from(DIRECTIONS)
+_ROW_COUNTS = st.sampled_from(ROW_COUNTS)
+_SEEDS = st.integers(0, 2**32 - 1)
+_FLOAT_KINDS = st.sampled_from(("sparse", "dense", "ordinary", "constant", "one-hot"))
+_FLOATS = st.sampled_from(EXTREMES) | st.floats(allow_nan=False, allow_infinity=False)
+_OUTLIERS = st.sampled_from((1.0, 100.0, 1e30))
+_RING_KINDS = st.sampled_from(("sparse", "uniform", "corners"))
+_RING_CORNERS = st.sampled_from(RING_CORNERS)
+_WORDS = _RING_CORNERS | st.integers(-(2**31), 2**31 - 1)
+
 
 def directions() -> SearchStrategy[Direction]:
     """Forward or backward."""
-    return st.sampled_from(DIRECTIONS)
+    return _DIRECTIONS
 
 
 def row_counts() -> SearchStrategy[int]:
     """Number of rows of a request; may be 0."""
-    return st.sampled_from(ROW_COUNTS)
+    return _ROW_COUNTS
 
 
 @st.composite
@@ -61,22 +74,21 @@ def float_rows(
     """
     shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))
     dtype = draw(st.sampled_from(dtypes))
-    kind = draw(st.sampled_from(("sparse", "dense", "ordinary", "constant", "one-hot")))
-    anything = st.sampled_from(EXTREMES) | st.floats(allow_nan=False, allow_infinity=False)
+    kind = draw(_FLOAT_KINDS)
     if kind == "sparse":  # Hypothesis chooses and shrinks few values; all other entries have one value
-        rows = draw(hnp.arrays(np.float64, shape, elements=anything, fill=anything))
+        rows = draw(_sparse_floats(shape))
     else:
-        generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        generator = np.random.default_rng(draw(_SEEDS))
         rows = generator.standard_normal(shape)
         if kind == "dense":  # all magnitudes in one row
             rows *= 10.0 ** generator.uniform(-45, 37, shape)
         elif kind == "ordinary":  # like a model's rows: some channels are much larger
-            rows *= np.where(generator.random(shape[1]) < 0.05, draw(st.sampled_from((1.0, 100.0, 1e30))), 1.0)
+            rows *= np.where(generator.random(shape[1]) < 0.05, draw(_OUTLIERS), 1.0)
         elif kind == "constant":
-            rows = np.full(shape, draw(anything))
+            rows = np.full(shape, draw(_FLOATS))
         else:
             rows = np.zeros(shape)
-            rows[np.arange(shape[0]), generator.integers(0, shape[1], shape[0])] = draw(anything)
+            rows[np.arange(shape[0]), generator.integers(0, shape[1], shape[0])] = draw(_FLOATS)
     edge = min(largest, torch.finfo(dtype).max)
     return torch.from_numpy(np.clip(rows, -edge, edge)).to(dtype)
 
@@ -85,16 +97,25 @@ def float_rows(
 def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | None = None) -> Tensor:
     """Masked rows or effects, int32 `[count, width]`: uniform with corners, or corners alone."""
     shape = (_draw(draw, row_counts() if count is None else count), width)
-    corners = st.sampled_from(RING_CORNERS)
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("sparse", "uniform", "corners")))
+    generator = np.random.default_rng(draw(_SEEDS))
+    kind = draw(_RING_KINDS)
     if kind == "sparse":
-        rows = draw(hnp.arrays(np.int32, shape, elements=corners | st.integers(-(2**31), 2**31 - 1), fill=corners))
+        rows = draw(_sparse_words(shape))
     elif kind == "uniform":
         rows = generator.integers(-(2**31), 2**31, shape, dtype=np.int32)
     else:
         rows = generator.choice(np.array(RING_CORNERS, dtype=np.int32), shape)
     return torch.from_numpy(rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sparse_floats(shape: tuple[int, int]) -> SearchStrategy[NDArray[np.float64]]:
+    return hnp.arrays(np.float64, shape, elements=_FLOATS, fill=_FLOATS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sparse_words(shape: tuple[int, int]) -> SearchStrategy[NDArray[np.int32]]:
+    return hnp.arrays(np.int32, shape, elements=_WORDS, fill=_RING_CORNERS)
 
 
 def _draw(draw: DrawFn, value: int | SearchStrategy[int]) -> int:

@@ -16,6 +16,7 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.subject import Case, Subject, effect_case
 
 _MOST_ROWS = 40
+_COUNTS = testing.row_counts() | st.integers(0, _MOST_ROWS)
 
 
 def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
@@ -23,8 +24,7 @@ def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
     return ("ring", "float", "float_bias_free") if subject.floats else ("ring",)
 
 
-@st.composite
-def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
+def _windowed(draw: DrawFn, rows: Tensor) -> Tensor:
     """All columns of the rows, or only some neighbouring columns. Shrinks to the one column that shows a fault."""
     width = rows.shape[1]
     # Twice the width, so that the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
@@ -35,8 +35,7 @@ def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
     return out
 
 
-@st.composite
-def rows(
+def _rows(
     draw: DrawFn,
     subject: Subject,
     index: int,
@@ -47,13 +46,13 @@ def rows(
     """Rows for one layer group: zero, one and odd counts; uniform entries, extreme entries, zeros, few columns."""
     width, _ = subject.oracle.widths(index, direction, by_expert=counts is not None)
     if arithmetic == "ring":
-        count = _counts(subject, index) if counts is None else sum(counts)
+        count = _count(draw, subject, index) if counts is None else sum(counts)
         drawn = draw(testing.ring_rows(width=width, count=count))
     else:
         # Sums of products must stay below 2^128: the error bound does not hold after an overflow.
-        floats = (torch.float32,)
-        drawn = draw(testing.float_rows(width=width, count=_counts(subject, index), dtypes=floats, largest=2.0**96))
-    return draw(windowed(drawn))
+        count, floats = _count(draw, subject, index), (torch.float32,)
+        drawn = draw(testing.float_rows(width=width, count=count, dtypes=floats, largest=2.0**96))
+    return _windowed(draw, drawn)
 
 
 @st.composite
@@ -65,8 +64,8 @@ def products(
     index = draw(st.sampled_from([i for i in subject.sampled if not biased or oracle.has_bias(i)]))
     direction: Direction = FORWARD if biased else draw(testing.directions())
     arithmetic = draw(st.sampled_from(arithmetics))
-    counts = draw(expert_counts(subject, index)) if arithmetic == "ring" else None
-    drawn = draw(rows(subject, index, direction, arithmetic, counts))
+    counts = _expert_counts(draw, subject, index) if arithmetic == "ring" else None
+    drawn = _rows(draw, subject, index, direction, arithmetic, counts)
     return Case(index, direction, arithmetic, drawn, counts=counts)
 
 
@@ -85,8 +84,8 @@ def effects(
     way: Direction = draw(testing.directions()) if direction is None else direction
     first = draw(st.sampled_from((0, 1, 63, 2**32 - 1, 2**40)) | st.integers(0, 2**61))
     seed = Seed(draw(st.binary(min_size=SEED_BYTES, max_size=SEED_BYTES)))
-    counts = draw(expert_counts(subject, index, by_expert=by_expert))
-    count = draw(_counts(subject, index)) if counts is None else sum(counts)
+    counts = _expert_counts(draw, subject, index, by_expert=by_expert)
+    count = _count(draw, subject, index) if counts is None else sum(counts)
     return effect_case(subject.oracle, index, way, seed=seed, first_row=first, rows=count, counts=counts)
 
 
@@ -97,8 +96,8 @@ def by_expert(draw: DrawFn, subject: Subject, stacks: Sequence[int]) -> Case:
     if subject.role == "helper":
         return draw(effects(subject, index=index, by_expert=True))
     direction = draw(testing.directions())
-    counts = draw(expert_counts(subject, index, by_expert=True))
-    drawn = draw(rows(subject, index, direction, "ring", counts))
+    counts = _expert_counts(draw, subject, index, by_expert=True)
+    drawn = _rows(draw, subject, index, direction, "ring", counts)
     return Case(index, direction, "ring", drawn, counts=counts)
 
 
@@ -118,14 +117,13 @@ def batches(draw: DrawFn, subject: Subject, *, size: int) -> list[Case]:
     first = draw(products(subject, arithmetics=arithmetics(subject)))
     cases = [first]
     for _ in range(size - 1):
-        counts = draw(expert_counts(subject, first.index, by_expert=first.counts is not None))
-        other = draw(rows(subject, first.index, first.direction, first.arithmetic, counts))
+        counts = _expert_counts(draw, subject, first.index, by_expert=first.counts is not None)
+        other = _rows(draw, subject, first.index, first.direction, first.arithmetic, counts)
         cases.append(replace(first, rows=other, counts=counts))
     return cases
 
 
-@st.composite
-def expert_counts(draw: DrawFn, subject: Subject, index: int, *, by_expert: bool | None = None) -> Counts | None:
+def _expert_counts(draw: DrawFn, subject: Subject, index: int, *, by_expert: bool | None = None) -> Counts | None:
     """Rows of every expert of a stack: none at all, all at one expert, or a few at each. None for a dense request.
 
     Args:
@@ -144,6 +142,5 @@ def expert_counts(draw: DrawFn, subject: Subject, index: int, *, by_expert: bool
     return tuple(map(routes.count, range(experts)))
 
 
-def _counts(subject: Subject, index: int) -> SearchStrategy[int]:
-    limit = subject.row_limit(index)
-    return (testing.row_counts() | st.integers(0, _MOST_ROWS)).map(lambda count: min(count, limit))
+def _count(draw: DrawFn, subject: Subject, index: int) -> int:
+    return min(draw(_COUNTS), subject.row_limit(index))

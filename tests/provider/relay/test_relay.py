@@ -17,6 +17,7 @@ from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
 from provider.relay import links
 from provider.relay.matrices import without_blocks
+from provider.scheduler.scheduler import Scheduler
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
@@ -128,6 +129,31 @@ def test_blocks_are_billed(new_tenant: NewTenant, pair: Pair) -> None:
         tenant.executor.send(wire.FetchBlock(block=block_id(effect)))
         tenant.executor.receive()
         assert billed(pair.executor) == (size, number * size)
+
+
+def test_the_second_keystream_is_charged_and_billed(
+    new_tenant: NewTenant, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper's second keystream has the columns of the product, as its first one has the columns of the rows."""
+    tenant, put, charged = new_tenant(), Scheduler.put, list[int]()
+
+    def record(scheduler: Any, job: Any) -> None:
+        charged.append(job.rows * (job.row_cost - job.row_work))
+        put(scheduler, job)
+
+    def billed() -> int:
+        assert pair.helper._gateway is not None
+        return sum(one.work for one in pair.helper._gateway.state.usage.totals().values())
+
+    monkeypatch.setattr(Scheduler, "put", record)
+    before = billed()
+    effect = tenant.relay(GROUP, 3)
+    relayed = billed() - before
+    tenant.helper.send(msgspec.structs.replace(effect, nonce=bytes(16), relay=None))
+    tenant.helper.receive()
+    inputs, outputs = tenant.store.manifest().groups[GROUP].columns("forward")
+    assert charged[0] * inputs == charged[1] * (inputs + outputs)
+    assert 2 * relayed - (billed() - before) == charged[0] - charged[1]
 
 
 def test_evidence_is_kept_until_the_answer_is_confirmed(new_tenant: NewTenant, pair: Pair) -> None:

@@ -29,24 +29,32 @@ def report(quick: Suite) -> ActiveReport:
     return quick.active
 
 
+def refused(report: ActiveReport, kind: str) -> bool:
+    """Returns True if the report has attacks of this kind, and the tenant as it is has refused all of them."""
+    found = [d for d in report.detections if d.name.startswith(f"{kind}: ")]
+    return bool(found) and all(d.caught == d.trials for d in found)
+
+
 def test_every_lie_is_caught(report: ActiveReport) -> None:
     for detection in report.detections:
         assert detection.caught == detection.trials, detection
     assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
 
 
-def test_liars_of_a_relay_are_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liars_of_a_relay_are_named(report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a tenant that believes what an executor hands out, signed or not."""
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
-    assert all(attack_relays(lab, preparation).values())
+    assert refused(report, "lying relay")
     monkeypatch.setattr("tenant.session.evidence.is_signed", lambda *_: True)
     found = attack_relays(lab, preparation)
     assert not found["an executor changes the block"]  # the helper would be named, too
 
 
-def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_folders_are_refused_by_the_checks_of_folders(
+    report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: a tenant that checks no folder. Then only the seal and the digests refuse attacks."""
-    assert all(attack_folders(lab).values())
+    assert refused(report, "hostile folder")
     for module in (
         "tenant.model.hf",
         "symbiosis_priv.checkpoints.checkpoint",
@@ -77,10 +85,12 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypa
     } <= fallen
 
 
-def test_lying_registries_are_refused_by_the_checks_of_descriptors(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lying_registries_are_refused_by_the_checks_of_descriptors(
+    report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted faults: a tenant that accepts any signer, one that identifies revoked certificates by all of their
     bytes, and one that ignores companies and its own file."""
-    assert all(attack_registry(lab.federation).values())
+    assert refused(report, "lying registry")
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
         patch.setattr("symbiosis_priv.certificates.signing.is_signed", lambda *_: True)

@@ -12,7 +12,7 @@ unknown, and the number of operations is limited.
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -28,6 +28,8 @@ _aten = torch.ops.aten
 _MOST_VALUES = 1 << 16
 _BUDGET = 1 << 17  # operations, of some 0.1 ms each; a Llama of 126 layers takes 27,000, a Mamba 2 of 64 takes 50,000
 _VALUES_PER_OPERATION = 1 << 12  # an operation on many values takes the time of several
+
+_MOST_RESULTS = 1 << 13  # operations in `_results`, of some 1 KB each
 
 _UNINITIALISED = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty))
 _BY_SHAPE = frozenset(
@@ -71,7 +73,7 @@ class KnownValues(TorchDispatchMode):
         self._spend(sum(operand.numel() for operand in known))
         if kind in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
-        elif any(tag in func.tags for tag in _SHAPED_BY_VALUES):
+        elif _is_shaped_by_values(func):
             args = _each(_zeros, args)
             self._spend(_most_results(kind, args))
             return func(*args, **kwargs)
@@ -81,8 +83,7 @@ class KnownValues(TorchDispatchMode):
             args, unknown = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:]), False
         elif func in _EQUALITY and unknown and args[0].is_floating_point():
             return torch.tensor(kind is _aten.ne, dtype=torch.bool, device="cpu").expand(args[0].shape)
-        names, values = tuple(kwargs), tuple(kwargs.values())
-        result = _on("meta", func, _each(_shape, args), dict(zip(names, _each(_shape, values), strict=True)))
+        result = _without_values(func, args, kwargs)
         if unknown:
             return args[0] if _writes_to_known(func, args) else result
         elements = sum(tensor.numel() for tensor in _tensors((result,)))
@@ -110,14 +111,58 @@ class KnownValues(TorchDispatchMode):
             raise UnsupportedModelError("the model of this config.json takes too many operations to be traced")
 
 
+_LITERALS = frozenset((torch.tensor, torch.as_tensor, Tensor.new_tensor))
+
+
 class _Literals(TorchFunctionMode):
     """Keeps the values of `torch.tensor([...])` on the meta device, which no operation of the dispatcher shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+        if func in _LITERALS:
             kwargs = kwargs | {"device": "cpu"}
         return func(*args, **kwargs)
+
+
+_results: dict[Hashable, Any] = {}
+"""Unknown results of operations, by what their layouts depend on. torch computes most of them in Python, which takes
+most of a trace's time, and models repeat their layers."""
+
+
+def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the unknown result of an operation."""
+    names, values = tuple(kwargs), tuple(kwargs.values())
+    key = (func, torch.get_default_dtype(), names, _layouts(args), _layouts(values)) if _makes_new(func) else None
+    if key in _results:
+        (result,) = _each(_unknown, (_results[key],))
+        return result
+    result = _on("meta", func, _each(_shape, args), dict(zip(names, _each(_shape, values), strict=True)))
+    if key is not None and len(_results) < _MOST_RESULTS:
+        (_results[key],) = _each(_unknown, (result,))
+    return result
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Returns True if an operation makes new tensors: no views, and no operand is written to."""
+    return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
+
+
+@functools.cache
+def _is_shaped_by_values(func: Any) -> bool:
+    return any(tag in func.tags for tag in _SHAPED_BY_VALUES)
+
+
+def _layouts(values: Iterable[Any]) -> Hashable:
+    """An operation's arguments as far as the layout of its result depends on them."""
+    return tuple(
+        (value.shape, value.stride(), value.dtype)
+        if isinstance(value, Tensor)
+        else _layouts(value)
+        if isinstance(value, list | tuple)
+        else (type(value), value)  # 1 == True == 1.0
+        for value in values
+    )
 
 
 def _on(device: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -162,9 +207,12 @@ def _each(function: Callable[[Tensor], Tensor], values: Iterable[Any]) -> tuple[
 
 
 def _shape(tensor: Tensor) -> Tensor:
-    """Return an unknown tensor of the same shape and dtype, without values."""
-    if tensor.is_meta:
-        return tensor
+    """Return an unknown tensor in place of a known one."""
+    return tensor if tensor.is_meta else _unknown(tensor)
+
+
+def _unknown(tensor: Tensor) -> Tensor:
+    """Return a new unknown tensor of the same shape and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

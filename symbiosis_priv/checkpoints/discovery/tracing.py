@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +140,20 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self._inside and not is_metadata(called(func)):
-            self.computed_with.update(self._names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._names)
+        if not self._inside:
+            used = {self._names[id(x)] for x in _leaves((*args, *kwargs.values())) if id(x) in self._names}
+            if used and not is_metadata(called(func)):
+                self.computed_with |= used
         return func(*args, **kwargs)
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of a function, and those inside lists and other containers."""
+    for value in values:
+        if isinstance(value, Tensor | int | float | None):
+            yield value
+        else:
+            yield from tree_leaves(value)
 
 
 def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:

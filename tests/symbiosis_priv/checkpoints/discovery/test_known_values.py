@@ -47,6 +47,18 @@ def test_shapes_are_true_and_values_are_known_unless_they_depend_on_weights(
         assert torch.equal(traced, real)
 
 
+def test_a_result_does_not_depend_on_earlier_operations() -> None:
+    """The layout of a result is computed once: for one type of each argument (1 == 1.0 == True) and default dtype."""
+    x = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    with isolated(), KnownValues():
+        assert [(x + one).dtype for one in (1, 1.0, True)] == [torch.int32, torch.float32, torch.int32]
+        (x + 1).unsqueeze_(0)
+        assert (x + 1).shape == x.shape
+        assert (x.T + 1).stride() == x.T.stride()
+        torch.set_default_dtype(torch.float64)
+        assert (x + 1.0).dtype == torch.float64
+
+
 def test_an_unknown_value_is_read_as_zero() -> None:
     """Code that asks for an unknown value gets zero. So no row goes to an expert, and row counts show no route."""
     x = torch.empty(3, 4, device="meta")

@@ -61,9 +61,14 @@ def test_other_commands_are_ordinary_processes() -> None:
 
 def test_modules_that_a_fork_starts_are_forks(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text("import sys; print('torch' in sys.modules)")
-    start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, {}]).returncode)"
-    for words, is_fork in (("'-m', 'inner'", True), ("'inner.py'", False)):
-        code = start.format(words)
+    start = "import sys; from {} import Popen; sys.exit(Popen([sys.executable, {}]).wait())"
+    imported = "provider.executor.supervisor"
+    for module, words, is_fork in (
+        ("subprocess", "'-m', 'inner'", True),
+        (imported, "'-m', 'inner'", True),
+        (imported, "'inner.py'", False),
+    ):
+        code = start.format(module, words)
         done = run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.returncode) == (f"{is_fork}\n", 0)
 

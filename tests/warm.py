@@ -372,10 +372,9 @@ def _tell(file: int, number: int) -> None:
 
 def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool, nested: bool) -> None:
     """Run a command line like `python WORDS`."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # of torchrun
-
     if nested:
-        subprocess.Popen = subprocess_handler.Popen = _NestedPopen  # type: ignore[attr-defined, misc]
+        for module in [known for known in sys.modules.values() if vars(known).get("Popen") is _NewProcess]:
+            module.Popen = _NestedPopen  # type: ignore[attr-defined]
     if session:
         os.setsid()
     os.environ.clear()

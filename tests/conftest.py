@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +22,9 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from symbiosis_priv.system.processes import end_quickly
 from tests import warm
+
+if TYPE_CHECKING:
+    from tests.vouching import Vouching
 
 # Otherwise each of some hundred processes compiles every module of this project again.
 sys.dont_write_bytecode = False
@@ -175,6 +178,13 @@ def _one_thread() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> "Vouching":
+    from tests.vouching import Vouching  # imports torch
+
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
@@ -90,13 +91,16 @@ NewProvider = Callable[..., ScriptedProvider]
 
 @pytest.fixture
 def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
-    """`new_provider(store=..., identity=..., max_rows=..., max_payload=...)`: another provider, closed after the
-    test."""
+    """`new_provider(store=..., layers="0", identity=..., max_rows=..., max_payload=...)`: another provider, of some
+    layers; closed after the test."""
     others: dict[str, ScriptedProvider] = {}
     with contextlib.ExitStack() as running:
 
-        def make(*, store: WeightStore = store, identity: Identity | None = None, **limits: int) -> ScriptedProvider:
-            model, identity = ServedModel(store, float_memory=1 << 30), identity or identities.provider()
+        def make(
+            *, store: WeightStore = store, layers: str = "", identity: Identity | None = None, **limits: int
+        ) -> ScriptedProvider:
+            served = WeightStore(store.path, layers=LayerRange.parse(layers)) if layers else store
+            model, identity = ServedModel(served, float_memory=1 << 30), identity or identities.provider()
             provider = ScriptedProvider(model, identity, identities.authority, others, **limits)
             running.callback(provider.close)
             return provider
@@ -173,6 +177,17 @@ def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def federation(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+) -> Path:
+    """The federation.toml of one executor and one helper, which serve the Llama."""
+    return federation_file(new_federation([executor], [helper]))
 
 
 PATIENT = Tolerance(least_patience_s=TIMEOUT_S)

@@ -34,11 +34,6 @@ WIDTH = 64  # layers of the tiny Llama
 
 
 @pytest.fixture(scope="module")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-
-
-@pytest.fixture(scope="module")
 def registry(vouching: Vouching) -> Iterator[RegistryServer]:
     with RegistryServer(registry_config(vouching)) as server:
         yield server

@@ -11,12 +11,6 @@ from provider.registry.server import RegistryServer
 from tests.registries import registry_config
 from tests.vouching import Vouching
 
-
-@pytest.fixture(scope="session")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-
-
 Serve = Callable[..., RegistryServer]
 
 

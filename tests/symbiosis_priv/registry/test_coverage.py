@@ -16,11 +16,6 @@ SERVED = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-
-
 @given(layers=SERVED, length=st.integers(1, 15))
 def test_no_other_range_is_served_less(layers: list[Served], length: int) -> None:
     chosen = most_needed(layers, length)

@@ -112,15 +112,9 @@ def is_uniform(rows: Tensor) -> bool:
 
 
 @pytest.fixture
-def split(
-    llama: Path,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_federation: NewFederation,
-    federation_file: Callable[[Federation], Path],
-) -> Iterator[Any]:
+def split(llama: Path, federation: Path) -> Iterator[Any]:
     """A masked Llama with a LoRA adapter, at scripted providers."""
-    config = RemoteConfig(federation=federation_file(new_federation([executor], [helper])))
+    config = RemoteConfig(federation=federation)
     base = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
     torch.manual_seed(0)
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
@@ -794,16 +788,7 @@ def data_shows(llama: Path, federation: Path, tapes: Sequence[Tape]) -> bool:
     return visible(tapes[0]) != visible(tapes[1])
 
 
-def test_rule_9_only_shapes_are_visible(
-    llama: Path,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_federation: NewFederation,
-    federation_file: Callable[[Federation], Path],
-    tape: Tape,
-    monkeypatch: Patch,
-) -> None:
-    federation = federation_file(new_federation([executor], [helper]))
+def test_rule_9_only_shapes_are_visible(llama: Path, federation: Path, tape: Tape, monkeypatch: Patch) -> None:
     tapes = [type(tape)() for _ in range(4)]
     assert not data_shows(llama, federation, tapes[:2])
     multiply = Session.multiply
@@ -862,15 +847,8 @@ def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteCo
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # transformers' own warnings
 def test_rule_10_a_folder_does_not_turn_masking_off(
-    llama: Path,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_federation: NewFederation,
-    federation_file: Callable[[Federation], Path],
-    tmp_path: Path,
-    monkeypatch: Patch,
+    llama: Path, executor: ScriptedProvider, federation: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    federation = federation_file(new_federation([executor], [helper]))
     remote = RemoteConfig(federation=federation)
     assert masked_rows_reach(executor, llama, remote)
     executor.heard.clear()

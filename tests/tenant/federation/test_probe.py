@@ -38,12 +38,6 @@ TIMEOUT_S = 20.0
 GROUPS = 9
 
 
-@pytest.fixture
-def half(llama: Path, new_provider: NewProvider) -> Callable[[str], ScriptedProvider]:
-    """`half("1")`: a provider of some layers."""
-    return lambda layers: new_provider(store=WeightStore(llama, layers=LayerRange.parse(layers)))
-
-
 def only(federation: Federation, preparation: Preparation | None, *, timeout: float = TIMEOUT_S) -> Finding:
     (finding,) = probe_all(federation, preparation, timeout=timeout)
     return finding
@@ -53,10 +47,10 @@ def test_both_roles_are_measured_and_their_products_compared(
     new_federation: NewFederation,
     executor: ScriptedProvider,
     helper: ScriptedProvider,
-    half: Callable[[str], ScriptedProvider],
+    new_provider: NewProvider,
     preparation: Preparation,
 ) -> None:
-    second = half("1")
+    second = new_provider(layers="1")
     federation = new_federation([executor, second], [helper])
     for finding in probe_all(federation, preparation, timeout=TIMEOUT_S):
         assert finding.failure is None
@@ -155,9 +149,9 @@ def test_different_clocks_are_a_warning_with_a_reason(
 
 
 def test_fewer_layers_than_the_file_expects(
-    new_federation: NewFederation, half: Callable[[str], ScriptedProvider], preparation: Preparation
+    new_federation: NewFederation, new_provider: NewProvider, preparation: Preparation
 ) -> None:
-    peer = half("1").peer("executor")
+    peer = new_provider(layers="1").peer("executor")
     for expected, good in (("1", True), ("0", False), ("0-1", False)):
         finding = only(new_federation([dataclasses.replace(peer, layers=LayerRange.parse(expected))]), preparation)
         assert (finding.failure is None) == good
@@ -251,13 +245,13 @@ def test_executors_from_a_registry_are_probed_too(
     registry: tuple[Vouching, LyingRegistry],
     identities: Identities,
     helper: ScriptedProvider,
-    half: Callable[[str], ScriptedProvider],
+    new_provider: NewProvider,
     llama: Path,
     preparation: Preparation,
 ) -> None:
     """Executors from a registry: one for missing layers, one of the helper's operator, and one that is down."""
     vouching, lists = registry
-    federation = new_federation([half("0")], [helper])
+    federation = new_federation([new_provider(layers="0")], [helper])
     store = WeightStore(llama, layers=LayerRange(1, 1))
     gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority, {})
     vouching.identity("own", operator=federation.helpers[0].operator)
@@ -289,11 +283,11 @@ def test_the_command_prints_gaps_and_ends_with_status_1(
     new_federation: NewFederation,
     federation_file: Callable[[Federation], Path],
     helper: ScriptedProvider,
-    half: Callable[[str], ScriptedProvider],
+    new_provider: NewProvider,
     llama: Path,
 ) -> None:
     """`--model` makes the keys; at the second run the keys exist."""
-    first, second = half("0"), half("1")
+    first, second = new_provider(layers="0"), new_provider(layers="1")
     path = federation_file(new_federation([first], [helper]))
     arguments = ["check", "-f", str(path), "--timeout", "20", "--model", str(llama)]
     result = CliRunner().invoke(federation_cli.app, arguments, env={"COLUMNS": "250"})

@@ -85,14 +85,6 @@ def load() -> Iterator[Load]:
         yield load
 
 
-@pytest.fixture
-def federation(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
-) -> Path:
-    """A federation for the Llama, with one helper."""
-    return federation_file(new_federation([executor], [helper]))
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
     load: Load, request: pytest.FixtureRequest, name: str, capfd: pytest.CaptureFixture[str]

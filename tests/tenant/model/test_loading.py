@@ -76,18 +76,11 @@ from tenant.tasks import Tasks
 from tests.tenant.scripted import ScriptedProvider
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation
+    pass
 
 IDS = torch.arange(1, 21).view(2, 10)
 Write = Callable[[Federation], Path]
 Hostile = Callable[..., Path]
-
-
-@pytest.fixture
-def federation(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
-) -> Path:
-    return federation_file(new_federation([executor], [helper]))
 
 
 @pytest.fixture

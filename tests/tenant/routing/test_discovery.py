@@ -33,11 +33,6 @@ PORTS = {"gamma": 7001, "delta": 7002, "epsilon": 7003}
 
 
 @pytest.fixture(scope="module")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-
-
-@pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
     """Another federation's authority, with executors of the same names."""
     return Vouching.in_folder(tmp_path_factory.mktemp("stranger"))

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 Frames = Callable[..., bytes]
 
 
-@pytest.fixture(scope="module")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-
-
 @pytest.fixture
 def liar(vouching: Vouching) -> Iterator[LyingRegistry]:
     with LyingRegistry(registry_config(vouching)) as registry:

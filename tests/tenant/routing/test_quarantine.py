@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +11,6 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation import Peer
 from tenant.core.gate import Quarantine
 from tests.vouching import Vouching
-
-
-@pytest.fixture(scope="module")
-def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
-    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
 
 
 def found(vouching: Vouching, who: str, **changes: object) -> Peer:

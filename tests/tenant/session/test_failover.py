@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -351,12 +351,6 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
 # Layers
 
 
-@pytest.fixture
-def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
-    """The model, with only some layers served."""
-    return lambda layers: WeightStore(store.path, layers=LayerRange.parse(layers))
-
-
 def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,11 +363,9 @@ def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     assert "waiting for" not in caplog.text
 
 
-def test_layers_split_over_executors(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
-) -> None:
+def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     """Each is asked for its own layers only; one with overlapping layers takes over."""
-    low, high, both = new_provider(store=layer_store("0")), new_provider(store=layer_store("1")), new_provider()
+    low, high, both = new_provider(layers="0"), new_provider(layers="1"), new_provider()
     session = new_session("pad", [low, high, both], [new_provider()])
     assert all_right(session, store)
     assert {h.request.group for h in low.executed} <= set(range(4))
@@ -383,9 +375,9 @@ def test_layers_split_over_executors(
 
 
 def test_unserved_layers_are_an_error_before_anything_is_sent(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    low, gone = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
+    low, gone = new_provider(layers="0"), new_provider(layers="1")
     gone.close()
     session = new_session("pad", [low, gone], [helper := new_provider()], deadline_s=0.5)
     with pytest.raises(
@@ -402,9 +394,9 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
 
 
 def test_an_executor_joins_with_the_layers_that_were_missing(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    low, high = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
+    low, high = new_provider(layers="0"), new_provider(layers="1")
     session = new_session("pad", [low], [new_provider()])
     with pytest.raises(UncoveredError, match="no executor serves layers 1"):
         is_right(session, store, QKV, FORWARD, 1, 0)
@@ -414,9 +406,9 @@ def test_an_executor_joins_with_the_layers_that_were_missing(
 
 
 def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    low, high, next_high = (new_provider(store=layer_store(layers)) for layers in ("0", "1", "1"))
+    low, high, next_high = (new_provider(layers=layers) for layers in ("0", "1", "1"))
     session = new_session("pad", [low], [new_provider(), new_provider()], pad_helpers=1, pool_memory=0)
     session.routes.update([high.peer("executor")])
     assert all_right(session, store)

@@ -13,12 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 IMAGE_TOKEN = 9
 TOKENS: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = TOKENS | SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
 IMAGE = SIZES | {"image_size": 16, "patch_size": 8}
 SIGLIP = IMAGE | {"model_type": "siglip_vision_model", "vision_use_head": False}

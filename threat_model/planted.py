@@ -130,10 +130,7 @@ def bare_effects() -> Iterator[None]:
         _, outputs = entry.columns(request.direction)
         return request.encoding.pack(np.frombuffer(effect, dtype="<i4").reshape(request.rows, outputs))
 
-    with (
-        mock.patch("provider.gateway.connection.make_block", bare),
-        mock.patch.object(Pad, "open_relayed"),
-    ):
+    with mock.patch("provider.gateway.connection.make_block", bare), mock.patch.object(Pad, "open_relayed"):
         yield
 
 

@@ -45,8 +45,7 @@ class Single:
     tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None
     role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor"
     weight_bits: Annotated[
-        int,
-        typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight."),
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="With --address: the provider serves a tied LM head.")
@@ -158,12 +157,7 @@ def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadl
         from threat_model.conformance import Dialler, Subject
 
     peer = Peer(
-        name=single.address,
-        operator="unknown",
-        role=single.role,
-        host=host,
-        port=port,
-        certificate=single.certificate,
+        name=single.address, operator="unknown", role=single.role, host=host, port=port, certificate=single.certificate
     )
     scope = Scope(tied_head=single.tied_head, experts=not single.no_experts)
     oracle = _oracle(model, weight_bits=single.weight_bits, scope=scope, digest=None, seed=seed)

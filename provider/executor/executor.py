@@ -100,14 +100,7 @@ class Executor:
         warm_up: load every layer group while the executor is idle, and not on first use.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        inbox: Inbox,
-        scheduling: SchedulerConfig,
-        warm_up: bool = False,
-    ) -> None:
+    def __init__(self, model: ServedModel, *, inbox: Inbox, scheduling: SchedulerConfig, warm_up: bool = False) -> None:
         self._model = model
         self._inbox = inbox
         self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
@@ -484,9 +477,4 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
 
         operands = ShardedOperands(store, sharding=settings.sharding)
     model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
-    return Executor(
-        model,
-        inbox=inbox,
-        scheduling=config.scheduler,
-        warm_up=settings.warm_up,
-    )
+    return Executor(model, inbox=inbox, scheduling=config.scheduler, warm_up=settings.warm_up)

@@ -155,12 +155,7 @@ class Connection(FrameLoop[wire.Request]):
         self._pause(size=0)
 
     def _multiply(
-        self,
-        request: wire.Execute | wire.Effect,
-        payload: memoryview,
-        sizes: Sizes,
-        *,
-        limit: wire.QuotaLimit | None,
+        self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
     ) -> None:
         """Let the executor compute a product, and send it.
 

@@ -78,10 +78,7 @@ class Credentials:
             before: the credentials that are replaced. Their revoked certificates stay revoked.
         """
         context = server_context(
-            certificate=config.certificate,
-            key=config.key,
-            tenant_authority=config.tenant_authority,
-            helpers=helpers,
+            certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority, helpers=helpers
         )
         authorities: dict[str, datetime] = {}
         for certificate in sorted(load_certificates(config.tenant_authority), key=lambda c: c.not_valid_after_utc):

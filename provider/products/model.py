@@ -84,13 +84,7 @@ class ServedModel:
         return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(
-        self,
-        rows: Tensor,
-        *,
-        group: int,
-        direction: Direction,
-        arithmetic: Arithmetic,
-        counts: Counts | None = None,
+        self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic, counts: Counts | None = None
     ) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward.
 

@@ -196,12 +196,7 @@ def _renewed(
 
 
 def _sign(
-    owner: x509.Name,
-    *,
-    public_key: LeafKey,
-    extensions: Sequence[x509.ExtensionType],
-    days: int,
-    signer: Signer,
+    owner: x509.Name, *, public_key: LeafKey, extensions: Sequence[x509.ExtensionType], days: int, signer: Signer
 ) -> x509.Certificate:
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")

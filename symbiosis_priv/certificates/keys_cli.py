@@ -170,8 +170,7 @@ def rotate(
     *,
     name: Name,
     prepare: Annotated[
-        bool,
-        typer.Option("--prepare", help="Only make the next pair, NAME.next: tenants pin it before it is used."),
+        bool, typer.Option("--prepare", help="Only make the next pair, NAME.next: tenants pin it before it is used.")
     ] = False,
     authority: Authority = "authority",
     directory: Directory = KEYS,

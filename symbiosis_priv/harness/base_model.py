@@ -127,21 +127,14 @@ def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[_BOS, _EOS, _PAD],
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab, special_tokens=[_BOS, _EOS, _PAD], initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, tokenizer.token_to_id(_BOS))]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=_BOS,
-        eos_token=_EOS,
-        pad_token=_PAD,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, bos_token=_BOS, eos_token=_EOS, pad_token=_PAD, clean_up_tokenization_spaces=False
     )
 
 

@@ -91,12 +91,7 @@ class RingMatrix:
         }
 
     def product(
-        self,
-        rows: Tensor,
-        direction: Direction = FORWARD,
-        *,
-        counts: Counts | None = None,
-        out: Tensor | None = None,
+        self, rows: Tensor, direction: Direction = FORWARD, *, counts: Counts | None = None, out: Tensor | None = None
     ) -> Tensor:
         """`rows @ W.T` mod 2^32 forward, `rows @ W` backward.
 

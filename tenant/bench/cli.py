@@ -201,8 +201,7 @@ def linear(
 def network(
     *,
     condition: Annotated[
-        str,
-        typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas."),
+        str, typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas.")
     ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
     shape: Llama = _SMALL,
     batch: Batch = 2,

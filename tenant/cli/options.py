@@ -40,8 +40,7 @@ class Remote:
     """The options that choose providers and masking."""
 
     federation: Annotated[
-        Path | None,
-        typer.Option("--federation", "-f", help="federation.toml; needed unless --masking is simulate."),
+        Path | None, typer.Option("--federation", "-f", help="federation.toml; needed unless --masking is simulate.")
     ] = None
     masking: Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: the masking scheme.")] = "pad"
     deadline_s: Annotated[

@@ -112,13 +112,7 @@ class ExecutorClient:
             return channel.permit(helpers, deadline=deadline)
 
     def ask(
-        self,
-        part: Part,
-        *,
-        patience_s: float,
-        deadline: float,
-        since: float,
-        meanwhile: Callable[[], None],
+        self, part: Part, *, patience_s: float, deadline: float, since: float, meanwhile: Callable[[], None]
     ) -> Answer:
         """Send masked rows once, without retrying, in as many requests as the executor's limits need.
 

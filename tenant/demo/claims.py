@@ -124,11 +124,7 @@ def claims(f: Measurements) -> list[Claim]:
             f"{f.ledger.executor_round_trips:,} for {f.ledger.products:,}",
             f.ledger.executor_round_trips == f.ledger.products > 0,
         ),
-        Claim(
-            "no weight of an offloaded layer is on the tenant",
-            f"{f.offloaded_bytes} bytes",
-            f.offloaded_bytes == 0,
-        ),
+        Claim("no weight of an offloaded layer is on the tenant", f"{f.offloaded_bytes} bytes", f.offloaded_bytes == 0),
     ]
 
 

@@ -65,13 +65,7 @@ class _Stages:
 
 
 def run(
-    work: Path,
-    *,
-    cache: Path,
-    model: str | Path | None,
-    text: Path | None,
-    steps: int,
-    report: DemoReport,
+    work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int, report: DemoReport
 ) -> Measurements:
     """Fine-tune, generate, tamper with answers, and compare with a run without providers.
 

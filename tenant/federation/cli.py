@@ -114,8 +114,7 @@ def check(
     *,
     federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
     model: Annotated[
-        str | None,
-        typer.Option(help="Your own full checkpoint, to check layers and products. Needed once per model."),
+        str | None, typer.Option(help="Your own full checkpoint, to check layers and products. Needed once per model.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for each provider.")] = 10.0,
 ) -> None:

@@ -300,13 +300,7 @@ class ProviderProbe:
             return sent, self._answer(request, mask(sent, UNMASKED_BY_CHOICE), outputs)  # random rows hold no data
         seed = Seed(secrets.token_bytes(SEED_BYTES))
         request = wire.Effect(
-            nonce=fresh_nonce(),
-            group=group,
-            direction=direction,
-            arithmetic="ring",
-            rows=rows,
-            seed=seed,
-            first_row=0,
+            nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows, seed=seed, first_row=0
         )
         answer = self._answer(request, None, outputs)
         if not rows:

@@ -99,12 +99,7 @@ class RingRows(Rows):
     """
 
     def __init__(
-        self,
-        rows: Tensor,
-        *,
-        outputs: int,
-        counts: Counts | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
+        self, rows: Tensor, *, outputs: int, counts: Counts | None = None, ring_bits: RingBits = DEFAULT_RING_BITS
     ) -> None:
         self.count, self.counts, self.ring_bits = len(rows), counts, ring_bits
         self.most_wraps = int(ring_bits < DEFAULT_RING_BITS)

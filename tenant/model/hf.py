@@ -276,12 +276,7 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def split(
-    model: PreTrainedModel,
-    backend: Backend,
-    members: Set[str],
-    *,
-    experts: Experts,
-    weights: BaseWeights | None = None,
+    model: PreTrainedModel, backend: Backend, members: Set[str], *, experts: Experts, weights: BaseWeights | None = None
 ) -> None:
     """Replace each `nn.Linear` in `members` by a `RemoteLinear`, each `Conv1D` by a `RemoteConv1D`, and each stack of
     experts by an `OffloadedStack`. `weights` reads base weights for methods that need them.

@@ -122,12 +122,7 @@ class LayerGroup:
         return grad_x
 
     def multiply(
-        self,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
+        self, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, counts: Counts | None = None
     ) -> None:
         """Call the backend; see `Backend.multiply`. Other parts of an overlapped batch compute meanwhile."""
         with waiting:

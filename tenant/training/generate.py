@@ -41,12 +41,7 @@ def open_model(
 
 
 def generate(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    decoding: Decoding = _GREEDY,
-    stream: bool = False,
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, *, decoding: Decoding = _GREEDY, stream: bool = False
 ) -> str:
     """Return the text that a model generates after a prompt.
 

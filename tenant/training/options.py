@@ -44,8 +44,7 @@ class FineTuning:
         Option(min=1, help="Parts of a batch that run at the same time: one computes while others wait for answers."),
     ] = 1
     gradient_checkpointing: Annotated[
-        bool,
-        Option("--gradient-checkpointing", help="Recompute activations: less memory, more round trips."),
+        bool, Option("--gradient-checkpointing", help="Recompute activations: less memory, more round trips.")
     ] = False
     seed: Seed = 0
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 50

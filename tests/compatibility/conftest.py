@@ -394,11 +394,7 @@ class Pair:
     def _generate(self, model: Any) -> Tensor | None:
         try:
             tokens: Tensor = model.generate(
-                input_ids=IDS,
-                attention_mask=torch.ones_like(IDS),
-                max_new_tokens=4,
-                do_sample=False,
-                **self.extra,
+                input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False, **self.extra
             )
         except UnsupportedMethodError:
             raise

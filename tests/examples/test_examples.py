@@ -79,12 +79,7 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 def run(folder: Path, *arguments: str) -> str:
     done = warm.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

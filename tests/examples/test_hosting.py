@@ -63,11 +63,7 @@ class Place:
     def type(self, party: str, command: str) -> str:
         """Run one command in the party's folder; a server keeps running."""
         command = self.filled_in(command)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "SYMBIOSIS_PRIV_CACHE": str(self.folder / party / "cache"),
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMBIOSIS_PRIV_CACHE": str(self.folder / party / "cache")}
         where = self.folder / party
         name, *words = shlex.split(command, comments=True)
         assert name == "symbiosis-priv"

@@ -62,12 +62,7 @@ def run(section: str, command: list[str], *, budget_s: float, environment: dict[
     begun = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
         )
         assert process.stdout is not None
         try:

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.evidence.public import Public
-from threat_model.evidence.statistics import (
-    FALSE_ALARM,
-    Interval,
-    agreement_by_chance,
-    binomial_tail,
-    clopper_pearson,
-)
+from threat_model.evidence.statistics import FALSE_ALARM, Interval, agreement_by_chance, binomial_tail, clopper_pearson
 from threat_model.evidence.truth import GroupCall, Truth
 from threat_model.evidence.views import Party
 

@@ -99,11 +99,7 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
         sequences = max(served, key=lambda rows: served[rows])
         # a multiple of the number of sequences is a prompt, and yields the first token of each sequence
         made = sum(n for rows, n in served.items() if rows % sequences == 0)
-        return {
-            "training steps": backward[training] // layers,
-            "sequences": sequences,
-            "tokens generated in all": made,
-        }
+        return {"training steps": backward[training] // layers, "sequences": sequences, "tokens generated in all": made}
 
 
 def _row_counts(stream: list[Packet], inputs: int, outputs: int, ring: wire.Encoding) -> Counter[int]:

@@ -60,12 +60,7 @@ class Client:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
-        return Channel(
-            self.peer,
-            context=self._context,
-            model_digest=self.digest,
-            deadline_s=DEADLINE_S,
-        )
+        return Channel(self.peer, context=self._context, model_digest=self.digest, deadline_s=DEADLINE_S)
 
     def link(self) -> ClientConnection:
         """A new connection of the helper to the provider."""

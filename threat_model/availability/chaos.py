@@ -104,11 +104,7 @@ class Chaos:
 
 
 def run_chaos(
-    directory: Path,
-    work: TenantWork,
-    killing: Killing,
-    *,
-    on_event: Callable[[str], None] = lambda _: None,
+    directory: Path, work: TenantWork, killing: Killing, *, on_event: Callable[[str], None] = lambda _: None
 ) -> Chaos:
     """Start the providers, do the work once while providers are killed, and once undisturbed.
 
@@ -151,10 +147,7 @@ def _do(model: Path, remote: RemoteConfig, work: TenantWork, *, goes_on: Callabl
         bits |= {name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad}
         bits |= {f"text {seed}": _continue(peft, seed) for seed in range(work.generations)}
         return RunResult(
-            steps=len(losses),
-            bits=bits,
-            ledger=ledger_of(peft) or Ledger(),
-            seconds=time.monotonic() - began,
+            steps=len(losses), bits=bits, ledger=ledger_of(peft) or Ledger(), seconds=time.monotonic() - began
         )
 
 

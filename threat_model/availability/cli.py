@@ -77,9 +77,7 @@ def ranks(
     counts = numbers(groups, "--groups")
     scheme(sharding.masking)
     found = measure(
-        "ranks",
-        json,
-        lambda folder, progress: measure_ranks(folder, shape, sharding, groups=counts, on_event=progress),
+        "ranks", json, lambda folder, progress: measure_ranks(folder, shape, sharding, groups=counts, on_event=progress)
     )
     refuse_wrong(found, "wrong")
     if unnamed := [str(row["lost"]) for row in found if row["named"] != "yes"]:

@@ -78,10 +78,7 @@ def measure_ranks(
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
-    options: dict[str, dict[str, object]] = {
-        "executor": {"threads": 1, "ranks": sharding.ranks},
-        "metrics": METRICS,
-    }
+    options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}
     for (number, executors), what in itertools.product(enumerate(groups), losses):
         on_event(f"{executors} x {sharding.ranks} ranks: {what}")
         local = provide(

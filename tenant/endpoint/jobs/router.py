@@ -94,9 +94,7 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         return formats.JobAnswer.of(jobs.cancel(job_id))
 
     @router.get(
-        "/v1/fine_tuning/jobs/{job_id}/events",
-        response_model=formats.Page[formats.EventAnswer],
-        responses=_STREAM,
+        "/v1/fine_tuning/jobs/{job_id}/events", response_model=formats.Page[formats.EventAnswer], responses=_STREAM
     )
     async def events(http: Request, job_id: str, after: After = None, limit: Limit = 20, stream: bool = False) -> Any:
         """List the events of a job, the newest first; or stream them, the oldest first, until the job has ended."""

@@ -105,8 +105,7 @@ def test_a_reused_keystream_starts_at_the_requested_row(width: int, places: list
 
 
 @given(
-    width=drawn.widths(),
-    places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30),
+    width=drawn.widths(), places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30)
 )
 def test_only_the_requested_rows_made_ahead_are_used(width: int, places: list[tuple[int, int, bool]]) -> None:
     keystream = Keystream(KEY, width=width)

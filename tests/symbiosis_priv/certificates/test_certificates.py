@@ -115,8 +115,7 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["", "*.example.org", "https://example.org", "example.org:443", "10.0.0.256", "-a.b", "a b", "a" * 64],
+    "host", ["", "*.example.org", "https://example.org", "example.org:443", "10.0.0.256", "-a.b", "a b", "a" * 64]
 )
 def test_bad_hosts(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="use a DNS name or an IP address"):

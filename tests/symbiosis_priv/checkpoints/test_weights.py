@@ -257,11 +257,7 @@ def test_a_store_of_some_layers_packs_those_and_shares_them(path: Path, tmp_path
 @settings(max_examples=25)
 @given(data=st.data())
 def test_a_corrupt_cache_file_is_found_and_made_again(
-    data: DataObject,
-    gpt2: PreTrainedModel,
-    gpt2_path: Path,
-    gpt2_cache: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    data: DataObject, gpt2: PreTrainedModel, gpt2_path: Path, gpt2_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cache = Path(shutil.copytree(gpt2_cache, tmp_path_factory.mktemp("copy") / "cache"))
     entry = WeightStore(gpt2_path, cache=cache).manifest().groups[0]

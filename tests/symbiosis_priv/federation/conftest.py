@@ -62,13 +62,7 @@ def write(keys: Path) -> Write:
     ) -> Path:
         one = {"name": "alpha", "operator": "A", "role": "executor", "address": "a:1", "certificate": "keys/alpha.pem"}
         two = {"name": "beta", "operator": "B", "role": "helper", "address": "b:1", "certificate": "keys/beta.pem"}
-        three = {
-            "name": "gamma",
-            "operator": "C",
-            "role": "helper",
-            "address": "c:1",
-            "certificate": "keys/gamma.pem",
-        }
+        three = {"name": "gamma", "operator": "C", "role": "helper", "address": "c:1", "certificate": "keys/gamma.pem"}
         path = keys.parent / "federation.toml"
         sections = [
             section("[model]", {"digest": DIGEST, **(model or {})}),

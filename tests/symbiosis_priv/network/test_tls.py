@@ -86,9 +86,7 @@ def alice(keys: Keys) -> TenantIdentity:
 def server(keys: Keys, identity: Identity | None = None, *, tenants: Path | None = None) -> ssl.SSLContext:
     identity = identity or keys.provider
     return tls.server_context(
-        certificate=identity.certificate,
-        key=identity.key,
-        tenant_authority=tenants or keys.authority.certificate,
+        certificate=identity.certificate, key=identity.key, tenant_authority=tenants or keys.authority.certificate
     )
 
 
@@ -253,12 +251,7 @@ def test_an_intermediate_authority_must_be_listed(tmp_path: Path, keys: Keys) ->
 
 
 def authority_certificate(
-    name: str,
-    *,
-    key: ec.EllipticCurvePrivateKey,
-    signer: ec.EllipticCurvePrivateKey,
-    issuer: str,
-    path_length: int,
+    name: str, *, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, issuer: str, path_length: int
 ) -> bytes:
     """Another authority's certificate, as PEM."""
 

@@ -187,10 +187,7 @@ def test_a_descriptor_is_valid_between_issue_and_expiry_within_the_clock_toleran
     world: World, shift: int, life: int
 ) -> None:
     said = world.said()
-    data = sign(
-        msgspec.structs.replace(said, expires=said.issued + MS * life),
-        world.gamma.private_key(),
-    )
+    data = sign(msgspec.structs.replace(said, expires=said.issued + MS * life), world.gamma.private_key())
     certificate_holds = shift >= -1000
     if certificate_holds and -CLOCK_TOLERANCE_S <= shift <= life + CLOCK_TOLERANCE_S:
         verify(data, world.trust, now=said.issued / MS + shift)

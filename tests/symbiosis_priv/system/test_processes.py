@@ -33,12 +33,7 @@ if __name__ == "__main__":
 def test_a_module_runs_as_main_with_its_arguments_and_status(tmp_path: Path, arguments: list[str], said: str) -> None:
     (tmp_path / "worker.py").write_text(MODULE)
     done = subprocess.run(
-        start.command("worker", *arguments),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,
+        start.command("worker", *arguments), capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )
     assert done.returncode == 7, done.stderr
     assert done.stdout == said

@@ -116,10 +116,7 @@ def test_a_checkpoint_to_resume_from_runs_no_code_and_is_complete(
     marker = tmp_path / "marker"
     evil = tmp_path / "evil.pt"
     torch.save({"state": Evil(marker)}, evil)
-    files: dict[str, bytes | None] = {
-        "optimizer.pt": evil.read_bytes(),
-        "scheduler.pt": None,
-    }
+    files: dict[str, bytes | None] = {"optimizer.pt": evil.read_bytes(), "scheduler.pt": None}
     for name, content in files.items():
         output = tmp_path / "output"
         shutil.copytree(last, output / last.name)

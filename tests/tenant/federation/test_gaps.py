@@ -35,7 +35,7 @@ def test_a_gap_is_named_with_its_direction() -> None:
     found = find_gaps(federation([one, two]), there, LAYERS)
     assert found == ["layer 1 forward: no executor; list, start or repair an executor that serves them"]
     assert [line.partition(":")[0] for line in find_gaps(federation([one, two]), there[:1], LAYERS)] == [
-        "layers 1-2 forward",
+        "layers 1-2 forward"
     ]
     assert [line.partition(":")[0] for line in find_gaps(federation([one, two]), [], LAYERS)] == [
         "layers 0-2 forward",

@@ -19,7 +19,7 @@ Calls = list[tuple[int, Direction]]
 
 pytestmark = [
     # torch's own warnings, about its own code and autograd's functions
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
 ]
 
 

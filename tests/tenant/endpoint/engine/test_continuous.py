@@ -291,9 +291,7 @@ def test_a_failed_product_fails_its_requests_and_the_engine_lives(
         raise lost
 
     backend = backend_of(model)
-    asked = [
-        Asked(engine, PROMPT, max_tokens=4, at={2: lambda: monkeypatch.setattr(backend, "multiply", fail)}),
-    ]
+    asked = [Asked(engine, PROMPT, max_tokens=4, at={2: lambda: monkeypatch.setattr(backend, "multiply", fail)})]
     assert asked[0].error() is lost
     assert Asked(engine, PROMPT, max_tokens=4).tokens == right
 
@@ -308,10 +306,7 @@ def test_a_request_whose_own_numbers_overflow_fails_alone(
     right = Asked(engine, PROMPT, max_tokens=5).tokens
     asked: list[Asked] = []
     other = Asked(
-        engine,
-        PROMPT,
-        max_tokens=5,
-        at={2: lambda: asked.append(Asked(engine, PROMPT, adapter="huge", max_tokens=5))},
+        engine, PROMPT, max_tokens=5, at={2: lambda: asked.append(Asked(engine, PROMPT, adapter="huge", max_tokens=5))}
     )
     assert other.tokens == right
     assert isinstance(asked[0].error(), NonFiniteError)

@@ -167,10 +167,7 @@ def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: 
     memory = packed.shape.bytes(20)
     with running(packed, tokenizer, PromptLookup(), memory=memory) as engine:
         engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
-    with (
-        running(packed, tokenizer, draft, memory=memory) as engine,
-        pytest.raises(ConfigError, match="bytes"),
-    ):
+    with running(packed, tokenizer, draft, memory=memory) as engine, pytest.raises(ConfigError, match="bytes"):
         engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
 
 

@@ -16,7 +16,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -68,7 +67,7 @@ class Child(Generic[Q, A]):
         """Return once the child has entered its context. Raises what `receive` raises."""
         if not self._ready:
             self._ready = True
-            self._received(_START_S)
+            self.receive(timeout_s=_START_S)
         return self
 
     def ask(self, question: Q, *, timeout_s: float) -> A:
@@ -89,8 +88,17 @@ class Child(Generic[Q, A]):
             DeadlineExceededError: the answer is late.
             SymbiosisError: the child has failed; the message quotes its error.
         """
-        answer: A = self._received(timeout_s)
-        return answer
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise DeadlineExceededError(f"no answer from {self._name!r} within {timeout_s:g} s")
+            answer: _Answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(_STOP_S)
+            answer = _Answer(None, f"exit status {self._process.exitcode}")
+        if answer.failure:
+            raise SymbiosisError(f"{self._name!r} has ended: {answer.failure}")
+        value: A = answer.value
+        return value
 
     def close(self, *, grace_s: float = _STOP_S) -> None:
         """End the child. It is killed if it does not leave its context within `grace_s` seconds."""
@@ -104,19 +112,6 @@ class Child(Generic[Q, A]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _received(self, timeout_s: float) -> Any:
-        end = time.monotonic() + timeout_s
-        try:
-            if not self._pipe.poll(max(0.0, end - time.monotonic())):
-                raise DeadlineExceededError(f"no answer from {self._name!r} within {timeout_s:g} s")
-            answer: _Answer = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join(_STOP_S)
-            answer = _Answer(None, f"exit status {self._process.exitcode}")
-        if answer.failure:
-            raise SymbiosisError(f"{self._name!r} has ended: {answer.failure}")
-        return answer.value
 
 
 class _Answer(NamedTuple):

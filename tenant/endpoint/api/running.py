@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
-from tenant.endpoint.api.answers import Ledger, PromptTokensDetails, Usage
+from tenant.endpoint.api.answers import FinishReason, Ledger, PromptTokensDetails, Usage
 from tenant.endpoint.api.errors import ApiError, failed, refused
 from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.engine.requests import (
@@ -189,6 +189,16 @@ def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
         prompt_tokens_details=PromptTokensDetails(cached_tokens=ledger.cached_tokens),
         ledger=ledger,
     )
+
+
+def finish_reason(done: Done | None) -> FinishReason:
+    """Return why an answer without calls of tools has ended."""
+    return "stop" if done is not None and done.finish == "stop" else "length"
+
+
+def finite(logprob: float) -> float:
+    """Return a log probability as JSON, which has no infinity; OpenAI's API uses this number."""
+    return max(logprob, -9999.0)
 
 
 def new_id(prefix: str) -> str:

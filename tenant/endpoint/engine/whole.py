@@ -53,7 +53,7 @@ class WholeEngine(Engine):
         self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._waiting = Turns[_Job]()
         self._running: _Job | None = None
-        self._tokens = self._steps = 0
+        self._steps = 0  # each yields one token
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
@@ -82,7 +82,7 @@ class WholeEngine(Engine):
                 running=int(self._running is not None),
                 waiting=len(self._waiting),
                 steps=self._steps,
-                tokens=self._tokens,
+                tokens=self._steps,
                 rows=self.session_ledger().rows,
             )
 
@@ -148,11 +148,10 @@ class WholeEngine(Engine):
                 return
             job.answer.start(self._prompt_logprobs(request, given))
             if job.answer.finish is None:
-                steps = _Steps(job, self)
                 self._model.generate(
                     **given,
                     generation_config=GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False),
-                    logits_processor=LogitsProcessorList([steps]),
+                    logits_processor=LogitsProcessorList([_Steps(job, self)]),
                     stopping_criteria=StoppingCriteriaList([_Ended(job)]),
                 )
 
@@ -167,7 +166,6 @@ class WholeEngine(Engine):
     def count(self) -> None:
         """Count a token."""
         self._steps += 1
-        self._tokens += 1
 
 
 class _Job:

@@ -9,6 +9,7 @@ FOLDER/log            what the process wrote to stderr
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -64,13 +65,13 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     train_loss: float | None = None
 
 
+@dataclass(eq=False)
 class StoredJob:
     """A job and its events, with their folder."""
 
-    def __init__(self, folder: Path, job: FineTuningJob, events: list[JobEvent]) -> None:
-        self.folder = folder
-        self.job = job
-        self.events = events
+    folder: Path
+    job: FineTuningJob
+    events: list[JobEvent]
 
     @classmethod
     def read(cls, folder: Path) -> "StoredJob | None":

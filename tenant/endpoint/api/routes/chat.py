@@ -13,7 +13,7 @@ from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedToo
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
-from tenant.endpoint.api.running import Collected, Running, choices, new_id, usage
+from tenant.endpoint.api.running import Collected, Running, choices, finish_reason, finite, new_id, usage
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
@@ -81,7 +81,7 @@ class PreparedChat:
             content = text.add(answer.text)
             rest, calls = text.end()
             content += rest
-            reason = self._reason(answer.done, called=bool(calls))
+            reason: answers.FinishReason = "tool_calls" if calls else finish_reason(answer.done)
             found.append(
                 answers.ChatChoice(
                     index=index,
@@ -124,7 +124,7 @@ class PreparedChat:
                 if calls:
                     numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
                     yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(tool_calls=numbered)))
-                reason = self._reason(event, called=bool(calls))
+                reason: answers.FinishReason = "tool_calls" if calls else finish_reason(event)
                 yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(), finish_reason=reason))
         if options is not None and options.include_usage:
             last = chunk()
@@ -151,14 +151,9 @@ class PreparedChat:
         found = self._service.vocabulary.bytes_of(token)
         return answers.TopLogprob(
             token=self._service.vocabulary.text_of(token),
-            logprob=max(logprob, -9999.0),  # JSON has no infinity; OpenAI's API uses this number
+            logprob=finite(logprob),
             bytes=None if found is None else list(found),
         )
-
-    def _reason(self, done: engine.Done | None, *, called: bool) -> answers.FinishReason:
-        if called:
-            return "tool_calls"
-        return "stop" if done is not None and done.finish == "stop" else "length"
 
 
 class _AllText:

@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tenant.endpoint.api.answers import Completion, FinishReason, TextChoice, TextLogprobs
+from tenant.endpoint.api.answers import Completion, TextChoice, TextLogprobs
 from tenant.endpoint.api.bodies import CompletionRequest, JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Collected, Running, choices, new_id, usage
+from tenant.endpoint.api.running import Collected, Running, choices, finish_reason, finite, new_id, usage
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
@@ -70,7 +70,7 @@ class _Prepared:
                     index=index,
                     text=self._texts[index] + answer.text,
                     logprobs=self._logprobs([*self._of_prompt(index, answer.started), *tokens], 0),
-                    finish_reason=_reason(answer.done),
+                    finish_reason=finish_reason(answer.done),
                 )
             )
         dones = [answer.done for answer in results if answer.done is not None]
@@ -86,7 +86,7 @@ class _Prepared:
             logprobs = self._logprobs(tokens, offsets[index]) if tokens else None
             offsets[index] += sum(len(self._service.vocabulary.text_of(token)) for token, _ in tokens)
             choice = TextChoice(
-                index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else _reason(done)
+                index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
             )
             ledger = running.ledger() if options and options.include_ledger else None
             return Completion(**self._head, choices=[choice], ledger=ledger)
@@ -123,21 +123,13 @@ class _Prepared:
             if found is None:
                 tops.append(None)
                 continue
-            top = {text: _finite(found.logprob)}
+            top = {text: finite(found.logprob)}
             for other, logprob in found.top:  # several tokens may have the same text; the first is the most probable
-                top.setdefault(text_of(other), _finite(logprob))
+                top.setdefault(text_of(other), finite(logprob))
             tops.append(top)
         return TextLogprobs(
             tokens=texts,
-            token_logprobs=[None if found is None else _finite(found.logprob) for _, found in tokens],
+            token_logprobs=[None if found is None else finite(found.logprob) for _, found in tokens],
             top_logprobs=tops,
             text_offset=offsets[:-1],
         )
-
-
-def _reason(done: engine.Done | None) -> FinishReason:
-    return "stop" if done is not None and done.finish == "stop" else "length"
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity; OpenAI's API uses this number

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
+from tests.adapters import write_adapter
 from tests.warm import Popen
 
 SECRET = "zyxwvut"
@@ -28,13 +29,8 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model `tiny` and an adapter `lora`."""
     folder = tmp_path_factory.mktemp("serve")
     shutil.copytree(tiny, folder / "tiny")
-    torch.manual_seed(0)
-    adapted: Any = get_peft_model(load_language_model(folder / "tiny"), LoraConfig(target_modules="all-linear"))
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(folder / "lora")
+    base, config = load_language_model(folder / "tiny"), LoraConfig(target_modules="all-linear")
+    write_adapter(base, folder / "lora", config, scale=0.2)
     return folder
 
 

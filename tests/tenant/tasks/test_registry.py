@@ -19,7 +19,8 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, 
 from tenant.model.loading import load_model
 from tenant.tasks.folders import check_name
 from tenant.tasks.registry import TaskId, Tasks
-from tests.tenant.tasks.conftest import METHODS, WriteTask
+from tests.adapters import METHODS
+from tests.tenant.tasks.conftest import WriteTask
 
 IDS = torch.arange(1, 11).view(1, 10)
 

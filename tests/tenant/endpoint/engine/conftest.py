@@ -6,51 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
 
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token, TokenLogprob
 from tenant.model.loading import load_language_model
-from tenant.tasks.methods import BottleneckConfig, DiffPruningConfig
+from tests.adapters import METHODS, write_adapter
 
-ATTENTION = ["q_proj", "v_proj"]
-METHODS: dict[str, PeftConfig] = {
-    "lora": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]),
-    "lora-b": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]),
-    "lora-r8": LoraConfig(r=8, target_modules=ATTENTION),
-    "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "oft": OFTConfig(oft_block_size=8, target_modules=ATTENTION),
-    "bottleneck": BottleneckConfig(bottleneck_dim=6, target_modules=["o_proj", "down_proj"]),
-    "diff-pruning": DiffPruningConfig(density=0.05, target_modules=ATTENTION),
-}
-"""By task name; the last two are methods of PetS."""
-
-WriteAdapter = Callable[[Path, PeftConfig, int], Path]
+NAMES = ("lora", "lora-b", "lora-r8", "ia3", "oft", "bottleneck", "diff-pruning")
+"""Tasks; the last two are of methods of PetS."""
 
 
 @pytest.fixture(scope="session")
-def write_adapter(checkpoint: Path) -> WriteAdapter:
-    """`write_adapter(folder, config, seed)`: an adapter with random parameters."""
-
-    def write(folder: Path, config: PeftConfig, seed: int) -> Path:
-        torch.manual_seed(seed)
-        adapted: Any = get_peft_model(load_language_model(checkpoint), config)
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-        adapted.save_pretrained(folder)
-        return folder
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def adapters(write_adapter: WriteAdapter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an adapter of each method."""
     folder = tmp_path_factory.mktemp("adapters")
-    for seed, (name, config) in enumerate(METHODS.items()):
-        write_adapter(folder / name, config, seed)
+    for seed, name in enumerate(NAMES):
+        write_adapter(load_language_model(checkpoint), folder / name, METHODS[name], seed=seed)
     return folder
 
 

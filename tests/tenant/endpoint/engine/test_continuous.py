@@ -20,9 +20,10 @@ from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
-from tests.tenant.endpoint.engine.conftest import METHODS, Asked, WriteAdapter
+from tests.adapters import write_adapter
+from tests.tenant.endpoint.engine.conftest import NAMES, Asked
 
-ADAPTERS = [None, *METHODS]
+ADAPTERS = [None, *NAMES]
 LOGPROBS = Sampling(logprobs=3)
 PROMPT = tuple(range(5, 25))
 
@@ -185,9 +186,7 @@ def test_a_client_cannot_find_out_what_another_one_has_asked(engine: ContinuousE
     assert Asked(engine, text, client="a", max_tokens=1).done().ledger.cached_tokens == 29
 
 
-def test_an_adapter_that_was_loaded_again_shares_no_beginning(
-    model: Any, tokenizer: Any, adapters: Path, tmp_path: Path, write_adapter: WriteAdapter
-) -> None:
+def test_an_adapter_that_was_loaded_again_shares_no_beginning(model: Any, tokenizer: Any, adapters: Path) -> None:
     tasks = Tasks(model)
     engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
     tasks.register("mine", adapters / "lora")
@@ -297,11 +296,12 @@ def test_a_failed_product_fails_its_requests_and_the_engine_lives(
 
 
 def test_a_request_whose_own_numbers_overflow_fails_alone(
-    model: Any, tokenizer: Any, tmp_path: Path, write_adapter: WriteAdapter
+    model: Any, tokenizer: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     config = LoraConfig(r=2, lora_alpha=10**40, target_modules=["v_proj"])
     tasks = Tasks(model)
-    tasks.register("huge", write_adapter(tmp_path / "huge", config, 0))
+    write_adapter(load_language_model(checkpoint), tmp_path / "huge", config)
+    tasks.register("huge", tmp_path / "huge")
     engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
     right = Asked(engine, PROMPT, max_tokens=5).tokens
     asked: list[Asked] = []

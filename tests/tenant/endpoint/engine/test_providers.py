@@ -19,9 +19,9 @@ from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
-from tests.tenant.endpoint.engine.conftest import METHODS, Asked
+from tests.tenant.endpoint.engine.conftest import NAMES, Asked
 
-ADAPTERS = [None, *METHODS]
+ADAPTERS = [None, *NAMES]
 GROUPS = 8  # layer groups: 4 in each of 2 blocks; the head is tied and stays with the tenant
 PROMPT = tuple(range(5, 25))
 DEADLINE_S = 3.0

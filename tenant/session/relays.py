@@ -56,7 +56,7 @@ class Relays:
         }
         self._granted: dict[Peer, GrantedPermit] = {}
         self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
-        self._lock = threading.Lock()
+        self._asking: dict[Peer, threading.Lock] = {}  # one request for a permit at a time from each executor
 
     def target(self, group: GroupIndex, executor: Route | None) -> Route | None:
         """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
@@ -76,7 +76,7 @@ class Relays:
         Raises:
             RoleConflictError: the executor belongs to a helper's company (rule 8).
         """
-        with self._lock:
+        with self._asking.setdefault(route.peer, threading.Lock()):
             permit, welcome = self._permit(route), route.welcome
         permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
         if permit is None or welcome is None or not set(holders) <= {found[0] for found in permitted if found}:
@@ -100,7 +100,8 @@ class Relays:
         """Relay nothing to an executor for a while, or for the rest of the session.
 
         Args:
-            first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s.
+            first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s. The next
+                one is a first pause again if there was no failure for as long as the last pause.
         """
         now = time.monotonic()
         self._granted.pop(executor, None)  # a restarted executor has forgotten its permits
@@ -108,7 +109,8 @@ class Relays:
         if for_good:
             self._paused[executor] = (float("inf"), length)
         elif until <= now:
-            length = min(max(2 * length, first_s), _LAST_PAUSE_S)
+            length = max(2 * length if now < until + length else 0.0, first_s)
+            length = min(length, _LAST_PAUSE_S)
             self._paused[executor] = (now + length, length)
             log.info("effects are not relayed to %s for %g s", executor.name, length)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import RoleConflictError, VerificationError
+from symbiosis_priv.errors import RoleConflictError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
@@ -34,6 +37,7 @@ OUT = 1
 Kept = tuple[wire.Block, bytes]
 """A block as an executor keeps it."""
 PATIENT_S = 20.0
+UNUSED: Any = None
 
 
 def relayed(session: Session) -> tuple[int, int]:
@@ -171,6 +175,48 @@ def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
     for seed in range(6):
         assert is_right(session, store, OUT, FORWARD, 3, seed)
     assert executor.permits_asked == 1
+
+
+def route_to(peer: Peer) -> Any:
+    return SimpleNamespace(peer=peer, welcome=None)
+
+
+def test_an_executor_that_is_late_with_permits_does_not_delay_pads_for_another_one() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask(route: Any) -> Any:
+        if route.peer.name == "slow":
+            asked.set()
+            answer.wait(30)
+        raise TransportError("no permit")
+
+    found = relays.Relays(UNUSED, SimpleNamespace(helpers=()), ask)  # type: ignore[arg-type]
+    slow, fast = (route_to(Peer(name, name, "executor", "::1", 1, Path())) for name in ("slow", "fast"))
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(found.order, slow, [])
+        try:
+            assert asked.wait(30)
+            assert pool.submit(found.order, fast, []).result(5) is None
+        finally:
+            answer.set()
+
+
+def test_pauses_of_relays_grow_with_failures_and_start_anew_once_the_relay_has_worked(
+    executor: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(relays, "time", SimpleNamespace(monotonic=lambda: now))
+    found = relays.Relays(UNUSED, SimpleNamespace(helpers=()), UNUSED)  # type: ignore[arg-type]
+    peer = executor.peer("executor")
+    lengths = []
+    for worked in (0.0, 0.0, 1.9, 4.1, 0.0):  # seconds since the last pause
+        now += worked
+        found.pause(peer)
+        until, length = found._paused[peer]
+        assert until == now + length
+        lengths.append(length)
+        now = until
+    assert lengths == [1.0, 2.0, 4.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("limit", ["rows", "bytes"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -71,9 +72,7 @@ def load_certificates(path: Path) -> list[x509.Certificate]:
     in the middle of a certificate."""
     data = read_file(path)
     try:
-        found = x509.load_pem_x509_certificates(data)
-        for certificate in found:  # cryptography parses these fields at first use: malformed ones must raise here
-            _ = certificate.subject, certificate.issuer, certificate.public_key()
+        found = _certificates_of(data)
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(
             f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
@@ -81,7 +80,15 @@ def load_certificates(path: Path) -> list[x509.Certificate]:
     last = data.rstrip().rpartition(b"\n")[2]
     if len(_BEGIN.findall(data)) != len(found) or (last.startswith(b"-") and not last.startswith(b"-----END ")):
         raise CertificateError(f"{path} ends in the middle of a certificate: copy it again")
-    return found
+    return list(found)
+
+
+@lru_cache(maxsize=256)  # a connection needs the certificates of the same few files several times
+def _certificates_of(data: bytes) -> tuple[x509.Certificate, ...]:
+    found = x509.load_pem_x509_certificates(data)
+    for certificate in found:  # cryptography parses these fields at first use: malformed ones must raise here
+        _ = certificate.subject, certificate.issuer, certificate.public_key()
+    return tuple(found)
 
 
 def load_pin(pin: Pin) -> x509.Certificate:

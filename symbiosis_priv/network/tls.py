@@ -19,7 +19,9 @@ Contexts are built from named files only. The system's trust store is never load
 `SSLKEYLOGFILE`, which `ssl.create_default_context` would honour.
 """
 
+import functools
 import hmac
+import os
 import ssl
 from collections.abc import Sequence
 from enum import IntEnum
@@ -32,6 +34,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from symbiosis_priv.certificates.alerts import warn_of_expiry, warn_of_exposed_key
+from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.certificates.reading import (
     Identity,
     Kind,
@@ -121,7 +124,8 @@ def server_context(
 
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
     """A tenant's context, or a helper's: TLS 1.3 only, host name checked, and nothing trusted but the pinned
-    certificates.
+    certificates. The checks are made at every call; calls for the same certificates share one context, which
+    must not be changed.
 
     Call `check_pin` after the handshake.
 
@@ -142,10 +146,20 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
             f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
             f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
         )
+    # only one key fits a certificate, so the contents of the key file need not be compared
+    return _client_context(tuple(pinned), certificate, key, read_file(certificate))
+
+
+@functools.lru_cache(maxsize=64)  # OpenSSL takes two milliseconds to make a context
+def _client_context(pinned: tuple[x509.Certificate, ...], certificate: Path, key: Path, _: bytes) -> ssl.SSLContext:
+    """Make a client's context. The last argument is the contents of `certificate`, so that a renewed one is read."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     # A pin may be a leaf certificate that an authority issued: trust the leaf without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return _with_certificate(_with_trusted(context, pinned), certificate=certificate, key=key)
+
+
+os.register_at_fork(after_in_child=_client_context.cache_clear)
 
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:

@@ -1,5 +1,6 @@
 """Handshakes over loopback sockets: which certificates are accepted, and which side refuses the others."""
 
+import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -99,6 +100,7 @@ def files(pins: Pins) -> list[Path]:
 
 def client(keys: Keys, pins: Pins, identity: Identity | None = None) -> ssl.SSLContext:
     identity = identity or keys.tenant
+    tls._client_context.cache_clear()  # some tests change their context
     return tls.client_context(certificate=identity.certificate, key=identity.key, pins=files(pins))
 
 
@@ -461,6 +463,24 @@ def test_context_settings(keys: Keys) -> None:
         assert context.keylog_filename is None
     assert calling.check_hostname
     assert serving.num_tickets == 0
+
+
+def test_calls_for_the_same_certificates_share_a_context(keys: Keys, tmp_path: Path) -> None:
+    own = reading.pair(tmp_path, "alice")
+    shutil.copy(keys.tenant.certificate, own.certificate)
+    shutil.copy(keys.tenant.key, own.key)
+
+    def context(*pins: Path) -> ssl.SSLContext:
+        return tls.client_context(certificate=own.certificate, key=own.key, pins=pins)
+
+    first = context(keys.provider.certificate)
+    assert context(keys.provider.certificate) is first
+    assert context(keys.sibling.certificate) is not first
+    issuing.rotate(own.certificate, authority=keys.authority)
+    assert context(keys.provider.certificate) is not first
+    shutil.copy(keys.tenant.key, own.key)
+    with pytest.raises(CertificateError, match=r"alice\.key is not the"):
+        context(keys.provider.certificate)
 
 
 def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

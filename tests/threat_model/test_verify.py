@@ -153,12 +153,12 @@ def judge(place: Place, oracle: CheckpointOracle) -> Judge:
     """`judge(...)`: run all or some properties against a provider that a test has changed; outcomes by property."""
 
     def judge(
-        *names: str, role: wire.Role = "executor", config: ProviderConfig | None = None, seed: int = 1
+        *names: str, role: wire.Role = "executor", config: ProviderConfig | None = None
     ) -> dict[str, PropertyResult]:
         chosen = [p for p in PROPERTIES if not names or p.name in names]
         with Provider(config or place.config()) as provider:
             subject = Subject(place.dialler(provider, role), oracle)
-            return {o.property.name: o for o in verify([subject], chosen, examples=EXAMPLES, seed=seed)}
+            return {o.property.name: o for o in verify([subject], chosen, examples=EXAMPLES, seed=1)}
 
     return judge
 
@@ -190,9 +190,8 @@ def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]],
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_an_honest_provider_passes(judge: Judge, role: wire.Role, seed: int) -> None:
-    outcomes = judge(role=role, seed=seed)
+def test_an_honest_provider_passes(judge: Judge, role: wire.Role) -> None:
+    outcomes = judge(role=role)
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
     untested = {name for name, outcome in outcomes.items() if outcome.verdict == "not tested"}
     assert untested == {"experts"} | ({"effect-agreement"} if role == "helper" else set())

@@ -249,7 +249,7 @@ class Executor:
         assert isinstance(work, envelope.ProductRequest)
         request = work.request
         key = Key(request.group, request.direction, request.arithmetic, request.counts is not None)
-        row_work, row_cost = self._load_of(key, type(request))
+        row_work, row_cost = self._load_of(key, type(request), wire.may_be_relayed(request))
         return _Job(
             tenant=work.tenant,
             stage=work.stage,
@@ -267,9 +267,9 @@ class Executor:
             payload=message.payload,
         )
 
-    def _row_load(self, key: Key, request: type[wire.Binding]) -> tuple[int, int]:
+    def _row_load(self, key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
         entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
-        return envelope.row_load(request, entry.columns(key.direction))
+        return envelope.row_load(request, entry.columns(key.direction), relayed=relayed)
 
     def _accept(self, job: _Job) -> None:
         self._jobs[job.sender] = job

@@ -38,7 +38,7 @@ def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
     copies = product if wire.may_be_relayed(request) else 0
     copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
     memory = product + max(wire.RING32.size(rows, inputs), copies)
-    _, cost = row_load(type(request), widths)
+    _, cost = row_load(type(request), widths, relayed=wire.may_be_relayed(request))
     return Sizes(encoding, received, product, memory, cost * rows)
 
 

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import Layer
-from symbiosis_priv.harness.strategies import FLOAT_DTYPES, float_rows
+from symbiosis_priv.harness.strategies import FLOAT_DTYPES, float_rows, sparse
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+_SEEDS = st.integers(0, 2**32 - 1)
+_KINDS = st.sampled_from(("uniform", "peak", "signs", "sparse"))
 
 
 def weight_bits() -> SearchStrategy[int]:
@@ -41,12 +43,13 @@ def tight_rows(weight: Tensor) -> Tensor:
 def integer_weights(draw: DrawFn, *, outputs: int, inputs: int, bits: int) -> Tensor:
     """Quantised weights, int16 `[outputs, inputs]` with `|w| < 2^(bits - 1)`: uniform, all extreme, or mostly zero."""
     peak = (1 << (bits - 1)) - 1
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("uniform", "peak", "signs", "sparse")))
+    generator = np.random.default_rng(draw(_SEEDS))
+    kind = draw(_KINDS)
     shape = (outputs, inputs)
     if kind == "sparse":
         entries = st.integers(-peak, peak)
-        return torch.from_numpy(draw(hnp.arrays(np.int16, shape, elements=entries, fill=entries)))
+        some = st.lists(st.tuples(_SEEDS, entries), max_size=8)
+        return torch.from_numpy(sparse(shape, draw(entries), draw(some), np.int16))
     if kind == "uniform":
         return torch.from_numpy(generator.integers(-peak, peak + 1, shape, dtype=np.int16))
     signs = generator.choice(np.array([-peak, peak], dtype=np.int16), shape)

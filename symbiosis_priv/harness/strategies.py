@@ -10,15 +10,14 @@ of zeros, one-hot rows, rows that meet a Hölder bound with equality, and the co
     def test_my_provider(rows): ...
 """
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import DrawFn, SearchStrategy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -43,6 +42,9 @@ _OUTLIERS = st.sampled_from((1.0, 100.0, 1e30))
 _RING_KINDS = st.sampled_from(("sparse", "uniform", "corners"))
 _RING_CORNERS = st.sampled_from(RING_CORNERS)
 _WORDS = _RING_CORNERS | st.integers(-(2**31), 2**31 - 1)
+_SOME = 8  # most numbers of a sparse matrix that differ from all others
+_SOME_FLOATS = st.lists(st.tuples(_SEEDS, _FLOATS), max_size=_SOME)
+_SOME_WORDS = st.lists(st.tuples(_SEEDS, _WORDS), max_size=_SOME)
 
 
 def directions() -> SearchStrategy[Direction]:
@@ -76,7 +78,7 @@ def float_rows(
     dtype = draw(st.sampled_from(dtypes))
     kind = draw(_FLOAT_KINDS)
     if kind == "sparse":  # Hypothesis chooses and shrinks few values; all other entries have one value
-        rows = draw(_sparse_floats(shape))
+        rows = sparse(shape, draw(_FLOATS), draw(_SOME_FLOATS), np.float64)
     else:
         generator = np.random.default_rng(draw(_SEEDS))
         rows = generator.standard_normal(shape)
@@ -100,7 +102,7 @@ def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | No
     generator = np.random.default_rng(draw(_SEEDS))
     kind = draw(_RING_KINDS)
     if kind == "sparse":
-        rows = draw(_sparse_words(shape))
+        rows = sparse(shape, draw(_RING_CORNERS), draw(_SOME_WORDS), np.int32)
     elif kind == "uniform":
         rows = generator.integers(-(2**31), 2**31, shape, dtype=np.int32)
     else:
@@ -108,14 +110,14 @@ def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | No
     return torch.from_numpy(rows)
 
 
-@functools.lru_cache(maxsize=1024)
-def _sparse_floats(shape: tuple[int, int]) -> SearchStrategy[NDArray[np.float64]]:
-    return hnp.arrays(np.float64, shape, elements=_FLOATS, fill=_FLOATS)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sparse_words(shape: tuple[int, int]) -> SearchStrategy[NDArray[np.int32]]:
-    return hnp.arrays(np.int32, shape, elements=_WORDS, fill=_RING_CORNERS)
+def sparse(
+    shape: tuple[int, int], common: float, others: Sequence[tuple[int, float]], dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """A matrix of one number, with other numbers at some places. Places are counted row by row, modulo the size."""
+    rows = np.full(shape, common, dtype)
+    for place, number in others if rows.size else ():
+        rows.flat[place % rows.size] = number
+    return rows
 
 
 def _draw(draw: DrawFn, value: int | SearchStrategy[int]) -> int:

@@ -1,6 +1,5 @@
 """The two passes, compiled and with torch: the same bits as their separate steps, on every build."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import RingBits
+from symbiosis_priv.native import column_blocks
 from tests import drawn
 from tests.builds import BUILDS, TORCH, build
 
@@ -192,55 +192,49 @@ def test_wrong_shapes_and_dtypes_are_refused(name: str, inputs: Sequence[Tensor]
         passes.encode(inputs, bound=bound_of(4), out=torch.empty(2, 4, dtype=torch.int32))
 
 
-def strided(rows: Tensor) -> dict[str, Tensor]:
-    """Return the same matrix in several memory layouts, by name."""
-    wider = torch.nn.functional.pad(rows, (3, 2))
-    return {
-        "transposed": rows.t().contiguous().t(),
-        "part of a wider one": wider[:, 3:-2],
-        "every other column": torch.stack([rows, rows], dim=-1)[:, :, 1],
-        "expanded": rows[:1].expand_as(rows),
-    }
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda rows: rows.t().contiguous().t(),
+    "part of a wider one": lambda rows: torch.nn.functional.pad(rows, (3, 2))[:, 3:-2],
+    "every other column": lambda rows: torch.stack([rows, rows], dim=-1)[:, :, 1],
+}
 
 
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("dtype", testing.FLOAT_DTYPES)
-def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+def test_layout_and_threads_change_nothing(
+    name: str, dtype: torch.dtype, set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The matrix has enough rows for several threads."""
+    monkeypatch.setattr(column_blocks, "_SHARE", 1 << 15)
     width = 4099
     generator = np.random.default_rng(0)
-    rows = torch.from_numpy(generator.standard_normal((257, width))).to(dtype)
+    rows = torch.from_numpy(generator.standard_normal((65, width))).to(dtype)
     mask = torch.from_numpy(generator.integers(-(2**31), 2**31, rows.shape, dtype=np.int32))
     column = modular.uniform(KEY, width)
     channel_scale = scales(width, 0)
 
-    def both(inputs: Tensor, blank: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def both(inputs: Tensor, y: Tensor) -> list[Tensor]:
         out = torch.empty(rows.shape, dtype=torch.int32)
         expected = torch.empty(len(rows), dtype=torch.int64)
         scale = passes.encode([inputs], bound=bound_of(width), out=out, v=column, expected=expected)
         out += mask
-        y = blank(rows)
         assert not passes.decode(
-            out, [y], scale=scale, effects=[mask], channel_scale=channel_scale, column=column, expected=expected_of(out)
+            out, [y], scale=scale, effects=[mask], channel_scale=channel_scale, column=column, expected=expected
         )
         return [out, bits(scale), expected, bits(y)]
 
-    def expected_of(out: Tensor) -> Tensor:
-        return modular.dot(out - mask, column)
-
     with build(TORCH):
-        want = both(rows, torch.empty_like)
-    assert torch.equal(want[2], expected_of(want[0]))  # of this "layer", whose product equals its input
+        want = both(rows, torch.empty_like(rows))
+        assert torch.equal(want[2], modular.dot(want[0] - mask, column))  # a "layer" whose product equals its input
     with build(name):
         for threads in (1, 2, 5):
             set_threads(threads)
-            for got, part in zip(both(rows, torch.empty_like), want, strict=True):
+            for got, part in zip(both(rows, torch.empty_like(rows)), want, strict=True):
                 assert torch.equal(got, part)
-        for layout in strided(rows).keys() - {"expanded"}:
-            blank = functools.partial(lambda layout, like: strided(torch.empty_like(like))[layout], layout)
-            others = both(strided(rows)[layout], blank)
+        for layout, arranged in LAYOUTS.items():
+            others = both(arranged(rows), arranged(torch.empty_like(rows)))
             assert all(torch.equal(a, b) for a, b in zip(others, want, strict=True)), layout
-        first = both(strided(rows)["expanded"], torch.empty_like)
+        first = both(rows[:1].expand_as(rows), torch.empty_like(rows))
         assert torch.equal(first[1], want[1][:1].expand(len(rows)))
 
 

@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from logging import Logger
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
@@ -59,10 +60,11 @@ def uniform(shape: tuple[int, int], *, bits: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("kernel", "bits"), EVERY_DIGIT)
 def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None:
+    counts = (0, 1, 3, 64, 65) if kernel == "triton" else (0, 1, 2, 3, 64, 257)  # both sides of a tile or block
     for shape in SHAPES + DEEP:
         weight = uniform(shape, bits=bits)
         matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
-        for count in (0, 1, 2, 3, 64, 257) if shape in SHAPES else (1, 5):
+        for count in counts if shape in SHAPES else (1, 5):
             rows = uniform((max(count, 1), shape[1 if direction == FORWARD else 0]), bits=32, seed=count)[:count]
             got = matrix.product(rows, direction)
             assert got.is_contiguous()
@@ -137,16 +139,15 @@ def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction)
 @pytest.mark.parametrize("kernel", NAMES)
 @given(data=st.data(), direction=testing.directions())
 def test_batch_composition_changes_nothing(kernel: str, data: DataObject, direction: Direction) -> None:
-    """Requests joined into one matrix get the answers that each would get alone."""
+    """Requests joined into one matrix, in any order, get the answers that each would get alone."""
     weight = data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10))
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(1, 40)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
-    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    order = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 2**32 - 1))).permutation(len(rows)))
     matrix = RingMatrix(weight, weight_bits=10, kernel=kernel)
     whole = matrix.product(rows, direction)
-    parts = [matrix.product(part, direction) for part in torch.tensor_split(rows, cuts)]
-    assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(matrix.product(rows[order], direction), whole[order])
+    parts = [matrix.product(part, direction) for part in torch.tensor_split(rows[order], cuts)]
+    assert torch.equal(torch.cat(parts), whole[order])
 
 
 @pytest.mark.parametrize("kernel", NAMES)
@@ -190,7 +191,7 @@ def kernel_modules() -> list[object]:
 
 
 def tensors_reached_from(roots: Sequence[object], size: int) -> list[Tensor]:
-    """Tensors of at least `size` entries that objects refer to, not through modules, classes or functions.
+    """Tensors of at least `size` entries that objects refer to, not through modules, classes, functions or loggers.
 
     A walk over all objects of the process would also find objects that other threads are creating.
     """
@@ -200,7 +201,7 @@ def tensors_reached_from(roots: Sequence[object], size: int) -> list[Tensor]:
         if isinstance(thing, Tensor) and thing.numel() >= size:
             found.append(thing)
         for other in gc.get_referents(thing):
-            if id(other) not in seen and not isinstance(other, ModuleType | type | FunctionType):
+            if id(other) not in seen and not isinstance(other, ModuleType | type | FunctionType | Logger):
                 seen.add(id(other))
                 waiting.append(other)
     return found

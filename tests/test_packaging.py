@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib
 import re
-import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
@@ -164,11 +163,3 @@ def test_the_version_has_one_source() -> None:
 def test_the_error_tree_is_complete() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert all(issubclass(getattr(errors, name), errors.SymbiosisError) for name in defined)
-
-
-def test_a_provider_starts_without_transformers() -> None:
-    """Importing transformers takes longer than everything else, and is needed only for a checkpoint without a cached
-    manifest."""
-    names = "import sys, provider.serve; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", names], check=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "False"

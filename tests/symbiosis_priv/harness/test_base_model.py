@@ -51,10 +51,12 @@ def test_public_and_private_text_share_no_record() -> None:
     assert PUBLIC_PROMPT in public
 
 
-@pytest.mark.parametrize("drug", ["Cardolex", "Neurivane", "Pulmozide", "Glucavir", "Dermaquil"])
-def test_the_tenants_drugs_are_private(drug: str) -> None:
-    assert drug in "\n".join(private_text(seed=0, records=500))
-    assert drug not in public_text(seed=0, sentences=Pretraining().sentences)
+def test_the_tenants_drugs_are_private() -> None:
+    private = "\n".join(private_text(seed=0, records=500))
+    public = public_text(seed=0, sentences=Pretraining().sentences)
+    for drug in ("Cardolex", "Neurivane", "Pulmozide", "Glucavir", "Dermaquil"):
+        assert drug in private
+        assert drug not in public
 
 
 def test_the_checkpoint_is_an_ordinary_one(

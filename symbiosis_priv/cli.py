@@ -7,12 +7,13 @@ distribution can do the same. The entry point `NAME` adds a command, and `GROUP.
 """
 
 import errno
+import functools
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -46,6 +47,11 @@ _SHORT_HELP = {
 }
 
 
+@functools.cache  # reads a file of every installed package
+def _installed() -> EntryPoints:
+    return entry_points(group=COMMAND_GROUP)
+
+
 class _CommandGroup(TyperGroup):
     """The commands that entry points add to one group: all are listed, and only the one about to run is imported."""
 
@@ -53,7 +59,7 @@ class _CommandGroup(TyperGroup):
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
-        added = {entry.name: entry for entry in entry_points(group=COMMAND_GROUP) if self._owns(entry.name)}
+        added = {entry.name: entry for entry in _installed() if self._owns(entry.name)}
         known = [name for name in _SHORT_HELP if name in added]
         self._added: dict[str, EntryPoint] = {}
         for full_name in known + sorted(added.keys() - _SHORT_HELP.keys()):

@@ -34,7 +34,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
         module.__dict__["target"] = target
         monkeypatch.setitem(sys.modules, module.__name__, module)
         plugged.append(EntryPoint(name, f"{module.__name__}:target", cli.COMMAND_GROUP))
-        monkeypatch.setattr(cli, "entry_points", lambda *, group: EntryPoints(plugged).select(group=group))
+        monkeypatch.setattr(cli, "_installed", lambda: EntryPoints(plugged).select(group=cli.COMMAND_GROUP))
 
     return add
 

@@ -166,9 +166,9 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay --condition 20mbit/20ms --link proxy": check_network,
     "bytes": check_bytes,
-    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.05 --threads 1 "
+    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.1 --threads 1 "
     "--picture FOLDER/provider.svg": check_provider,
-    "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.05": check_bits,
+    "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.1": check_bits,
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
         check_tasks
     ),

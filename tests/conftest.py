@@ -172,6 +172,13 @@ def _templates_are_compiled_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _collections_are_short() -> None:
+    """Let the collections of a module skip what earlier modules have left. Trainer collects twice in each run."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Set torch back to one thread for each module."""
     yield

@@ -7,6 +7,7 @@ plain integers, which are checked against the digest when they are read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _DISCOVERY = 3  # raised when `discover` finds other layer groups than before, so that no old manifest is read
 _MAX_MANIFEST = 1 << 30  # bytes; a layer group takes a few hundred bytes
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_version = functools.cache(version)  # a package's metadata takes a millisecond to read
 
 T = TypeVar("T")
 
@@ -294,7 +296,7 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
         optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
-        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
+        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{_version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:

@@ -1,6 +1,7 @@
 """Fixtures: tiny checkpoints, scripted providers, federations and sessions."""
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
@@ -26,7 +26,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tests.tenant.scripted import TIMEOUT_S, ScriptedProvider
+from tests.tenant.scripted import TIMEOUT_S, ScriptedProvider, served_model
 
 # Checkpoints
 
@@ -63,22 +63,22 @@ def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) ->
 # Providers
 
 
-@dataclass
+@dataclass(eq=False)
 class Identities:
     """An authority, a tenant, and certificates for providers."""
 
     folder: Path
     authority: Identity = field(init=False)
     tenant: Identity = field(init=False)
-    issued: int = 0
 
     def __post_init__(self) -> None:
         self.authority = issuing.create_authority(self.folder)
         self.tenant = issuing.issue(self.folder, authority=self.authority, kind=Kind.TENANT, name="tenant")
 
-    def provider(self) -> Identity:
-        self.issued += 1
-        return issuing.issue(self.folder, authority=None, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
+    @functools.cache  # noqa: B019 - it lives as long as the tests
+    def provider(self, number: int) -> Identity:
+        """The provider with this number. All tests share it."""
+        return issuing.issue(self.folder, authority=None, kind=Kind.PROVIDER, name=f"provider-{number}")
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +100,8 @@ def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProv
             *, store: WeightStore = store, layers: str = "", identity: Identity | None = None, **limits: int
         ) -> ScriptedProvider:
             served = WeightStore(store.path, layers=LayerRange.parse(layers)) if layers else store
-            model, identity = ServedModel(served, float_memory=1 << 30), identity or identities.provider()
-            provider = ScriptedProvider(model, identity, identities.authority, others, **limits)
+            identity = identity or identities.provider(len(others))
+            provider = ScriptedProvider(served_model(served), identity, identities.authority, others, **limits)
             running.callback(provider.close)
             return provider
 

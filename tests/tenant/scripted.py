@@ -6,6 +6,7 @@ or absent provider, and can see what a provider sees of a tenant.
 """
 
 import contextlib
+import functools
 import socket
 import ssl
 import threading
@@ -109,7 +110,7 @@ class ScriptedProvider:
         self.block_wait_s = 0.3
         self.permit_wait_s, self.permits_asked = 0.0, 0
         self.max_bytes = 1 << 30
-        self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
+        self._model, self._served, self._max_rows, self._max_payload = model, model.served, max_rows, max_payload
         self._authority, self._others = authority, others
         self.fingerprint = fingerprint(identity.certificate)
         others[self.fingerprint] = self
@@ -137,7 +138,7 @@ class ScriptedProvider:
     def product(self, heard: Heard, *, group: int | None = None) -> Tensor:
         """The honest answer, or the honest answer of another layer group."""
         request = heard.request
-        with self._lock:
+        with _ONE_PRODUCT:
             return self._model.product(
                 heard.rows,
                 group=request.group if group is None else group,
@@ -149,9 +150,7 @@ class ScriptedProvider:
     def show(self, identity: Identity) -> None:
         """Use this certificate on later connections."""
         self._key = identity.private_key()
-        self._context = server_context(
-            certificate=identity.certificate, key=identity.key, tenant_authority=self._authority.certificate
-        )
+        self._context = _context(identity, self._authority)
 
     def say(self, data: bytes) -> None:
         """Send bytes on the latest connection."""
@@ -221,8 +220,8 @@ class ScriptedProvider:
             welcome = wire.Welcome(
                 version=request.version,
                 model_digest=self._model.manifest.digest,
-                first_group=self._model.served.start,
-                end_group=self._model.served.stop,
+                first_group=self._served.start,
+                end_group=self._served.stop,
                 max_rows=self._max_rows,
                 max_payload=self._max_payload,
             )
@@ -234,7 +233,7 @@ class ScriptedProvider:
                 model_digest=self._model.manifest.digest,
                 time=time.time() + self.clock_ahead_s,
                 uptime_s=1.0,
-                groups=len(self._model.served),
+                groups=len(self._served),
                 groups_loaded=0,
                 requests=len(self.heard),
                 connections=len(self._connections),
@@ -256,7 +255,7 @@ class ScriptedProvider:
         if isinstance(request, wire.FetchBlock):
             return self._hand_out(connection, request)
         assert isinstance(request, wire.Execute | wire.Effect)
-        if request.group not in self._model.served:
+        if request.group not in self._served:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="not these layers")))
             return True
         if request.rows > self._max_rows:
@@ -334,6 +333,20 @@ class ScriptedProvider:
         return True
 
 
+_ONE_PRODUCT = threading.Lock()  # providers share the model
+
+
+@functools.lru_cache(maxsize=8)
+def served_model(store: WeightStore) -> ServedModel:
+    """The model that providers share, because loading it takes longer than the products of most tests."""
+    return ServedModel(store, float_memory=1 << 30)
+
+
+@functools.lru_cache(maxsize=64)
+def _context(identity: Identity, authority: Identity) -> ssl.SSLContext:
+    return server_context(certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate)
+
+
 def _exactly(connection: ssl.SSLSocket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
@@ -355,9 +368,14 @@ def ring_rows(preparation: Preparation, index: int, direction: Direction, count:
 
 
 def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
-    """The product modulo 2^32, computed in 64-bit integers, which wrap to the same low bits."""
-    weight = store.group(index).weight.to(torch.int64)
-    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+    """The product modulo 2^32. Sums are exact in double precision: they have fewer than 53 bits."""
+    return (rows.double() @ _factor(store, index, direction)).to(torch.int64).to(torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _factor(store: WeightStore, index: int, direction: Direction) -> Tensor:
+    weight = store.group(index).weight.double()
+    return weight.t() if direction == FORWARD else weight
 
 
 def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int = 0) -> bool:

@@ -72,7 +72,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Calls]:
 
 def step(model: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients of one training step."""
-    out = run(input_ids=IDS, labels=IDS)
+    out = run(input_ids=IDS, labels=IDS, use_cache=False)
     out.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

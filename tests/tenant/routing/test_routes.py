@@ -51,7 +51,7 @@ def clock() -> Clock:
 @pytest.fixture
 def peers(identities: Identities) -> Callable[[wire.Role, Sequence[str]], list[Peer]]:
     """`peers(role, operators)`: one peer of each operator."""
-    certificates = [identities.provider().certificate for _ in range(6)]
+    certificates = [identities.provider(number).certificate for number in range(6)]
     unused = iter(range(6))
 
     def make(role: wire.Role, operators: Sequence[str]) -> list[Peer]:
@@ -203,7 +203,7 @@ class SlowOnPurpose:
 
 
 TRICKS = st.lists(st.sampled_from(["quick", "in time", "hangs", "refuses in time", "busy"]), min_size=1, max_size=12)
-PRODUCTS = 3000
+PRODUCTS = 1000
 
 
 @settings(max_examples=15)

@@ -266,10 +266,10 @@ def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
         "pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1, pool_memory=0, deadline_s=3.0
     )
     assert all_right(session, store)
-    changing.show(identities.provider())
+    changing.show(identities.provider(8))
     changing.hang_up()
     assert all_right(session, store)
-    other.show(identities.provider())
+    other.show(identities.provider(9))
     other.hang_up()
     with pytest.raises((CertificateError, DeadlineExceededError), match=r"certificate of .* was refused"):
         all_right(session, store)

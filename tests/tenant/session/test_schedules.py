@@ -136,8 +136,8 @@ def explanations(
 
 def prefixes(rows: Tensor) -> list[bytes]:
     """The first words of each row."""
-    data, size = rows[:, :_PREFIX].contiguous().numpy().tobytes(), _PREFIX * rows.itemsize
-    return [data[i : i + size] for i in range(0, len(data), size)]
+    words = rows[:, :_PREFIX].contiguous().numpy()
+    return words.view(f"V{_PREFIX * rows.itemsize}").ravel().tolist()
 
 
 @pytest.fixture

@@ -273,11 +273,12 @@ class Liar:
 
 def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -> list[SymbiosisError]:
     """Send requests until `count` lies were sent. Each lie must be an error, and every other answer right."""
-    rng = liar.rng
+    rng, generator = liar.rng, torch.Generator().manual_seed(liar.rng.getrandbits(32))
     caught: list[SymbiosisError] = []
     while liar.told < count:
         index, direction = rng.randrange(9), rng.choice(DIRECTIONS)
-        rows = ring_rows(session.preparation, index, direction, rng.randrange(2, 5), seed=rng.getrandbits(32))
+        shape = rng.randrange(2, 5), session.preparation.facts[index].inputs(direction)
+        rows = torch.randint(-9999, 10_000, shape, dtype=torch.int32, generator=generator)
         told = liar.told
         try:
             answer = session.product(index, direction, rows)

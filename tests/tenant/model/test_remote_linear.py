@@ -33,7 +33,7 @@ from peft import (
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
 from symbiosis_priv.arithmetic.segments import Counts
@@ -448,10 +448,9 @@ def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
 # PEFT
 
 
-@pytest.fixture
-def load(llama: Any) -> Callable[[], PreTrainedModel]:
-    """`load()`: a split Llama in simulation."""
-    return lambda: AutoModelForCausalLM.from_pretrained(llama, quantization_config=RemoteConfig(masking="simulate"))
+def load_split(path: Path) -> Any:
+    """A split model that simulates."""
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
 
 
 METHODS: dict[str, Callable[[], PeftConfig]] = {
@@ -470,10 +469,10 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedModel], name: str) -> None:
+def test_methods_that_need_no_base_weight_train(llama: Path, name: str) -> None:
     config: PeftConfig = METHODS[name]()
     config.task_type = "CAUSAL_LM"
-    base: Any = load()
+    base: Any = load_split(llama)
     model: Any = get_peft_model(base, config)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -490,11 +489,11 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
 
 @pytest.mark.parametrize(("name", "of_qkv"), [("oft", 3), ("ia3", 1), ("lora", 1)])
 def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
-    name: str, of_qkv: int, load: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    name: str, of_qkv: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes that of `down_proj`, which has no
     siblings."""
-    base: Any = load()
+    base: Any = load_split(llama)
     backend, asked = backend_of(base), Counter[str]()
     multiply = backend.multiply
 
@@ -519,55 +518,50 @@ REFUSED: dict[str, tuple[str, str, Callable[[], PeftConfig]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_methods_that_read_the_base_weight_are_refused_by_name(load: Callable[[], PreTrainedModel], name: str) -> None:
+def test_methods_that_read_the_base_weight_are_refused_by_name(llama: Path, name: str) -> None:
     title, advice, config = REFUSED[name]
 
     def use() -> None:
-        get_peft_model(load(), config())(input_ids=torch.arange(8).view(1, 8))
+        get_peft_model(load_split(llama), config())(input_ids=torch.arange(8).view(1, 8))
 
     with pytest.raises(UnsupportedMethodError, match=rf"^{title}.* needs the base weight, .*providers\. {advice}"):
         use()
 
 
 @pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter"])
-def test_merging_is_refused_by_name(load: Callable[[], PreTrainedModel], verb: str) -> None:
-    model = get_peft_model(load(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+def test_merging_is_refused_by_name(llama: Path, verb: str) -> None:
+    model = get_peft_model(load_split(llama), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
         getattr(model, verb)()
 
 
-def test_unmerging_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> None:
-    model: Any = get_peft_model(load(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+def test_unmerging_is_refused_by_name(llama: Path) -> None:
+    model: Any = get_peft_model(load_split(llama), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     layer.merged_adapters.append("default")  # as if it had been merged
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
         layer.unmerge()
 
 
-def test_resizing_the_head_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> None:
+def test_resizing_the_head_is_refused_by_name(llama: Path) -> None:
     with pytest.raises(UnsupportedMethodError, match=r"^resizing the LM head needs the base weight"):
-        load().resize_token_embeddings(128)
+        load_split(llama).resize_token_embeddings(128)
 
 
-def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTrainedModel]) -> None:
+def test_training_an_offloaded_layer_itself_is_refused(llama: Path) -> None:
     """PEFT would train a copy of the layer, and the copy would have no values."""
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
-        get_peft_model(load(), config)
+        get_peft_model(load_split(llama), config)
     config = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
-    assert get_peft_model(load(), config)
+    assert get_peft_model(load_split(llama), config)
 
 
 IDS = torch.arange(3, 15).view(2, 6)
 
 
-def load_split(path: Any) -> Any:
-    """A split model that simulates."""
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate")).eval()
-
-
 @pytest.fixture
-def biased(gpt2: Any) -> Any:
+def biased(gpt2: Path) -> Any:
     """A split GPT-2 in simulation."""
     return load_split(gpt2)
 
@@ -575,7 +569,7 @@ def biased(gpt2: Any) -> Any:
 # a warning of plain PEFT for LoRA on GPT-2
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Any, bias: Any, tmp_path: Path) -> None:
+def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Path, bias: Any, tmp_path: Path) -> None:
     """With PEFT's `bias` option, gradients and the saved adapter equal those of the plain model."""
     saved = []
     for model in (biased, rounded_model(gpt2)):
@@ -632,7 +626,7 @@ def test_a_bias_is_with_the_tenant_and_is_saved_once_trained(biased: Any) -> Non
         biased.load_state_dict(stored | {f"{name}.weight": torch.zeros(64, 192)})
 
 
-def test_a_loaded_bias_is_used(biased: Any, gpt2: Any) -> None:
+def test_a_loaded_bias_is_used(biased: Any, gpt2: Path) -> None:
     name = "transformer.h.0.attn.c_attn.bias"
     shift = torch.linspace(-1, 1, 192)
     biased.load_state_dict(biased.state_dict() | {name: shift})
@@ -642,21 +636,21 @@ def test_a_loaded_bias_is_used(biased: Any, gpt2: Any) -> None:
         assert torch.allclose(biased(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=1e-4)
 
 
-def test_adapters_that_read_dtype_and_device_from_a_block(load: Callable[[], PreTrainedModel]) -> None:
+def test_adapters_that_read_dtype_and_device_from_a_block(llama: Path) -> None:
     """LLaMA-Adapter takes dtype and device from an attention's first parameter, and all of an attention is
     offloaded."""
     config = AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
-    model: Any = get_peft_model(load(), config)
+    model: Any = get_peft_model(load_split(llama), config)
     model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     assert gradients
     assert any(g is not None and bool(g.any()) for g in gradients)
 
 
-def test_disabled_adapters_give_the_base_model(load: Callable[[], PreTrainedModel]) -> None:
+def test_disabled_adapters_give_the_base_model(llama: Path) -> None:
     ids = torch.arange(8).view(1, 8)
     with torch.no_grad(), warnings.catch_warnings():
-        base = load()
+        base = load_split(llama)
         expected = base(input_ids=ids).logits
         model = get_peft_model(
             base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)

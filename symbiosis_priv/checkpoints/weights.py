@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a prov
     from symbiosis_priv.checkpoints.discovery.stored_names import Source
 
 log = logging.getLogger(__name__)
+
+version = functools.cache(metadata.version)  # parses a long file
 
 _DISCOVERY = 3  # raised when `discover` finds other layer groups than before, so that no old manifest is read
 _MAX_MANIFEST = 1 << 30  # bytes; a layer group takes a few hundred bytes

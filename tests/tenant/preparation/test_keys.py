@@ -50,6 +50,20 @@ def base(request: pytest.FixtureRequest) -> WeightStore:
     return store
 
 
+@pytest.fixture(scope="module")
+def original(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the preparation of `store`."""
+    cache = tmp_path_factory.mktemp("original")
+    prepared(store, store.manifest().digest, cache)
+    return cache
+
+
+@pytest.fixture
+def cache(original: Path, tmp_path: Path) -> Path:
+    """A copy of the cache that the test may change."""
+    return Path(shutil.copytree(original, tmp_path / "cache"))
+
+
 def same_facts(a: GroupFacts, b: GroupFacts) -> bool:
     biases = (a.bias is None and b.bias is None) or (
         a.bias is not None and b.bias is not None and torch.equal(a.bias, b.bias)
@@ -175,37 +189,34 @@ def test_other_weight_bits_are_another_model(llama: Path, store: WeightStore, tm
 
 @pytest.mark.parametrize("name", ["manifest.json", "facts.safetensors", *KEYS, "origin.json", "seal"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut", "garbage"])
-def test_a_damaged_cache_is_made_again(store: WeightStore, tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_cache_is_made_again(store: WeightStore, cache: Path, name: str, damage: str) -> None:
     digest = store.manifest().digest
-    prepared(store, digest, tmp_path)
-    path = folder_of(tmp_path) / name
+    path = folder_of(cache) / name
     whole = path.read_bytes()
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "garbage": bytes(100)}[damage])
-    assert len(prepared(store, digest, tmp_path).facts) == 9
-    assert len(prepared(None, digest, tmp_path).facts) == 9
+    assert len(prepared(store, digest, cache).facts) == 9
+    assert len(prepared(None, digest, cache).facts) == 9
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_without_some_layer_are_made_again(store: WeightStore, tmp_path: Path, name: str) -> None:
+def test_keys_without_some_layer_are_made_again(store: WeightStore, cache: Path, name: str) -> None:
     digest = store.manifest().digest
-    prepared(store, digest, tmp_path)
-    path = folder_of(tmp_path) / name
+    path = folder_of(cache) / name
     tensors = load_file(path)
     tensors.pop("3.forward")
     save_file(tensors, path)
-    prepared(store, digest, tmp_path)
+    prepared(store, digest, cache)
     assert len(load_file(path)) == 1 + 2 * 9
 
 
-def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore, tmp_path: Path) -> None:
+def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore, cache: Path) -> None:
     """A session continues with honest providers, and may have to attribute another fault."""
-    prepared(store, store.manifest().digest, tmp_path)
-    kept = prepared(None, store.manifest().digest, tmp_path)
+    kept = prepared(None, store.manifest().digest, cache)
     kept.forget_keys()
-    assert not list((tmp_path / "tenant").iterdir())
+    assert not list((cache / "tenant").iterdir())
     weight = store.group(2).weight.to(torch.int32)
     rows = torch.randint(-(2**31), 2**31, (3, weight.shape[1]), dtype=torch.int32)
     assert kept.blame.accepts(GroupIndex(2), FORWARD, rows=rows, answer=rows @ weight.t())
@@ -267,36 +278,34 @@ def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: 
         ("known", 0o777),
     ],
 )
-def test_a_cache_that_others_can_change_is_refused(store: WeightStore, tmp_path: Path, name: str, mode: int) -> None:
+def test_a_cache_that_others_can_change_is_refused(store: WeightStore, cache: Path, name: str, mode: int) -> None:
     """Other users could store their own facts, keys and seal."""
     digest = store.manifest().digest
-    prepared(store, digest, tmp_path)
-    (folder_of(tmp_path) / name).chmod(mode)
+    (folder_of(cache) / name).chmod(mode)
     for source in (store, None):
         with pytest.raises(ConfigError, match=r"other users can .*Delete"):
-            prepared(source, digest, tmp_path)
-    shutil.rmtree(folder_of(tmp_path))
-    prepared(store, digest, tmp_path)
+            prepared(source, digest, cache)
+    shutil.rmtree(folder_of(cache))
+    prepared(store, digest, cache)
 
 
-def test_a_link_to_somewhere_else_is_refused(store: WeightStore, tmp_path: Path) -> None:
+def test_a_link_to_somewhere_else_is_refused(store: WeightStore, cache: Path, tmp_path: Path) -> None:
     digest = store.manifest().digest
-    prepared(store, digest, tmp_path)
-    folder = folder_of(tmp_path)
+    folder = folder_of(cache)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="link"):
-        prepared(None, digest, tmp_path)
+        prepared(None, digest, cache)
 
 
 @pytest.mark.parametrize("preparing", [False, True])
 @pytest.mark.parametrize("name", [".", "tenant", ".."])
 def test_a_cache_below_a_folder_that_others_can_change_is_refused(
-    store: WeightStore, tmp_path: Path, name: str, preparing: bool
+    store: WeightStore, original: Path, tmp_path: Path, name: str, preparing: bool
 ) -> None:
     """Other users could replace the folder by their own: with their keys, forged answers would verify."""
     digest, cache = store.manifest().digest, tmp_path / "above" / "cache"
-    prepared(store, digest, cache)
+    shutil.copytree(original, cache)
     place = (cache / name).resolve()
     if preparing:
         shutil.rmtree(place)
@@ -390,11 +399,9 @@ def change_config(folder: Path, **entries: object) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("met", [False, True])
 def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
-    store: WeightStore, model: Path, change: str, met: bool, tmp_path: Path
+    store: WeightStore, model: Path, change: str, met: bool, cache: Path
 ) -> None:
     """The checkpoint is refused at every load, even if it was loaded once before the change."""
-    cache = tmp_path / "cache"
-    prepared(store, store.manifest().digest, cache)
     if met:
         bound(store, model, cache)
     CHANGES[change](model)
@@ -403,17 +410,14 @@ def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
             bound(store, model, cache)
 
 
-def test_changes_made_by_saving_do_not_matter(store: WeightStore, model: Path, tmp_path: Path) -> None:
-    prepared(store, store.manifest().digest, tmp_path / "cache")
+def test_changes_made_by_saving_do_not_matter(store: WeightStore, model: Path, cache: Path) -> None:
     change_config(model, transformers_version="6.0.0", _name_or_path="elsewhere")
-    bound(store, model, tmp_path / "cache")
+    bound(store, model, cache)
 
 
 def test_a_checkpoint_is_hashed_once(
-    store: WeightStore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "cache"
-    prepared(store, store.manifest().digest, cache)
     hashed: list[Path] = []
 
     def count(store: WeightStore, manifest: Manifest) -> str:
@@ -432,10 +436,9 @@ def test_a_checkpoint_is_hashed_once(
 
 @pytest.mark.parametrize("preparing", [False, True])
 def test_files_replaced_while_they_are_hashed_are_hashed_again(
-    store: WeightStore, model: Path, preparing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, model: Path, preparing: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, digest = tmp_path / "cache", store.manifest().digest
-    prepared(store, digest, cache)
+    digest = store.manifest().digest
 
     def swap_once_hashed(store: WeightStore, manifest: Manifest) -> str:
         found = own_digest(store, manifest)
@@ -481,10 +484,8 @@ def test_another_tokenizer_than_the_prepared_one_is_refused_until_the_user_prepa
     bound(store, model, cache)
 
 
-def test_a_forged_mark_is_refused(store: WeightStore, model: Path, tmp_path: Path) -> None:
+def test_a_forged_mark_is_refused(store: WeightStore, model: Path, cache: Path) -> None:
     """`known/` holds MACs, not only names."""
-    cache = tmp_path / "cache"
-    prepared(store, store.manifest().digest, cache)
     CHANGES["a norm times 2"](model)
     with Checkpoint(model) as checkpoint:
         (folder_of(cache) / "known" / checkpoint.identity()).write_bytes(bytes(32))
@@ -502,10 +503,9 @@ def test_a_slim_checkpoint_is_checked_like_a_full_one(store: WeightStore, tmp_pa
         bound(store, slim, cache)
 
 
-def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStore, model: Path, tmp_path: Path) -> None:
+def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStore, model: Path, cache: Path) -> None:
     """The user states that a checkpoint is trusted: this covers its own tensors, never the providers' weights."""
-    cache, digest = tmp_path / "cache", store.manifest().digest
-    prepared(store, digest, cache)
+    digest = store.manifest().digest
     CHANGES["a norm times 2"](model)
     again = prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
     assert again.checkpoint == str(model)

@@ -415,6 +415,7 @@ def main() -> None:
         importlib.import_module(name)
     # compiles a thousand regular expressions, which every process that loads a model needs
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    inspect.getmodule(inspect.currentframe(), "none")  # fills a table that torch reads for each registered operator
     for library in list(vars(weakref.finalize)["_registry"]):
         library.atexit = False  # torch removes each registered operator, which takes a tenth of a second
     assert threading.active_count() == 1

@@ -134,12 +134,14 @@ def test_tied_parameters_stay_tied() -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_the_callers_settings_and_random_numbers_do_not_change() -> None:
+def test_the_callers_settings_and_random_numbers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded program gets the same random numbers with and without a trace, and the trace does not depend on the
     caller's settings."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
+    seeded: list[int] = []
+    monkeypatch.setattr("torch.cuda.manual_seed_all", seeded.append)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode(), isolated():
@@ -150,3 +152,4 @@ def test_the_callers_settings_and_random_numbers_do_not_change() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.rand(2), expected)
+    assert seeded == []  # of a GPU

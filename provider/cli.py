@@ -21,6 +21,7 @@ from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.network.addresses import local_address
 from symbiosis_priv.system.interrupts import importing, loading
+from symbiosis_priv.system.processes import end_now
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
@@ -65,6 +66,7 @@ def serve(
             progress=progress,
             on_ready=starting.close,
         )
+    end_now()
 
 
 @app.command()

@@ -91,7 +91,7 @@ class Provider:
         self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()
-            gateway = Gateway(
+            self._gateway = gateway = Gateway(
                 config,
                 manifest=manifest,
                 served=served,
@@ -99,33 +99,26 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
-        except BaseException:
-            self.executor.stop(config.limits.stop_timeout_s)
-            self.executor.close()
-            self._usage.close()
-            raise
-        gateway.start()
-        self._gateway = gateway
-        self._reloader.start()
-        try:
+            gateway.start()
+            self._reloader.start()
             if config.registry.announce:
                 self._announcer = Announcer(config, address=gateway.address, manifest=manifest, served=served)
                 self._announcer.start()
-        except BaseException:
-            self.stop()
-            raise
-        if config.metrics.listen is not None:
-            from provider.operations.metrics import (
-                MetricsServer,  # imports Prometheus' client, which most providers do not need
-            )
+            if config.metrics.listen is not None:
+                from provider.operations.metrics import (
+                    MetricsServer,  # imports Prometheus' client, which most providers do not need
+                )
 
-            try:
                 self._metrics = MetricsServer(
                     config.metrics.listen, self._status_source(gateway), hosts=config.metrics.hosts
                 )
-            except BaseException:
-                self.stop()
-                raise
+        except BaseException:
+            if self._gateway is None:
+                self.executor.stop(config.limits.stop_timeout_s)
+                self.executor.close()
+                self._usage.close()
+            self.stop()
+            raise
         log.info("started", provider=config.name, address=gateway.address, groups=len(served))
         return self
 

@@ -47,7 +47,8 @@ class Reloader:
         answer."""
         self._closed = True
         self._requested.set()
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         last = self._seen

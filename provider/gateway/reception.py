@@ -144,7 +144,8 @@ class Reception:
         """Stop accepting, and drop the connections that have not authenticated."""
         self._stopping.set()
         self._waker.close()  # the other end becomes readable, and stays so
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         with self._selector, self._listener, self._wake:

@@ -32,6 +32,7 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
 from provider.executor.supervisor import ProcessExecutor, make
+from provider.gateway.gateway import Gateway
 from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
@@ -284,6 +285,33 @@ def test_a_signal_during_the_start_ends_the_provider(
         for n, handler in before.items():
             signal.signal(n, handler)
     assert not capsys.readouterr().out  # and the provider has not announced that it listens
+
+
+def test_an_interrupted_start_leaves_no_thread(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would end a thread that is in torch's code in a way that makes C++ abort the process."""
+    start, before = Gateway.start, set(threading.enumerate())
+
+    def interrupted(gateway: Gateway) -> None:
+        start(gateway)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Gateway, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Provider(configure()).start()
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_command_ends_its_process_without_pythons_own_end(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in torch's code, for example of an executor that did not stop in time, would make C++ abort there."""
+    ends: list[str] = []
+    monkeypatch.setattr("provider.config.provider_toml.load", lambda path: configure())
+    monkeypatch.setattr("provider.logs.setup", lambda level: None)
+    monkeypatch.setattr(server, "serve", lambda *_, **__: ends.append("served"))
+    monkeypatch.setattr("provider.cli.end_now", lambda: ends.append("ended"))
+    assert CliRunner().invoke(app, ["serve", "-c", str(tmp_path)]).exit_code == 0
+    assert ends == ["served", "ended"]
 
 
 @pytest.mark.parametrize("warm_up", [True, False])

@@ -171,6 +171,16 @@ def _templates_are_compiled_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_built_once() -> Iterator[None]:
+    """Typer reads the annotations of every command whenever a test runs one."""
+    from typer import testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "_get_command", functools.cache(vars(testing)["_get_command"]))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _collections_are_short() -> None:
     """Let the collections of a module skip what earlier modules have left. Trainer collects twice in each run."""

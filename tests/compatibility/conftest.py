@@ -271,6 +271,9 @@ class Attempt:
     tokens: Tensor | None = None
 
 
+seed = torch.default_generator.manual_seed  # `torch.manual_seed` would seed GPUs, too, which takes longer
+
+
 class Pair:
     """One PEFT method on one architecture."""
 
@@ -339,7 +342,7 @@ class Pair:
             lora = peft.LoraConfig(task_type=self.architecture.task, target_modules=self.architecture.linears, r=4)
             base = self.base(split=False)
             lora.init_lora_weights = False
-            torch.manual_seed(4 + int(name))
+            seed(4 + int(name))
             get_peft_model(base, lora).save_pretrained(str(folder))
         return folder
 
@@ -347,7 +350,7 @@ class Pair:
         base = self.base(split=split)
         base.config.use_cache = self.kind != "XLORA"  # X-LoRA requires it
         config = self._config()
-        torch.manual_seed(3)
+        seed(3)
         model: Any = get_peft_model(base, config)
         trained = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
@@ -357,7 +360,7 @@ class Pair:
         optimizer = torch.optim.Adam(trained, lr=0.03)
         model.train()
         for step in range(steps):
-            torch.manual_seed(20 + step)
+            seed(20 + step)
             loss = model(input_ids=IDS, labels=LABELS.get(self.architecture.task, IDS), **self.extra).loss
             attempt.stages.add(FORWARD)
             loss.backward()
@@ -394,7 +397,7 @@ class Pair:
     def _generate(self, model: Any) -> Tensor | None:
         try:
             tokens: Tensor = model.generate(
-                input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False, **self.extra
+                input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False, **self.extra
             )
         except UnsupportedMethodError:
             raise

@@ -4,8 +4,8 @@ from provider.scheduler.jobs import Job, Key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 
-_Likeness = tuple[Direction, wire.Arithmetic, bool]
-"""A key without its layer group."""
+_Kind = tuple[Direction, wire.Arithmetic, bool]
+"""The kind of a product: a key without its layer group."""
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
 TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
@@ -30,8 +30,8 @@ class Pace:
         self._slice_s = slice_s
         self._reads: dict[Key, float] = {}  # seconds per weight
         self._rates: dict[Key, float] = {}  # multiply-adds a second
-        self._least_reads: dict[_Likeness, float] = {}
-        self._best_rates: dict[_Likeness, float] = {}
+        self._least_reads: dict[_Kind, float] = {}
+        self._best_rates: dict[_Kind, float] = {}
 
     def rows(self, job: Job) -> int:
         """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""
@@ -54,15 +54,15 @@ class Pace:
         estimate by at most 2x."""
         if not work:
             return
-        like, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
+        kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
         if rows < TELLING_ROWS * matrices:
             self._reads[key] = read = _nearer(self._read(key) or per_weight, per_weight)
-            self._least_reads[like] = min(self._least_reads.get(like, read), read)
+            self._least_reads[kind] = min(self._least_reads.get(kind, read), read)
         if rows < TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
             self._rates[key] = max(self._rate(key), rate)
         else:
             self._rates[key] = _nearer(self._rate(key), rate)
-        self._best_rates[like] = max(self._best_rates.get(like, _FIRST_GUESS), self._rates[key])
+        self._best_rates[kind] = max(self._best_rates.get(kind, _FIRST_GUESS), self._rates[key])
 
     def _read(self, key: Key) -> float:
         return self._reads.get(key, self._least_reads.get(key[1:], 0.0))

@@ -12,6 +12,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.harness.silence import silenced
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.wire import Role
 from tenant.preparation.prepared import Preparation
@@ -59,7 +60,7 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
         tamper = Tamper(role, partial(alterations[trial // 2 % len(alterations)], rng))
         options = SessionOptions(masking="pad", pool_memory=0, wiretap=tamper)
         session = Session(federation, preparation, options=options)
-        index, direction = rng.randrange(len(preparation.facts)), rng.choice(DIRECTIONS)
+        index, direction = GroupIndex(rng.randrange(len(preparation.facts))), rng.choice(DIRECTIONS)
         width = preparation.facts[index].inputs(direction)
         values = [[rng.randrange(-_LARGEST, _LARGEST) for _ in range(width)] for _ in range(_ROWS)]
         rows = torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -228,10 +228,10 @@ class ProviderProbe:
                 )
         return groups
 
-    def _round_trips(self, finding: Finding, group: GroupIndex) -> None:
+    def _round_trips(self, finding: Finding, index: GroupIndex) -> None:
         def seconds() -> float:
             start = time.perf_counter()
-            self._product(group, FORWARD, 0)
+            self._product(index, FORWARD, 0)
             return time.perf_counter() - start
 
         finding.round_trip_s = statistics.median(seconds() for _ in range(_ROUND_TRIPS))
@@ -246,11 +246,11 @@ class ProviderProbe:
         """
         entries = preparation.manifest.groups
         # blame keys of a stack of experts need the checkpoint, which may be gone
-        linears = [group for group in groups if entries[group].experts == 1] or list(groups)
+        linears = [index for index in groups if entries[index].experts == 1] or list(groups)
         for direction in DIRECTIONS:
-            for group in map(GroupIndex, dict.fromkeys((linears[0], linears[-1]))):
+            for index in map(GroupIndex, dict.fromkeys((linears[0], linears[-1]))):
                 try:
-                    rows, answer = self._product(group, direction, 1)
+                    rows, answer = self._product(index, direction, 1)
                 except ProviderError as error:
                     if error.code in wire.RETRYABLE:
                         raise
@@ -258,10 +258,10 @@ class ProviderProbe:
                     finding.groups[direction] = range(0)
                     break
                 with _verifying:
-                    right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
+                    right = preparation.blame.accepts(index, direction, rows=rows, answer=answer)
                 if not right:
                     preparation.forget_keys()  # as a session does after a wrong product
-                    name = preparation.manifest.groups[group].name
+                    name = preparation.manifest.groups[index].name
                     raise ProtocolError(
                         f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "
                         f"{direction}). Remove the provider from the federation file, or ask its operator"
@@ -275,7 +275,7 @@ class ProviderProbe:
         groups = finding.groups[FORWARD]
         if not groups:
             return
-        largest = GroupIndex(max(groups, key=lambda group: entries[group].inputs * entries[group].stacked_outputs))
+        largest = GroupIndex(max(groups, key=lambda index: entries[index].inputs * entries[index].stacked_outputs))
         inputs, outputs = entries[largest].columns(FORWARD)
         row_bytes = wire.RING32.size(1, max(inputs, outputs))
         rows = max(1, min(_TIMED_ROWS, self._welcome.max_rows, self._welcome.max_payload // row_bytes))
@@ -289,30 +289,30 @@ class ProviderProbe:
         finding.rows_per_s = rows / seconds
         finding.bytes_per_s = wire.RING32.size(rows, sent + outputs) / seconds
 
-    def _product(self, group: GroupIndex, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
+    def _product(self, index: GroupIndex, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
         """Request the product of random rows. Returns the rows and the answer."""
-        inputs, outputs = self._columns(group, direction)
+        inputs, outputs = self._columns(index, direction)
         if self.finding.peer.role == "executor":
             sent = expand(random_key(), first_row=0, rows=rows, width=inputs)
             request: wire.Execute | wire.Effect = wire.Execute(
-                nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows
+                nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=rows
             )
             return sent, self._answer(request, mask(sent, UNMASKED_BY_CHOICE), outputs)  # random rows hold no data
         seed = Seed(secrets.token_bytes(SEED_BYTES))
         request = wire.Effect(
-            nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows, seed=seed, first_row=0
+            nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=rows, seed=seed, first_row=0
         )
         answer = self._answer(request, None, outputs)
         if not rows:
             return torch.empty((0, inputs), dtype=torch.int32, device="cpu"), answer
         assert self._preparation is not None
-        key = mask_key(seed, group_name=self._preparation.manifest.groups[group].name, direction=direction)
+        key = mask_key(seed, group_name=self._preparation.manifest.groups[index].name, direction=direction)
         return expand(key, first_row=0, rows=rows, width=inputs), answer
 
-    def _columns(self, group: GroupIndex, direction: Direction) -> Widths:
+    def _columns(self, index: GroupIndex, direction: Direction) -> Widths:
         if self._preparation is None:  # only requests without rows are sent
             return Widths(1, 1)
-        return self._preparation.manifest.groups[group].columns(direction)
+        return self._preparation.manifest.groups[index].columns(direction)
 
     def _answer(self, request: wire.Execute | wire.Effect, payload: MaskedRows | None, outputs: int) -> Tensor:
         size = request.encoding.size(request.rows, outputs)

@@ -59,10 +59,10 @@ class Route:
         """Returns True if the provider has answered, and has not failed since."""
         return self.welcome is not None and self.health.state is State.UP
 
-    def serves(self, group: GroupIndex) -> bool:
+    def serves(self, index: GroupIndex) -> bool:
         """Returns True if the provider has announced this layer group."""
         welcome = self.welcome
-        return welcome is not None and welcome.first_group <= group < welcome.end_group
+        return welcome is not None and welcome.first_group <= index < welcome.end_group
 
     def cost(self, size: int) -> float:
         """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""

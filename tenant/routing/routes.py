@@ -114,20 +114,20 @@ class Routes:
         self._reputations.append((own, route.health))
         return route
 
-    def able(self, group: GroupIndex, holders: Collection[Peer] = ()) -> list[Route]:
+    def able(self, index: GroupIndex, holders: Collection[Peer] = ()) -> list[Route]:
         """Return the executors that may see a group's rows under pads of these holders."""
-        serving = [route for route in self.executors if route.serves(group)]
+        serving = [route for route in self.executors if route.serves(index)]
         if not self.all_up and self.quarantined:
             serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
-    def may_be_asked(self, route: Route, group: GroupIndex) -> bool:
+    def may_be_asked(self, route: Route, index: GroupIndex) -> bool:
         """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
-        return route in self.executors and route.serves(group) and route.peer not in self.quarantined
+        return route in self.executors and route.serves(index) and route.peer not in self.quarantined
 
     def choose(
         self,
-        group: GroupIndex,
+        index: GroupIndex,
         size: int,
         *,
         holders: Collection[Peer] | None,
@@ -147,40 +147,40 @@ class Routes:
             The executor; None if no able executor is open.
         """
         with self._lock:
-            able = serving = self.able(group)
+            able = serving = self.able(index)
             if holders:
                 able = self._admissible(serving, holders)
             elif holders is None:
-                able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
+                able = [route for route in able if len(self._holders(index, route)) == self.helpers_per_pad]
             if able and len(serving) == 1:
                 route: Route | None = able[0]
             else:
-                route = self._best([r for r in able if r.is_open], group, size, prefer, relayed_to)
+                route = self._best([r for r in able if r.is_open], index, size, prefer, relayed_to)
             if route is not None:
                 route.in_flight += 1
             return route
 
-    def likely(self, group: GroupIndex) -> Route | None:
+    def likely(self, index: GroupIndex) -> Route | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
         under pads of the helpers that `holders` returns for it."""
         with self._lock:
-            able = [route for route in self.able(group) if self._has_holders(group, route)]
+            able = [route for route in self.able(index) if self._has_holders(index, route)]
             if len(able) == 1:
                 return able[0]
             open_ones = [route for route in able if route.is_open]
-            present = self._present.get((group, True))
+            present = self._present.get((index, True))
             return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
-    def open_for(self, group: GroupIndex, size: int) -> list[Route]:
+    def open_for(self, index: GroupIndex, size: int) -> list[Route]:
         """Return the executors that may share a large product, the one with the lowest cost first."""
         with self._lock:
-            able = self.able(group)
+            able = self.able(index)
             if len(able) == 1:
                 return able
             open_ones = (route for route in able if route.is_open)
             return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
-    def patience_s(self, route: Route, group: GroupIndex, size: int, *, left_s: float) -> float:
+    def patience_s(self, route: Route, index: GroupIndex, size: int, *, left_s: float) -> float:
         """Return the seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
@@ -189,24 +189,24 @@ class Routes:
             for other in self.executors
             if other is not route
             and other.peer not in self.quarantined
-            and (other.welcome is None or other.serves(group))  # the provider may be away now
+            and (other.welcome is None or other.serves(index))  # the provider may be away now
         ]
         if not others:
             return left_s
-        up = [other.health.expected_s(size) for other in others if other.serves(group) and other.is_up]
+        up = [other.health.expected_s(size) for other in others if other.serves(index) and other.is_up]
         others_s = min(up) * max(1, route.in_flight) if up else None  # requests in flight delay this one
         return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
         """Return the layer groups below `groups` that no executor serves. Executors in quarantine do not count."""
-        return [group for group in map(GroupIndex, range(groups)) if not self.able(group)]
+        return [index for index in map(GroupIndex, range(groups)) if not self.able(index)]
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
         known = tuple(holders)
         return [route for route in executors if self._admits(route.peer, known)]
 
     def _best(
-        self, open_ones: Sequence[Route], group: GroupIndex, size: int, prefer: Route | None, relayed_to: Peer | None
+        self, open_ones: Sequence[Route], index: GroupIndex, size: int, prefer: Route | None, relayed_to: Peer | None
     ) -> Route | None:
         if prefer in open_ones:
             return prefer
@@ -219,33 +219,33 @@ class Routes:
             return None
         best = min(open_ones, key=lambda route: route.cost(size))
         lying = (route for route in open_ones if route.peer == relayed_to)
-        present = next(lying, self._present.get((group, few)))
+        present = next(lying, self._present.get((index, few)))
         if present is not None and present in open_ones and best.cost(size) > _CLEARLY * present.cost(size):
             return present
-        self._present[group, few] = best
+        self._present[index, few] = best
         return best
 
     # Helpers
 
     def holders(
-        self, group: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
+        self, index: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
     ) -> list[Route]:
         """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
         there are not enough. `executor` will see the rows; None for any executor that serves the group."""
         with self._lock:
-            return self._holders(group, executor, without)
+            return self._holders(index, executor, without)
 
-    def _holders(self, group: GroupIndex, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
+    def _holders(self, index: GroupIndex, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
         if self._federation.pad_helpers is None:
             return [route for route in self.helpers if route.peer not in without]
-        able = self.able(group)
-        present = self._present.get((group, True))
+        able = self.able(index)
+        present = self._present.get((index, True))
         there = [route for route in able if route.is_open] or able
         return choose_holders(
             [
                 route
                 for route in self.helpers
-                if (route.welcome is None or route.serves(group))
+                if (route.welcome is None or route.serves(index))
                 and route.peer not in without
                 and route.peer not in self.quarantined
             ],
@@ -256,25 +256,25 @@ class Routes:
             admits=self._admits,
         )
 
-    def can_replace(self, group: GroupIndex, holders: Collection[Peer]) -> bool:
+    def can_replace(self, index: GroupIndex, holders: Collection[Peer]) -> bool:
         """Returns True if healthy helpers can make a pad without these helpers."""
         if self._federation.pad_helpers is None:
             return False
-        others = self.holders(group, without=holders)
+        others = self.holders(index, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
-    def replacements(self, group: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
+    def replacements(self, index: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
         """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none. A
         helper that is replaced before it counts as late would be chosen again for the next product."""
         if self._federation.pad_helpers is None:
             return []
         away = any(not route.is_up for route in self.helpers if route.peer in holders)
-        if not away and waited_s < self.patience_with_helpers_s(group, holders, size):
+        if not away and waited_s < self.patience_with_helpers_s(index, holders, size):
             return []
         return [route for route in self.helpers if route.peer not in holders]
 
-    def _has_holders(self, group: GroupIndex, executor: Route) -> bool:
-        holders = [route.peer for route in self._holders(group, executor)]
+    def _has_holders(self, index: GroupIndex, executor: Route) -> bool:
+        holders = [route.peer for route in self._holders(index, executor)]
         return len(holders) == self.helpers_per_pad and self._admits(executor.peer, tuple(holders))
 
     # Outcomes of requests
@@ -308,10 +308,10 @@ class Routes:
                     log.warning("%s is late, others are asked meanwhile", route)
 
     def patience_with_helpers_s(
-        self, group: GroupIndex, holders: Collection[Peer], size: int, *, left_s: float = math.inf
+        self, index: GroupIndex, holders: Collection[Peer], size: int, *, left_s: float = math.inf
     ) -> float:
         """Return the seconds to wait for effects of these helpers while other helpers are available."""
-        others = self.holders(group, without=holders)
+        others = self.holders(index, without=holders)
         up = len(others) == self.helpers_per_pad and all(other.is_up for other in others)
         others_s = max(other.health.expected_s(size) for other in others) if up else None
         asked = (route.health for route in self.helpers if route.peer in holders)
@@ -365,7 +365,7 @@ class Routes:
                 route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
             )
 
-    def check(self, group: GroupIndex) -> None:
+    def check(self, index: GroupIndex) -> None:
         """Raise `QuarantinedError` if the providers that are not quarantined cannot compute a product of this group."""
         if not self.quarantined:
             return
@@ -376,13 +376,13 @@ class Routes:
             raise QuarantinedError(
                 "every executor of the federation is quarantined for this session; nothing more is sent"
             )
-        able = self.able(group)
+        able = self.able(index)
         honest = [route for route in self.executors if route.peer not in self.quarantined]
         if not able and all(route.welcome is not None for route in honest):
             raise QuarantinedError(
                 "every executor of the federation that serves these layers is quarantined; nothing more is sent"
             )
-        if able and not any(len(self.holders(group, route)) == self.helpers_per_pad for route in able):
+        if able and not any(len(self.holders(index, route)) == self.helpers_per_pad for route in able):
             raise QuarantinedError(
                 f"too many helpers are quarantined: a pad needs {self.helpers_per_pad} of companies other than "
                 f"the executor's; nothing more is sent"

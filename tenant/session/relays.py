@@ -58,13 +58,13 @@ class Relays:
         self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
         self._asking: dict[Peer, threading.Lock] = {}  # one request for a permit at a time from each executor
 
-    def target(self, group: GroupIndex, executor: Route | None) -> Route | None:
+    def target(self, index: GroupIndex, executor: Route | None) -> Route | None:
         """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
 
         Args:
             executor: the executor that will see rows under the pad, if that is known.
         """
-        route = executor or self._routes.likely(group)
+        route = executor or self._routes.likely(index)
         if route is None or route.welcome is None or route.welcome.version < wire.RELAY_VERSION or not route.is_up:
             return None
         until, _ = self._paused.get(route.peer, (0.0, 0.0))

@@ -80,7 +80,7 @@ class Session:
         """Compute one exact product, masked and verified."""
         self._open().multiply(index, direction, rows)
 
-    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
+    def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`.
 
         Args:
@@ -88,7 +88,7 @@ class Session:
         """
         outputs = self.preparation.facts[index].for_rows(counts).outputs(direction)
         ring_rows = RingRows(rows, outputs=outputs, counts=counts, ring_bits=self._options.ring_bits)
-        self.multiply(GroupIndex(index), direction, ring_rows)
+        self.multiply(index, direction, ring_rows)
         return ring_rows.product
 
     @property

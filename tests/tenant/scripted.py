@@ -25,6 +25,7 @@ from symbiosis_priv.certificates.reading import Identity, fingerprint
 from symbiosis_priv.certificates.signing import sign
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import server_context
@@ -378,7 +379,9 @@ def _factor(store: WeightStore, index: int, direction: Direction) -> Tensor:
     return weight.t() if direction == FORWARD else weight
 
 
-def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int = 0) -> bool:
+def is_right(
+    session: Session, store: WeightStore, index: GroupIndex, direction: Direction, count: int, seed: int = 0
+) -> bool:
     """Returns True if a session's product has the right bits."""
     rows = ring_rows(session.preparation, index, direction, count, seed=seed)
     return torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))

@@ -218,15 +218,15 @@ def _session(
     lab: Lab, preparation: Preparation, liar: Tamper | None, direction: Direction, rng: torch.Generator
 ) -> tuple[bool, Tensor]:
     """Run one request in a fresh session. Returns True if it aborted, and the true product int64 `[r, o]`."""
-    group = 0
-    facts = preparation.facts[group]
+    index = GroupIndex(0)
+    facts = preparation.facts[index]
     x = torch.randint(-1000, 1000, (_ROWS, facts.inputs(direction)), generator=rng, dtype=torch.int64)
-    weight = lab.public.quantised(group).weight.long()
+    weight = lab.public.quantised(index).weight.long()
     truth = x @ (weight.t() if direction == FORWARD else weight)
     options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0, wiretap=liar)
     session = Session(lab.federation, preparation, options=options)
     try:
-        session.product(group, direction, x.to(torch.int32))
+        session.product(index, direction, x.to(torch.int32))
     except (VerificationError, QuarantinedError):
         return True, truth
     finally:

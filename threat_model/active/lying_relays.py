@@ -23,6 +23,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
@@ -53,7 +54,7 @@ def _blamed(lab: Lab, preparation: Preparation) -> str | None:
     deadline = time.monotonic() + _PATIENCE_S
     try:
         while not session.ledger().rows_relayed and time.monotonic() < deadline:
-            session.product(0, FORWARD, rows)
+            session.product(GroupIndex(0), FORWARD, rows)
     except VerificationError as error:
         return error.provider
     finally:

@@ -16,6 +16,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import GroupIndex
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
@@ -23,7 +24,7 @@ from tenant.session.session import Session
 from threat_model.availability.options import Sharding
 
 PATIENCE_S = 120.0
-_GROUP = 0  # the group of q, k and v
+_GROUP = GroupIndex(0)  # the group of q, k and v
 _LARGEST = 100  # largest entry of a row, so that the exact product is in the range
 
 

@@ -24,6 +24,7 @@ from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.errors import BurntRowError, RoleConflictError, VerificationError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import fresh_nonce
 from tenant.core.gate import Gate, Quarantine
@@ -68,7 +69,7 @@ def zeros(rows: int) -> Tensor:
 def test_a_connection_refuses_a_raw_tensor(executor: ScriptedProvider, new_session: NewSession) -> None:
     """mypy refuses the call as well: if it did not, the `type: ignore` would be an error."""
     session = new_session("none", [executor])
-    session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+    session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     (channel,) = session.runtime.executors[0].channels
     request = wire.Execute(nonce=fresh_nonce(), group=1, direction=FORWARD, arithmetic="ring", rows=1)
     tensor = torch.zeros(1, 64, dtype=torch.int32)
@@ -91,7 +92,7 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
     session = new_session("local", [executor])
     monkeypatch.setattr(Part, "mask", forget_to_mask)
     with pytest.raises((TypeError, AttributeError)):
-        session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+        session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert executor.executed == []
 
     class Tensors(Tensor):  # the same, with all attributes of rows that later code uses
@@ -107,11 +108,11 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
     monkeypatch.setattr(Part, "mask", disguise)
     rows = torch.arange(64, dtype=torch.int32).view(1, 64)
     with pytest.raises(TypeError, match="MaskedRows"):
-        session.product(1, FORWARD, rows)
+        session.product(GroupIndex(1), FORWARD, rows)
     assert executor.executed == []
     monkeypatch.setattr("tenant.connections.channel.MaskedRows", Tensors)  # without the check it would be sent
     monkeypatch.setattr(Part, "open", lambda self, answer, **_: [])
-    session.product(1, FORWARD, rows)
+    session.product(GroupIndex(1), FORWARD, rows)
     assert torch.equal(executor.executed[0].rows, rows)
 
 
@@ -322,7 +323,7 @@ def test_routing_cannot_overrule_the_gate(
     monkeypatch.setattr("tenant.routing.routes.choose_holders", lambda helpers, *args, **kwargs: [helpers[0]])
     monkeypatch.setattr(Routes, "_best", lambda self, open_ones, *args: next(iter(open_ones), None))
     with pytest.raises(RoleConflictError):
-        session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+        session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert executor.executed == other.executed == []
 
 
@@ -339,7 +340,7 @@ def test_an_unchecked_answer_is_found(executor: ScriptedProvider, new_session: N
     def is_used() -> bool:
         session = new_session("none", [executor])
         try:
-            session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+            session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
         except VerificationError:
             return False
         return True

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 Patch = pytest.MonkeyPatch
 encode = passes.encode
-QKV, OUT = 0, 1
+QKV, OUT = GroupIndex(0), GroupIndex(1)
 IDS = torch.arange(1, 41).view(2, 20)
 
 
@@ -437,7 +437,7 @@ def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, exe
     """Another block's layers and the other direction have their own masks, although the widths are the same."""
     session = new_session("local", [executor])
     zeros = torch.zeros(8, 64, dtype=torch.int32)
-    for index in (OUT, OUT + 4):  # 64 -> 64
+    for index in (OUT, GroupIndex(OUT + 4)):  # 64 -> 64
         for direction in (FORWARD, BACKWARD):
             session.product(index, direction, zeros)
     assert repeats(masks_of(executor.executed, zeros)) == 0

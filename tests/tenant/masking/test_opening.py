@@ -86,11 +86,13 @@ def test_a_scheme_opens_answers_in_its_own_way(
     session = new_session("rounding", [executor], row_bucket=4)
     for count in (1, 3, 8, 2):
         rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
-        assert torch.equal(session.product(1, FORWARD, rows), product_of(store, 1, FORWARD, rows))
+        assert torch.equal(session.product(GroupIndex(1), FORWARD, rows), product_of(store, 1, FORWARD, rows))
     assert session.ledger().answers_rejected == 0
 
 
 def test_an_error_that_cannot_be_rounded_off_is_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
     executor.behaviour = lambda heard, reply, answer: frame(reply, answer + STEP)
     with pytest.raises(VerificationError):
-        new_session("rounding", [executor]).product(1, FORWARD, torch.full((2, 64), STEP, dtype=torch.int32))
+        new_session("rounding", [executor]).product(
+            GroupIndex(1), FORWARD, torch.full((2, 64), STEP, dtype=torch.int32)
+        )

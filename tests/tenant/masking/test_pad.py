@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.limits import GroupIndex
 from tests.tenant.scripted import product_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def test_the_sum_over_all_helpers_is_exact(
 
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, len(entries) - 1), testing.directions(), st.integers(1, 40), st.integers(0, 2**32))
-    def check(index: int, direction: Direction, count: int, seed: int) -> None:
+    def check(index: GroupIndex, direction: Direction, count: int, seed: int) -> None:
         for provider in (executor, *helpers):
             provider.heard.clear()
         width, _ = entries[index].columns(direction)

@@ -16,6 +16,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, qu
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.limits import GroupIndex
 from tenant import RemoteConfig
 from tenant.cli.finetune import finetune
 from tenant.core.pads import EffectSource
@@ -108,7 +109,9 @@ def test_a_session_uses_the_roles_of_its_scheme(
         new_session("pad", [executor])
     session = new_session("local", [executor], [helper])
     for direction in DIRECTIONS:
-        session.product(0, direction, torch.ones(2, preparation.facts[0].inputs(direction), dtype=torch.int32))
+        session.product(
+            GroupIndex(0), direction, torch.ones(2, preparation.facts[0].inputs(direction), dtype=torch.int32)
+        )
     assert executor.executed
     assert helper.hellos == []
 

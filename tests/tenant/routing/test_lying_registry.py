@@ -18,6 +18,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import Registries
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.descriptor import MS
 from tenant.preparation.prepared import Preparation
@@ -77,13 +78,13 @@ def says(vouching: Vouching, name: str, provider: ScriptedProvider, store: Weigh
 
 def is_exact(session: Session, store: WeightStore) -> bool:
     """Compare both directions of some layer groups with the weights."""
-    for seed, (group, direction) in enumerate(itertools.product((0, 3, 8), DIRECTIONS)):
-        facts = session.preparation.facts[group]
+    for seed, (index, direction) in enumerate(itertools.product(map(GroupIndex, (0, 3, 8)), DIRECTIONS)):
+        facts = session.preparation.facts[index]
         rows = torch.randn(5, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
         xq = quantise_rows(rows, facts.bounds[direction])[0]
-        weight = store.group(group).weight.to(torch.int64)
+        weight = store.group(index).weight.to(torch.int64)
         expected = (xq.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
-        if not torch.equal(session.product(group, direction, xq), expected):
+        if not torch.equal(session.product(index, direction, xq), expected):
             return False
     return True
 
@@ -110,7 +111,7 @@ def test_a_lying_registry_can_only_deny_service(
     ]
     liar.show(*lies)
     with pytest.raises(UncoveredError, match="no executor serves layers 0-1"):
-        opened().product(0, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+        opened().product(GroupIndex(0), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert not good.hellos
     assert not helper.effects
 

@@ -18,6 +18,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.preparation.keys import prepare
@@ -43,10 +44,10 @@ def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def stacks(store: WeightStore) -> list[int]:
+def stacks(store: WeightStore) -> list[GroupIndex]:
     """One stack of each kind."""
     found = {entry.joined: index for index, entry in stacks_of(store).items()}
-    return sorted(found.values())
+    return sorted(map(GroupIndex, found.values()))
 
 
 def ring_rows(facts: GroupFacts, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
@@ -54,7 +55,7 @@ def ring_rows(facts: GroupFacts, direction: Direction, count: int, *, seed: int 
     return quantise_rows(rows, facts.bounds[direction])[0]
 
 
-def is_exact(session: Session, store: WeightStore, index: int, direction: Direction, counts: Counts) -> bool:
+def is_exact(session: Session, store: WeightStore, index: GroupIndex, direction: Direction, counts: Counts) -> bool:
     facts = session.preparation.facts[index].for_rows(counts)
     rows = ring_rows(facts, direction, sum(counts), seed=sum(counts))
     want = expert_product(store.group(index).weight, counts, rows, direction, store.manifest().groups[index].joined)
@@ -66,7 +67,7 @@ def test_products_by_expert_are_exact_with_every_scheme(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
-    stacks: list[int],
+    stacks: list[GroupIndex],
     masking: str,
     helpers: int,
 ) -> None:
@@ -96,7 +97,7 @@ def crowded(facts: GroupFacts) -> GroupFacts:
 
 
 def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[GroupIndex]
 ) -> None:
     session = new_session("pad", [new_provider()], [new_provider()], ring_bits=24, row_bucket=4)
     facts = [crowded(group) for group in session.preparation.facts]
@@ -116,7 +117,11 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
 
 
 def test_a_row_that_is_sent_again_does_not_show_its_expert(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    stacks: list[GroupIndex],
 ) -> None:
     """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
     session = new_session("pad", [executor], [helper], ring_bits=24)
@@ -134,7 +139,7 @@ def test_a_row_that_is_sent_again_does_not_show_its_expert(
         assert all(len(set(heard.request.counts or ())) == 1 for heard in seen)
 
 
-def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:
+def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[GroupIndex]) -> None:
     """Up to rounding, and whichever rows stand beside them: a row's bits do not depend on its expert's other rows."""
     facts = [GroupFacts.of(entry, store.group(index)) for index, entry in enumerate(store.manifest().groups)]
     backend = RingBackend(facts, Simulation(store))
@@ -162,7 +167,7 @@ def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, st
 
 
 def test_wrong_counts_and_counts_for_linears_send_nothing(
-    executor: ScriptedProvider, new_session: NewSession, stacks: list[int]
+    executor: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     session = new_session("none", [executor])
     facts = session.preparation.facts
@@ -179,7 +184,7 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(
 
 
 def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[GroupIndex]
 ) -> None:
     """By a limit on rows, in parts for several connections, and at a helper with a lower limit."""
     executor, helper = new_provider(max_rows=7), new_provider(max_rows=3)
@@ -192,7 +197,11 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
 
 
 def test_rows_of_a_bucket_belong_to_the_last_expert(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    stacks: list[GroupIndex],
 ) -> None:
     session = new_session("pad", [executor], [helper], row_bucket=8)
     assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
@@ -200,7 +209,7 @@ def test_rows_of_a_bucket_belong_to_the_last_expert(
 
 
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[int]
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     """Dense rows and rows for experts differ in width, so a shared keystream would overlap. The rows are
     zeros, so masks are sent."""
@@ -249,7 +258,7 @@ def test_a_lying_provider_is_named_and_another_one_takes_over(
     new_session: NewSession,
     store: WeightStore,
     preparation: Preparation,
-    stacks: list[int],
+    stacks: list[GroupIndex],
     lie: Lie,
     role: str,
 ) -> None:
@@ -269,7 +278,7 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     new_session: NewSession,
     store: WeightStore,
     tmp_path: Path,
-    stacks: list[int],
+    stacks: list[GroupIndex],
     preparation: Preparation,
 ) -> None:
     """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""

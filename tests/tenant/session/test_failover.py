@@ -28,6 +28,7 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Company
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.routing.health import State, Tolerance
@@ -38,12 +39,12 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from tests.tenant.conftest import Identities, NewProvider, NewSession
 
-QKV, OUT, MLP, DOWN = 0, 1, 2, 3
+QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 
 
 def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
     """Returns True if products of every layer group are right in both directions."""
-    places = itertools.product(range(9), DIRECTIONS)
+    places = itertools.product(map(GroupIndex, range(9)), DIRECTIONS)
     return all(is_right(session, store, *place, count, seed) for seed, place in enumerate(places))
 
 
@@ -415,7 +416,7 @@ def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
     session.routes.update([])
     heard = len(high.heard)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(is_right, session, store, 7, FORWARD, 3, 0)
+        waiting = thread.submit(is_right, session, store, GroupIndex(7), FORWARD, 3, 0)
         assert not waiting.done()
         session.routes.update([next_high.peer("executor")])
         assert waiting.result(20)
@@ -626,7 +627,7 @@ def test_many_threads_with_providers_that_fail_at_times(
     session = new_session("pad", executors, helpers, pad_helpers=2, part_bytes=4096, tolerance=IMPATIENT)
 
     def work(seed: int) -> bool:
-        return is_right(session, store, seed % 9, DIRECTIONS[seed % 2], 1 + seed % 40, seed)
+        return is_right(session, store, GroupIndex(seed % 9), DIRECTIONS[seed % 2], 1 + seed % 40, seed)
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(work, range(90)))

@@ -18,6 +18,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import corrections
@@ -28,7 +29,7 @@ from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewProvider, NewSession
 
-QKV, OUT, MLP, DOWN = 0, 1, 2, 3
+QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 
 
 def crowded(facts: Sequence[GroupFacts], *, spread: float = 2.5) -> list[GroupFacts]:

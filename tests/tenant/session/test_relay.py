@@ -22,6 +22,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RoleConflictError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
 from tenant.core.gate import Gate
@@ -33,7 +34,7 @@ from tests.tenant.scripted import Heard, ScriptedProvider, Stored, frame, is_rig
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewProvider, NewSession
 
-OUT = 1
+OUT = GroupIndex(1)
 Kept = tuple[wire.Block, bytes]
 """A block as an executor keeps it."""
 PATIENT_S = 20.0
@@ -273,7 +274,7 @@ def test_no_block_is_ordered_for_an_executor_of_the_helpers_company(
         )
         monkeypatch.setattr(session.routes, "likely", lambda group: session.routes.executors[0])
         with pytest.raises(RoleConflictError, match=stopped):
-            session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+            session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
         deadline = time.monotonic() + PATIENT_S
         while len(helper.effects) < effects and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -27,6 +27,7 @@ from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
@@ -231,7 +232,7 @@ class Player:
             weight = self.store.group(number).weight.to(torch.int64)
             expected = (row.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
             try:
-                product = session.product(number, direction, row.repeat(count, 1))
+                product = session.product(GroupIndex(number), direction, row.repeat(count, 1))
             except SymbiosisError:
                 return  # no provider was left, or none that may see the row
             assert torch.equal(product, expected.repeat(count, 1))

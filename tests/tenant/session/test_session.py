@@ -61,7 +61,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 
-QKV, OUT, MLP, DOWN, QKV_2, HEAD = 0, 1, 2, 3, 4, 8
+QKV, OUT, MLP, DOWN, QKV_2, HEAD = map(GroupIndex, (0, 1, 2, 3, 4, 8))
 Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Message, Tensor] | None"]
 
 
@@ -80,7 +80,7 @@ def test_every_scheme_is_exact(
 
     @given(data=st.data(), index=st.sampled_from(range(9)), direction=testing.directions(), count=st.integers(1, 90))
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
-    def exact(data: st.DataObject, index: int, direction: Direction, count: int) -> None:
+    def exact(data: st.DataObject, index: GroupIndex, direction: Direction, count: int) -> None:
         facts = preparation.facts[index]
         rows = data.draw(testing.float_rows(width=facts.inputs(direction), count=count))
         xq, _ = quantise_rows(rows, facts.bounds[direction])
@@ -103,7 +103,7 @@ def test_several_threads_may_share_a_session(
     session = new_session("pad", [executor], [helper])
 
     def ask(seed: int) -> bool:
-        index, direction = seed % 9, DIRECTIONS[seed % 2]
+        index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
         return is_right(session, store, index, direction, 1 + seed % 7, seed)
 
     with ThreadPoolExecutor(4) as threads:
@@ -276,7 +276,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
     rng, generator = liar.rng, torch.Generator().manual_seed(liar.rng.getrandbits(32))
     caught: list[SymbiosisError] = []
     while liar.told < count:
-        index, direction = rng.randrange(9), rng.choice(DIRECTIONS)
+        index, direction = GroupIndex(rng.randrange(9)), rng.choice(DIRECTIONS)
         shape = rng.randrange(2, 5), session.preparation.facts[index].inputs(direction)
         rows = torch.randint(-9999, 10_000, shape, dtype=torch.int32, generator=generator)
         told = liar.told
@@ -615,7 +615,7 @@ def test_parts_give_the_same_bits(
         masking, [executor], [new_provider() for _ in range(helpers)], part_bytes=2048, row_bucket=5
     )
     for seed, count in enumerate((1, 3, 37, 80, 96)):
-        index, direction = seed % 9, DIRECTIONS[seed % 2]
+        index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
         rows = ring_rows(session.preparation, index, direction, count, seed=seed)
         with torch.inference_mode(bool(seed % 2)):
             got = session.product(index, direction, rows)
@@ -808,7 +808,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     """Many pads may be on order: the product does not wait for each of them in turn."""
     deadline_s = 2.0
     session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
-    for index in range(9):  # leaves a full pool for each group
+    for index in map(GroupIndex, range(9)):  # leaves a full pool for each group
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
     {"executor": executor, "helper": helper}[absent].close()
     started = time.monotonic()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 
@@ -28,8 +29,8 @@ def test_the_ledger_shows_a_liar_and_the_others_work(
     liar = new_provider()
     liar.behaviour = lie
     session = new_session("pad", [liar, executor], [helper], pool_memory=0)
-    session.product(0, FORWARD, rows())
-    session.product(0, FORWARD, rows())
+    session.product(GroupIndex(0), FORWARD, rows())
+    session.product(GroupIndex(0), FORWARD, rows())
     found = {(figures.name, figures.role): figures for figures in session.ledger().providers}
     first, second, sharing = (
         found[peer.name, peer.role]

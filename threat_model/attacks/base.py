@@ -163,8 +163,9 @@ def score_rows(guess: GuessedRows, calls: Mapping[int, GroupCall]) -> Outcome:
         hits, trials = hits + int(right.sum()), trials + len(x)
         worst = min(worst, float(right.double().mean()))
         a, b = torch.randperm(len(x), generator=rng)[: len(x) // 2 * 2].view(2, -1)
-        apart = (x[a] - x[b]).norm(dim=1) > 1e-3 * norm.mean()
-        fit = ((g[a] - g[b]) * (x[a] - x[b])).sum(dim=1) > 0
+        gap = x[a] - x[b]
+        apart = gap.norm(dim=1) > 1e-3 * norm.mean()
+        fit = ((g[a] - g[b]) * gap).sum(dim=1) > 0
         fits, pairs = fits + int(fit[apart].sum()), pairs + int(apart.sum())
     p_value = binomial_tail(fits, pairs, 0.5) if pairs else 1.0
     figures = {

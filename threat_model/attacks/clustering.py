@@ -66,10 +66,10 @@ def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
 def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
     """Return tokens `[n]`, and the mean squared distance."""
     guessed, cost = torch.full((len(x),), -1), float("inf")
-    lengths, products = table.square().sum(dim=1), x @ table.t()
+    known = table.square().sum(dim=1) - 2 * x @ table.t()
     for _ in range(_EM_ROUNDS):
         # |x - n - e|^2 = |x - n|^2 + |e|^2 + 2 ne - 2 xe: the largest term is the same in every round
-        near = [(lengths + 2 * (table @ n) - 2 * products).min(dim=1) for n in noise]
+        near = [(known + 2 * (table @ n)).min(dim=1) for n in noise]
         apart = torch.cdist(x, noise).square().t()
         left, pick = (apart + torch.stack([n.values for n in near])).min(dim=0)
         before, guessed = guessed, torch.stack([n.indices for n in near]).gather(0, pick[None])[0]

@@ -4,6 +4,8 @@ If a helper relayed bare effects, the difference would be the product of the row
 outputs as inputs gives the rows back. A block is `e + m`, so the difference is the product less the second keystreams.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,15 @@ class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Execu
     source = "threat model, relay"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows | None:
+        @functools.cache
+        def inverse(group: int) -> Tensor:
+            weight = public.quantised(group).weight.double()
+            found: Tensor = torch.linalg.pinv(weight.t() if self.direction == FORWARD else weight)
+            return found
+
         rows: dict[int, Tensor] = {}
         for exchange in view.of(direction=self.direction):
             if exchange.blocks is not None:
-                weight = public.quantised(exchange.group).weight.double()
-                matrix = weight.t() if self.direction == FORWARD else weight
                 answer = exchange.answer << view.unused_bits >> view.unused_bits
-                rows[exchange.order] = answer.double() @ torch.linalg.pinv(matrix)
+                rows[exchange.order] = answer.double() @ inverse(exchange.group)
         return rows or None

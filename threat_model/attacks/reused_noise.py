@@ -139,7 +139,9 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
         claims: list[Differences] = []
         for group in sorted({e.group for e in view.of(direction=self.direction)}):
             _, online = noises(view, group, self.direction)
-            place = torch.tensor([(e.order, i) for e in online for i in range(len(e.rows))])
+            orders, lengths = torch.tensor([(e.order, len(e.rows)) for e in online]).t()
+            row = torch.cat([torch.arange(n) for n in lengths.tolist()])
+            place = torch.stack([orders.repeat_interleave(lengths), row], dim=1)
             x = torch.cat([e.rows for e in online])
             if shift := view.unused_bits:
                 x = x << shift

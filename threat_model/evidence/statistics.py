@@ -66,9 +66,9 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
     """
     if not len(truth):
         return 0.0
-    labels = torch.cat([guess, truth]).unique()
-    shares = [(t[:, None] == labels).double().mean(dim=0) for t in (guess, truth)]
-    return float(shares[0] @ shares[1])
+    labels, place = torch.cat([guess, truth]).unique(return_inverse=True)
+    counts = [torch.bincount(part, minlength=len(labels)).double() for part in place.chunk(2)]
+    return float(counts[0] @ counts[1]) / len(truth) ** 2
 
 
 def gaussian_channel_bits(noise_scale: float) -> float:

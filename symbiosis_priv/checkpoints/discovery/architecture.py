@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -39,14 +40,25 @@ def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+_INITIALISERS = frozenset(
+    (
+        *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, nn.init.constant_),
+        *(Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_),
+    )
+)
+
+
 class _OnMeta(TorchFunctionMode):
-    """Tells transformers that it builds on the meta device, so that it computes no initial values. transformers finds
-    the device by making an empty tensor."""
+    """Computes no initial values of unknown tensors, and tells transformers that it builds on the meta device, so that
+    it computes none either. transformers finds the device by making an empty tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.tensor and args == ([],) and not kwargs:
             return torch.empty(0, dtype=torch.float32, device="meta")
-        return func(*args, **kwargs or {})
+        if func in _INITIALISERS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        return func(*args, **kwargs)
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:

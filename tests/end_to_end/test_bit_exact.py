@@ -81,7 +81,11 @@ def test_logits_and_gradients(
 
 @pytest.mark.parametrize("scheme", ["pad-2", "none"])
 def test_a_narrow_ring_has_the_bits_of_its_simulation(
-    llama: Path, llama_federation: LocalFederation, scheme: str, open_model: Open
+    llama: Path,
+    llama_federation: LocalFederation,
+    scheme: str,
+    open_model: Open,
+    simulated: dict[tuple[Any, ...], dict[str, Tensor]],
 ) -> None:
     def seen(config: RemoteConfig) -> dict[str, Tensor]:
         model = open_model(llama, config)
@@ -89,9 +93,10 @@ def test_a_narrow_ring_has_the_bits_of_its_simulation(
         out.loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits}
 
-    expected = seen(RemoteConfig(masking="simulate", ring_bits=24))
-    assert equal(seen(config_for(llama_federation, scheme, ring_bits=24)), expected)
-    assert not equal(seen(RemoteConfig(masking="simulate")), expected)
+    if ("ring", 24) not in simulated:
+        simulated["ring", 24] = seen(RemoteConfig(masking="simulate", ring_bits=24))
+        assert not equal(seen(RemoteConfig(masking="simulate")), simulated["ring", 24])
+    assert equal(seen(config_for(llama_federation, scheme, ring_bits=24)), simulated["ring", 24])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -174,7 +174,7 @@ def test_a_provider_that_lies_rarely_is_caught_at_its_first_lie(
 
 def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> None:
     """A small version of `symbiosis-priv bench chaos`."""
-    work = TenantWork(steps=8, generations=1, kills=3)
+    work = TenantWork(steps=4, generations=1, kills=3)
     chaos = run_chaos(tmp_path, work, Killing(executors=2, every=0.3))
     assert chaos.identical
     assert len(chaos.kills) >= work.kills

@@ -70,12 +70,12 @@ def test_tokens_are_those_of_generate_and_a_stream_outlives_sigterm(
     expected = {}
     for name in ("tiny", "lora"):
         model = model if name == "tiny" else load_adapter(model, folder / "lora")
-        tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         expected[name] = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
     with OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         found: dict[str, str] = {}
-        asked: Any = {"prompt": prompt, "max_tokens": 40, "temperature": 0}
+        asked: Any = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
 
         def ask(name: str) -> None:
             answer: Any = client.completions.create(model=name, **asked)

@@ -1,9 +1,9 @@
 """Runs the same computation with torch alone and with every instruction set of the compiled library."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
+
+import pytest
 
 from symbiosis_priv import native
 
@@ -22,7 +22,9 @@ def build(name: str) -> Iterator[None]:
 def switched(**variables: str) -> Iterator[None]:
     """Set these environment variables inside this block."""
     try:
-        with mock.patch.dict(os.environ, variables):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
             native.switches.cache_clear()
             yield
     finally:

@@ -27,6 +27,7 @@ QUANT_METHOD = "symbiosis-priv"
 
 _MAX_JSON_BYTES = 16 << 20
 _QUANTISED = ("quantization_config", "compression_config")
+_SET_BY_A_MODEL = (*_QUANTISED, "megatron_config", "tokenizer_kwargs")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
 _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_replace)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
@@ -108,15 +109,16 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
         )
     config = read_json(path)
     for key, value in _entries(config):
-        if key in (*_QUANTISED, "megatron_config", "tokenizer_kwargs") and value:
+        if key in _SET_BY_A_MODEL and value:
             raise CheckpointError(f"{path} has an entry {key}, which an adapter must not set; delete it")
         if key.endswith(("_path", "_file")) and not key.endswith("name_or_path") and value:
             raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
         if key == "shadow_model" and value != "mirror":
             raise CheckpointError(f"{path} names another model to load ({key}); use an adapter with 'mirror'")
-        most = _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
-        if isinstance(value, list | dict) and len(value) > most and key not in _TOKENS:
-            raise CheckpointError(f"{path} has {len(value)} entries in {key}, and at most {most} are allowed")
+        if isinstance(value, list | dict) and key not in _TOKENS:
+            most = _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
+            if len(value) > most:
+                raise CheckpointError(f"{path} has {len(value)} entries in {key}, and at most {most} are allowed")
     for key in config:
         if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
             _check_patterns(path, key, config[key])

@@ -96,7 +96,7 @@ def test_a_second_run_in_one_folder_is_refused(run: Run, tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="another run uses"):
             run(tmp_path / "adapter")
 
-    run(tmp_path / "adapter", at=1, event=again)
+    run(tmp_path / "adapter", at=1, event=again, steps=1)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
         run(tmp_path / "file" / "adapter")
@@ -126,8 +126,8 @@ def test_a_resumed_run_gives_the_same_bits(
 
 def test_overlapped_parts_of_a_batch_are_steps_of_gradient_accumulation(run: Run, tmp_path: Path) -> None:
     overlapped, accumulated = tmp_path / "overlapped", tmp_path / "accumulated"
-    run(overlapped, batch_size=2, overlap=2, dropout=0.0, steps=3)
-    run(accumulated, batch_size=1, gradient_accumulation=2, dropout=0.0, steps=3)
+    run(overlapped, batch_size=2, overlap=2, dropout=0.0, steps=2)
+    run(accumulated, batch_size=1, gradient_accumulation=2, dropout=0.0, steps=2)
     assert equal(overlapped, accumulated)
 
 
@@ -186,22 +186,26 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(run: Run, whole: Path, 
     assert equal(output, whole)
 
 
-def test_a_full_disk_while_saving_the_optimizer(run: Run, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def begun(model: Path, text: Path) -> Path:
+    """The output folder of a run with one step."""
+    output = text.parent / "begun"
+    finetune(model, text, output, remote=SIMULATE, options=replace(OPTIONS, steps=1))
+    return output
+
+
+def test_a_full_disk_while_saving_the_optimizer(run: Run, begun: Path, tmp_path: Path) -> None:
     """torch.save raises RuntimeError."""
-    adapter = 4096 + sum(t.nbytes for t in tensors_of(run, tmp_path / "size").values())
+    adapter = 4096 + sum(t.nbytes for t in tensors(begun).values())
     with full_disk(adapter), pytest.raises(StorageError, match="checkpoint-2"):
         run(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
-def tensors_of(run: Run, output: Path) -> dict[str, torch.Tensor]:
-    run(output, steps=1)
-    return tensors(output)
-
-
-def test_a_resumed_run_uses_the_options_of_its_start(run: Run, tmp_path: Path, text: Path, model: Path) -> None:
-    output = tmp_path / "adapter"
-    run(output, steps=1)
+def test_a_resumed_run_uses_the_options_of_its_start(
+    run: Run, begun: Path, tmp_path: Path, text: Path, model: Path
+) -> None:
+    output = Path(shutil.copytree(begun, tmp_path / "adapter"))
     with pytest.raises(ConfigError, match=r"rank 4, now 8, alpha 8, now 16, learning rate 0.01, now 0.1"):
         run(output, resume=True, rank=8, learning_rate=0.1)
     other = tmp_path / "other.txt"
@@ -209,14 +213,6 @@ def test_a_resumed_run_uses_the_options_of_its_start(run: Run, tmp_path: Path, t
     with pytest.raises(ConfigError, match="other data"):
         finetune(model, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
     assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
-
-
-@pytest.fixture(scope="module")
-def begun(model: Path, text: Path) -> Path:
-    """The output folder of a run with one step."""
-    output = text.parent / "begun"
-    finetune(model, text, output, remote=SIMULATE, options=replace(OPTIONS, steps=1))
-    return output
 
 
 def _add_whole_model(checkpoint: Path) -> None:

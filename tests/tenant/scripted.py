@@ -379,12 +379,16 @@ def _factor(store: WeightStore, index: int, direction: Direction) -> Tensor:
     return weight.t() if direction == FORWARD else weight
 
 
-def is_right(
-    session: Session, store: WeightStore, index: GroupIndex, direction: Direction, count: int, seed: int = 0
-) -> bool:
+def store_of(session: Session) -> WeightStore:
+    """The checkpoint that a session of `new_session` was given."""
+    assert session._store is not None
+    return session._store
+
+
+def is_right(session: Session, index: GroupIndex, direction: Direction, count: int, seed: int = 0) -> bool:
     """Returns True if a session's product has the right bits."""
     rows = ring_rows(session.preparation, index, direction, count, seed=seed)
-    return torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
+    return torch.equal(session.product(index, direction, rows), product_of(store_of(session), index, direction, rows))
 
 
 # Behaviours

@@ -111,7 +111,7 @@ def test_registries_that_are_away_or_refuse_do_not_disturb_the_provider(
 
 
 def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(
-    announcing: Announcing, configure: Configure, vouching: Vouching, keys: Keys, registry: RegistryServer
+    announcing: Announcing, keys: Keys, registry: RegistryServer
 ) -> None:
     with pytest.raises(ConfigError, match=r"claims a host .* set address to one of its hosts"):
         Provider(announcing("gamma", address="elsewhere.example:1")).start()
@@ -126,7 +126,7 @@ def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(
 
 
 def test_a_provider_that_joins_takes_the_layers_that_are_lacking(
-    announcing: Announcing, vouching: Vouching, registry: RegistryServer
+    announcing: Announcing, registry: RegistryServer
 ) -> None:
     """Providers join one after the other over two layers; each sees the announcements of those before it."""
 

@@ -110,9 +110,7 @@ def test_a_provider_can_stop_while_a_file_system_does_not_answer() -> None:
     over.set()
 
 
-def test_a_revoked_tenant_stays_revoked_until_a_restart(
-    configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys
-) -> None:
+def test_a_revoked_tenant_stays_revoked_until_a_restart(configure: Configure, connect: Connect, tls: TlsConfig) -> None:
     """A list that is being rewritten is shorter for a moment. A file that is not a list is reported."""
     config = configure(tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))
     assert tls.revoked is not None

@@ -109,7 +109,7 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
     assert failure(client.hello(provider.model_digest)) == wire.ErrorCode.BAD_REQUEST
 
 
-def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: Provider, keys: Keys) -> None:
+def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: Provider) -> None:
     """A provider of layer 1 alone states the whole model's digest, and returns the same bits as a provider of all
     layers."""
     whole, part = configure(), configure()
@@ -331,7 +331,7 @@ def test_a_provider_serves_only_its_roles(configure: Configure, connect: Connect
 # Slow, silent and many clients
 
 
-def test_silent_and_slow_clients_are_dropped(configure: Configure, connect: Connect, keys: Keys) -> None:
+def test_silent_and_slow_clients_are_dropped(configure: Configure, connect: Connect) -> None:
     with Provider(configure(**SLOW)) as provider:
         silent = open_tcp(provider)
         idle = connect(to=provider)
@@ -384,9 +384,7 @@ def test_unauthenticated_connections_cannot_take_tenants_slots(configure: Config
         assert silent[0].recv(1) == b""  # the oldest connection was closed
 
 
-def test_a_flood_from_one_address_does_not_block_another_address(
-    configure: Configure, connect: Connect, keys: Keys
-) -> None:
+def test_a_flood_from_one_address_does_not_block_another_address(configure: Configure, keys: Keys) -> None:
     with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
         early = stack.enter_context(open_tcp(provider))
         flood = [stack.enter_context(open_tcp(provider, source="127.0.0.2")) for _ in range(20)]

@@ -593,7 +593,7 @@ def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
     usage.close()
 
 
-def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
+def test_export(tmp_path: Path, keys: Keys) -> None:
     path = tmp_path / "provider.toml"
     names = {"certificate": keys.provider.certificate, "key": keys.provider.key}
     tls = "\n".join(f"{k} = {json.dumps(str(v))}" for k, v in names.items())

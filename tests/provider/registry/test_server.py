@@ -354,7 +354,7 @@ def test_a_registry_needs_a_certificate_of_the_authority(vouching: Vouching, tmp
         RegistryServer(config)
 
 
-def test_an_address_in_use_is_an_error(serve: Serve, vouching: Vouching) -> None:
+def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     with pytest.raises(ConfigError, match="choose another address"):
         serve(name="second", listen=server.address)

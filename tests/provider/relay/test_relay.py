@@ -37,7 +37,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.provider.conftest import Configure, Connect, Keys
+    from tests.provider.conftest import Configure, Keys
     from tests.provider.relay.conftest import NewTenant, Pair, Tenant
 
 GROUP = 1
@@ -395,7 +395,7 @@ class allowed:
 
 
 def test_a_link_that_is_not_allowed_any_more_is_closed(
-    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, tmp_path: Path
+    new_tenant: NewTenant, link: Link, pair: Pair, tmp_path: Path
 ) -> None:
     tenant, other = new_tenant(), issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="gamma")
     assert isinstance(link.deposit(tenant), wire.Deposited)
@@ -557,7 +557,7 @@ def test_a_block_that_is_too_large_for_the_executor_costs_no_other_tenant_the_li
         assert (counts.up, counts.deposits, counts.refused, counts.failed) == (True, 3, 1, 0)
 
 
-def test_blocks_that_are_refused_do_not_fill_the_line(keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant without a permit asks for blocks over many connections. They are sent before the executor refuses them:
     only one at a time, and no more during the pause that follows."""
     sending, let_go = threading.Semaphore(0), threading.Event()
@@ -604,14 +604,7 @@ def test_each_pause_after_a_failure_is_twice_as_long_as_the_one_before() -> None
 
 @pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])
 def test_an_executor_that_cannot_be_reached_gives_the_effect_and_the_link_comes_back(
-    fault: str,
-    new_tenant: NewTenant,
-    configure: Configure,
-    connect: Connect,
-    keys: Keys,
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, new_tenant: NewTenant, configure: Configure, keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_CONNECT_S", 0.3)
     monkeypatch.setattr(links, "_FIRST_PAUSE_S", 0.01)

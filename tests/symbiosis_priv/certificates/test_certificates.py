@@ -326,7 +326,7 @@ def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
 # Reading
 
 
-def test_fingerprint_is_that_of_the_der(tmp_path: Path, authority: Identity) -> None:
+def test_fingerprint_is_that_of_the_der(authority: Identity) -> None:
     certificate = leaf(authority.certificate)
     expected = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
     der = certificate.public_bytes(serialization.Encoding.DER)

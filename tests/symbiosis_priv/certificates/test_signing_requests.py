@@ -327,9 +327,7 @@ def test_the_certificate_of_a_lost_key_is_revoked(tmp_path: Path, authority: Ide
     assert "already has" in run("revoke", "--name", "alice", "--directory", tmp_path)
 
 
-def test_an_expired_certificate_is_not_kept(
-    tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expired_certificate_is_not_kept(authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = authority.certificate.parent
     alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
     issuing.rotate(alice.certificate, authority=authority, days=30)
@@ -416,9 +414,7 @@ def test_bad_operators_are_refused(tmp_path: Path, authority: Identity, operator
     assert not (tmp_path / "p.pem").exists()
 
 
-def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
-    tmp_path: Path, authority: Identity
-) -> None:
+def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(authority: Identity) -> None:
     folder = authority.certificate.parent
     issued = issuing.issue(folder, authority=authority, kind=Kind.PROVIDER, name="p", operator="Ünïcode & Söhne")
     rotated = issuing.rotate(issued.certificate, authority=authority)

@@ -809,7 +809,7 @@ def test_rule_9_only_shapes_are_visible(llama: Path, federation: Path, tape: Tap
     assert data_shows(llama, federation, tapes[2:])
 
 
-def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedProvider, store: WeightStore) -> None:
+def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedProvider) -> None:
     train_a_step(split)
     train_a_step(split, IDS.flip(0, 1))
     sizes: dict[tuple[Any, ...], set[int]] = {}

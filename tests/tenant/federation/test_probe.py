@@ -247,7 +247,6 @@ def test_executors_from_a_registry_are_probed_too(
     helper: ScriptedProvider,
     new_provider: NewProvider,
     llama: Path,
-    preparation: Preparation,
 ) -> None:
     """Executors from a registry: one for missing layers, one of the helper's operator, and one that is down."""
     vouching, lists = registry

@@ -84,7 +84,7 @@ def open_backend(
 
 
 def test_one_executor_with_all_layers_is_asked(
-    new_provider: NewProvider, new_federation: NewFederation, store: WeightStore, preparation: Preparation
+    new_provider: NewProvider, new_federation: NewFederation, preparation: Preparation
 ) -> None:
     part, whole, other = new_provider(), new_provider(), new_provider()
     federation = new_federation([part, whole, other])

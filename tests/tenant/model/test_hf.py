@@ -531,7 +531,6 @@ def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
 def test_a_provider_of_the_wrong_model_is_named(
     load: Load,
     llama: Path,
-    store: WeightStore,
     gpt2_store: WeightStore,
     new_provider: NewProvider,
     new_federation: NewFederation,

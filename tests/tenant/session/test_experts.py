@@ -27,7 +27,7 @@ from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of
 from tests.tenant.conftest import NewProvider, NewSession
-from tests.tenant.scripted import Heard, ScriptedProvider, frame
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, store_of
 
 COUNTS: Counts = (3, 0, 1, 2)
 
@@ -55,8 +55,8 @@ def ring_rows(facts: GroupFacts, direction: Direction, count: int, *, seed: int 
     return quantise_rows(rows, facts.bounds[direction])[0]
 
 
-def is_exact(session: Session, store: WeightStore, index: GroupIndex, direction: Direction, counts: Counts) -> bool:
-    facts = session.preparation.facts[index].for_rows(counts)
+def is_exact(session: Session, index: GroupIndex, direction: Direction, counts: Counts) -> bool:
+    store, facts = store_of(session), session.preparation.facts[index].for_rows(counts)
     rows = ring_rows(facts, direction, sum(counts), seed=sum(counts))
     want = expert_product(store.group(index).weight, counts, rows, direction, store.manifest().groups[index].joined)
     return torch.equal(session.product(index, direction, rows, counts=counts), want)
@@ -76,7 +76,7 @@ def test_products_by_expert_are_exact_with_every_scheme(
     @given(counts=expert_counts().filter(any))
     @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     def exact(counts: Counts) -> None:
-        assert all(is_exact(session, store, i, d, counts) for i, d in itertools.product(stacks, DIRECTIONS))
+        assert all(is_exact(session, i, d, counts) for i, d in itertools.product(stacks, DIRECTIONS))
 
     exact()
     for index in stacks:  # the whole stack, in the same session
@@ -97,7 +97,7 @@ def crowded(facts: GroupFacts) -> GroupFacts:
 
 
 def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[GroupIndex]
+    new_provider: NewProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     session = new_session("pad", [new_provider()], [new_provider()], ring_bits=24, row_bucket=4)
     facts = [crowded(group) for group in session.preparation.facts]
@@ -108,7 +108,9 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
             rows = torch.randn(30, group.inputs(direction), generator=torch.Generator().manual_seed(index))
             got, want = torch.empty(2, 30, group.outputs(direction))
             RingBackend(facts, session).multiply(index, direction, [rows], [got], counts=its_counts)
-            RingBackend(facts, Simulation(store)).multiply(index, direction, [rows], [want], counts=its_counts)
+            RingBackend(facts, Simulation(store_of(session))).multiply(
+                index, direction, [rows], [want], counts=its_counts
+            )
             assert torch.equal(got, want)
     ledger = session.ledger()
     assert ledger.rows_corrected > 0
@@ -117,11 +119,7 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
 
 
 def test_a_row_that_is_sent_again_does_not_show_its_expert(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    stacks: list[GroupIndex],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
     session = new_session("pad", [executor], [helper], ring_bits=24)
@@ -131,8 +129,8 @@ def test_a_row_that_is_sent_again_does_not_show_its_expert(
     got, want = torch.empty(2, 16, facts[stacks[0]].for_rows(counts).outputs(FORWARD))
     for _ in range(4):
         rows[5:7] = rows[5:7].roll(1, dims=1)
-        RingBackend(facts, session).multiply(stacks[0], FORWARD, [rows], [got], counts=counts)
-        RingBackend(facts, Simulation(store)).multiply(stacks[0], FORWARD, [rows], [want], counts=counts)
+        for products, out in ((session, got), (Simulation(store_of(session)), want)):
+            RingBackend(facts, products).multiply(stacks[0], FORWARD, [rows], [out], counts=counts)
         assert torch.equal(got, want)
     assert session.ledger().rows_repeated > 0
     for seen in (executor.executed, helper.effects):
@@ -184,12 +182,12 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(
 
 
 def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[GroupIndex]
+    new_provider: NewProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     """By a limit on rows, in parts for several connections, and at a helper with a lower limit."""
     executor, helper = new_provider(max_rows=7), new_provider(max_rows=3)
     session = new_session("pad", [executor], [helper], part_bytes=1)
-    assert is_exact(session, store, stacks[0], FORWARD, (5, 0, 1, 9))
+    assert is_exact(session, stacks[0], FORWARD, (5, 0, 1, 9))
     for heard, most in ((executor.executed, 7), (helper.effects, 3)):
         counts = [request.request.counts for request in heard]
         assert all(c is not None and sum(c) <= most for c in counts)
@@ -197,14 +195,10 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
 
 
 def test_rows_of_a_bucket_belong_to_the_last_expert(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    stacks: list[GroupIndex],
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     session = new_session("pad", [executor], [helper], row_bucket=8)
-    assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
+    assert is_exact(session, stacks[0], FORWARD, COUNTS)
     assert executor.executed[0].request.counts == helper.effects[0].request.counts == (3, 0, 1, 4)
 
 
@@ -256,7 +250,6 @@ def other_counts(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire
 def test_a_lying_provider_is_named_and_another_one_takes_over(
     new_provider: NewProvider,
     new_session: NewSession,
-    store: WeightStore,
     preparation: Preparation,
     stacks: list[GroupIndex],
     lie: Lie,
@@ -269,7 +262,7 @@ def test_a_lying_provider_is_named_and_another_one_takes_over(
     session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     for index, direction in itertools.product(stacks, DIRECTIONS):
         for counts in (COUNTS, (0, 0, 0, 2)):
-            assert is_exact(session, store, index, direction, counts)
+            assert is_exact(session, index, direction, counts)
     assert quarantined(session) == {liar.port}
 
 
@@ -290,5 +283,5 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     providers: list[Any] = [new_provider() for _ in range(4)]
     providers[0].behaviour = lambda heard, reply, answer: frame(*wrong_entry(heard, reply, answer))
     session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
-    assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
+    assert is_exact(session, stacks[0], FORWARD, COUNTS)
     assert len(quarantined(session)) == 2

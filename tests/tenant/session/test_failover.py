@@ -18,7 +18,6 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
     ConnectionLostError,
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 
 
-def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
+def all_right(session: Session, *, count: int = 3) -> bool:
     """Returns True if products of every layer group are right in both directions."""
     places = itertools.product(map(GroupIndex, range(9)), DIRECTIONS)
-    return all(is_right(session, store, *place, count, seed) for seed, place in enumerate(places))
+    return all(is_right(session, *place, count, seed) for seed, place in enumerate(places))
 
 
 IMPATIENT = Tolerance(stale_s=0.1, stale_times=1.0, least_patience_s=0.2, unknown_s=0.02)
@@ -77,32 +76,27 @@ def fails(how: str, provider: ScriptedProvider) -> Behaviour:
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "stopping", "internal", "lie"])
 @pytest.mark.parametrize("masking", ["local", "pad", "relay"])
 def test_another_executor_gets_the_same_bytes(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    caplog: pytest.LogCaptureFixture,
-    how: str,
-    masking: str,
+    new_provider: NewProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture, how: str, masking: str
 ) -> None:
     first, second = new_provider(), new_provider()
     session = new_session(masking, [first, second], [] if masking == "local" else [new_provider()], tolerance=IMPATIENT)
-    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    assert is_right(session, OUT, FORWARD, 3, 0)
     failing, other = (first, second) if first.executed else (second, first)
     failing.behaviour = fails(how, failing)
     with caplog.at_level(logging.INFO):
         while len(failing.executed) < 2:  # products move to the other executor only after this one was asked
-            assert is_right(session, store, MLP, FORWARD, 3, 1)
+            assert is_right(session, MLP, FORWARD, 3, 1)
     refused, replayed = failing.executed[-1], other.executed[-1]
     assert refused.payload == replayed.payload
     assert refused.request.nonce != replayed.request.nonce
-    assert all_right(session, store)
+    assert all_right(session)
     assert session.ledger().takeovers >= 1
     assert f"executor '{other.peer('executor').name}' took over from executor 'executor {failing.port}'" in caplog.text
 
 
 @pytest.mark.parametrize("code", ["busy", "stopping"])
 def test_a_single_executor_is_asked_again_with_identical_requests(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, code: str
+    executor: ScriptedProvider, new_session: NewSession, code: str
 ) -> None:
     def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if len(executor.executed) < 4:
@@ -111,18 +105,18 @@ def test_a_single_executor_is_asked_again_with_identical_requests(
 
     executor.behaviour = busy
     session = new_session("local", [executor])
-    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    assert is_right(session, OUT, FORWARD, 3, 0)
     assert len({heard.header + heard.payload for heard in executor.executed}) == 1
 
 
 def test_a_connection_that_was_closed_between_requests_is_no_failure(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """Connections close between requests if a provider restarts or closes an idle connection."""
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers)
     for _ in range(3):
-        assert all_right(session, store)
+        assert all_right(session)
         for provider in providers:
             provider.hang_up()
     assert session.ledger().takeovers == 0
@@ -140,15 +134,15 @@ def every_channel_taken(session: Session) -> Iterator[None]:
 
 
 def test_connections_in_use_are_not_a_failure_of_an_executor(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """However long it takes: patience begins once a connection is free."""
     tolerance = dataclasses.replace(IMPATIENT, least_patience_s=2.0)
     session = new_session("local", [new_provider(), new_provider()], tolerance=tolerance)
-    assert all_right(session, store)
+    assert all_right(session)
     with ThreadPoolExecutor(1) as thread:
         with every_channel_taken(session):
-            asked = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
+            asked = thread.submit(is_right, session, OUT, FORWARD, 3, 0)
             with pytest.raises(TimeoutError):
                 asked.result(2.5)
         assert asked.result(20)
@@ -156,27 +150,25 @@ def test_connections_in_use_are_not_a_failure_of_an_executor(
 
 
 def test_a_deadline_that_passes_without_a_free_connection_is_explained(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("local", [executor], deadline_s=1.0)
-    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    assert is_right(session, OUT, FORWARD, 3, 0)
     with every_channel_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
-        is_right(session, store, OUT, FORWARD, 3, 0)
+        is_right(session, OUT, FORWARD, 3, 0)
     (route,) = session.routes.executors
     assert (route.health.failures, route.in_flight) == (0, 0)
-    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    assert is_right(session, OUT, FORWARD, 3, 0)
 
 
-def test_all_executors_are_away_and_one_comes_back(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_all_executors_are_away_and_one_comes_back(new_provider: NewProvider, new_session: NewSession) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers)
-    assert all_right(session, store)
+    assert all_right(session)
     for provider in providers:
         provider.behaviour = fails("lost", provider)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
+        waiting = thread.submit(is_right, session, OUT, FORWARD, 3, 0)
         before = [len(provider.hellos) for provider in providers]
         while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
             time.sleep(0.01)  # both were tried, and probed again
@@ -185,11 +177,11 @@ def test_all_executors_are_away_and_one_comes_back(
 
 
 def test_a_returning_executor_is_asked_immediately_without_others(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers, deadline_s=20.0, tolerance=RESENTFUL)
-    assert all_right(session, store)
+    assert all_right(session)
     lost = iter(range(2))
 
     def lose_two(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -197,11 +189,11 @@ def test_a_returning_executor_is_asked_immediately_without_others(
 
     for provider in providers:
         provider.behaviour = lose_two
-    assert all_right(session, store)
+    assert all_right(session)
 
 
 def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """The spare helper has failed before. It is probed while the product waits for the other helper, which stays
     away."""
@@ -215,81 +207,77 @@ def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
         deadline_s=20.0,
         tolerance=dataclasses.replace(IMPATIENT, first_pause_s=600.0, last_pause_s=600.0),
     )
-    assert all_right(session, store)
+    assert all_right(session)
     first = helpers[len(helpers[1].effects) > len(helpers[0].effects)]
     second = next(helper for helper in helpers if helper is not first)
     first.behaviour = fails("lost", first)
-    assert all_right(session, store)
+    assert all_right(session)
     first.behaviour = honest
     second.behaviour = fails("lost", second)
-    assert all_right(session, store)
+    assert all_right(session)
 
 
-def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSession) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers, deadline_s=1.0)
-    assert all_right(session, store)
+    assert all_right(session)
     for provider in providers:
         provider.close()
     with pytest.raises(DeadlineExceededError, match=r"no answer from .* nor .* within 1 s .*Are they running\?"):
-        is_right(session, store, OUT, FORWARD, 3, 0)
+        is_right(session, OUT, FORWARD, 3, 0)
 
 
-def test_a_refusal_by_all_executors_is_reported(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_a_refusal_by_all_executors_is_reported(new_provider: NewProvider, new_session: NewSession) -> None:
     providers = [new_provider(), new_provider()]
     for provider in providers:
         provider.behaviour = fails("internal", provider)
     session = new_session("local", providers)
     with pytest.raises(ProviderError, match="answered internal: not now"):
-        is_right(session, store, OUT, FORWARD, 3, 0)
+        is_right(session, OUT, FORWARD, 3, 0)
 
 
-def test_a_refusal_by_all_helpers_is_reported(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_a_refusal_by_all_helpers_is_reported(new_provider: NewProvider, new_session: NewSession) -> None:
     helpers = [new_provider(), new_provider()]
     for helper in helpers:
         helper.behaviour = fails("internal", helper)
     session = new_session("pad", [new_provider()], helpers, pad_helpers=1)
     with pytest.raises(ProviderError, match="answered internal: not now"):
-        is_right(session, store, OUT, FORWARD, 3, 0)
+        is_right(session, OUT, FORWARD, 3, 0)
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, identities: Identities, role: str
+    new_provider: NewProvider, new_session: NewSession, identities: Identities, role: str
 ) -> None:
     changing, other = new_provider(), new_provider()
     pair, single = [changing, other], [new_provider()]
     session = new_session(
         "pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1, pool_memory=0, deadline_s=3.0
     )
-    assert all_right(session, store)
+    assert all_right(session)
     changing.show(identities.provider(8))
     changing.hang_up()
-    assert all_right(session, store)
+    assert all_right(session)
     other.show(identities.provider(9))
     other.hang_up()
     with pytest.raises((CertificateError, DeadlineExceededError), match=r"certificate of .* was refused"):
-        all_right(session, store)
+        all_right(session)
 
 
-def test_two_liars_of_three(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_two_liars_of_three(new_provider: NewProvider, new_session: NewSession) -> None:
     """Each of them is caught at its first lie."""
     providers = [new_provider() for _ in range(3)]
     for provider in providers[:2]:
         provider.behaviour = fails("lie", provider)
     session = new_session("pad", providers, [new_provider()])
-    assert all_right(session, store)
+    assert all_right(session)
     assert [len(provider.executed) for provider in providers[:2]] == [1, 1]
     assert session.ledger().answers_rejected == 2
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_rare_liar_is_caught_at_its_first_lie(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture, role: str
+    new_provider: NewProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture, role: str
 ) -> None:
     """One answer in fifty is wrong: the liar is named in the log, gets no more requests, and no bit has changed."""
     doubtful = Tolerance(
@@ -309,29 +297,27 @@ def test_a_rare_liar_is_caught_at_its_first_lie(
         session = new_session("pad", [new_provider()], [liar, other], pad_helpers=1, pool_memory=0, tolerance=doubtful)
         session.routes.helpers[1].health.answered(0.0, seconds=9.0, size=1)  # the slower one, so that the liar is asked
     for seed in range(80):
-        assert is_right(session, store, OUT, FORWARD, 2, seed)
+        assert is_right(session, OUT, FORWARD, 2, seed)
     assert len(liar.heard) == 50
     assert f"provider {role} {liar.port} is quarantined" in caplog.text
     assert session.ledger().answers_rejected == 1
 
 
-def test_an_executor_that_is_away_at_the_start_joins_later(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_an_executor_that_is_away_at_the_start_joins_later(new_provider: NewProvider, new_session: NewSession) -> None:
     here, later = new_provider(), new_provider()
     later.refuse_connections = True
     session = new_session("local", [later, here])
-    assert all_right(session, store)
+    assert all_right(session)
     assert not later.hellos
     later.refuse_connections = False
     here_first = len(here.executed)
     while not later.executed:
-        assert is_right(session, store, OUT, FORWARD, 1, 0)
+        assert is_right(session, OUT, FORWARD, 1, 0)
     assert len(here.executed) > here_first
 
 
 def test_a_refused_first_connection_does_not_wait_out_the_deadline(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A provider that has answered before may be restarting: the wait lasts until the deadline, also in a forked
     child."""
@@ -340,10 +326,10 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
     nobody.close()
     began = time.monotonic()
     with pytest.raises(ConnectionLostError, match="nothing listens"):
-        is_right(new_session("none", [nobody]), store, QKV, FORWARD, 1, seed=1)
+        is_right(new_session("none", [nobody]), QKV, FORWARD, 1, seed=1)
     assert time.monotonic() - began < 10.0  # the session's deadline is 20
     session = new_session("none", [there], deadline_s=3.0)
-    assert is_right(session, store, QKV, FORWARD, 1, seed=1)
+    assert is_right(session, QKV, FORWARD, 1, seed=1)
     there.close()
     with pytest.raises(DeadlineExceededError):
         session.runtime._connect_with_retries(session.routes.executors[0], lambda: True)
@@ -353,30 +339,30 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
 
 
 def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
+    new_provider: NewProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once the others have answered, its probe ends after the current attempt, long before the deadline."""
     there, away = new_provider(), new_provider()
     away.refuse_connections = True
     session = new_session("none", [there, away])
-    assert is_right(session, store, QKV, FORWARD, 3, seed=1)
+    assert is_right(session, QKV, FORWARD, 3, seed=1)
     until(lambda: any(route.health.state is State.DOWN for route in session.routes.executors), within_s=15)
     assert "waiting for" not in caplog.text
 
 
-def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession) -> None:
     """Each is asked for its own layers only; one with overlapping layers takes over."""
     low, high, both = new_provider(layers="0"), new_provider(layers="1"), new_provider()
     session = new_session("pad", [low, high, both], [new_provider()])
-    assert all_right(session, store)
+    assert all_right(session)
     assert {h.request.group for h in low.executed} <= set(range(4))
     assert {h.request.group for h in high.executed} <= set(range(4, 9))
     low.behaviour = fails("lost", low)
-    assert all_right(session, store)
+    assert all_right(session)
 
 
 def test_unserved_layers_are_an_error_before_anything_is_sent(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     low, gone = new_provider(layers="0"), new_provider(layers="1")
     gone.close()
@@ -384,10 +370,10 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
     with pytest.raises(
         UncoveredError, match=r"no executor serves layers 1 .*executor .* serves 0; executor .* has not answered"
     ):
-        is_right(session, store, QKV, FORWARD, 1, 0)
+        is_right(session, QKV, FORWARD, 1, 0)
     other = new_session("pad", [low], [helper])
     with pytest.raises(UncoveredError, match="no executor serves layers 1"):
-        is_right(other, store, QKV, FORWARD, 1, 0)
+        is_right(other, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
 
 
@@ -395,44 +381,44 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
 
 
 def test_an_executor_joins_with_the_layers_that_were_missing(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     low, high = new_provider(layers="0"), new_provider(layers="1")
     session = new_session("pad", [low], [new_provider()])
     with pytest.raises(UncoveredError, match="no executor serves layers 1"):
-        is_right(session, store, QKV, FORWARD, 1, 0)
+        is_right(session, QKV, FORWARD, 1, 0)
     session.routes.update([high.peer("executor")])
-    assert all_right(session, store)
+    assert all_right(session)
     assert high.executed
 
 
 def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     low, high, next_high = (new_provider(layers=layers) for layers in ("0", "1", "1"))
     session = new_session("pad", [low], [new_provider(), new_provider()], pad_helpers=1, pool_memory=0)
     session.routes.update([high.peer("executor")])
-    assert all_right(session, store)
+    assert all_right(session)
     session.routes.update([])
     heard = len(high.heard)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(is_right, session, store, GroupIndex(7), FORWARD, 3, 0)
+        waiting = thread.submit(is_right, session, GroupIndex(7), FORWARD, 3, 0)
         assert not waiting.done()
         session.routes.update([next_high.peer("executor")])
         assert waiting.result(20)
-    assert all_right(session, store)
+    assert all_right(session)
     assert len(high.heard) == heard
     assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
 
 
 def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(
-    new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession
 ) -> None:
     helper, stranger = new_provider(), new_provider()
     session = new_session("pad", [executor], [helper.peer("helper", operator="Beta")])
     session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
     for _ in range(3):
-        assert all_right(session, store)
+        assert all_right(session)
     assert helper.executed == stranger.executed == []
 
 
@@ -453,27 +439,27 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
 
 
 def test_parts_of_one_product_go_to_all_replicas(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No answer comes before four parts have arrived, two at each replica."""
     monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
     providers = [new_provider(), new_provider()]
     session = new_session("pad", providers, [new_provider()], part_bytes=1024)
-    assert all_right(session, store)
+    assert all_right(session)
 
     for provider in providers:
         provider.heard.clear()
     providers[0].behaviour = providers[1].behaviour = together(4)
-    assert is_right(session, store, MLP, FORWARD, 80, 7)
+    assert is_right(session, MLP, FORWARD, 80, 7)
     assert sum(len(provider.executed) for provider in providers) == 8
 
 
 def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("pad", providers, [new_provider()], part_bytes=1024)
-    assert all_right(session, store)
+    assert all_right(session)
 
     def leave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         providers[0].refuse_connections = True
@@ -481,7 +467,7 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 
     providers[0].behaviour = leave
     for seed in range(3):
-        assert is_right(session, store, MLP, FORWARD, 96, seed)
+        assert is_right(session, MLP, FORWARD, 96, seed)
 
 
 # Helpers
@@ -490,12 +476,12 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "internal", "lie"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_pads_of_a_failed_helper_are_drawn_again_from_others(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, k: int, how: str
+    new_provider: NewProvider, new_session: NewSession, k: int, how: str
 ) -> None:
     """The effect of a pad is the sum over its k helpers."""
     executors, helpers = [new_provider(), new_provider()], [new_provider() for _ in range(k + 1)]
     session = new_session("pad", executors, helpers, pad_helpers=k, pool_memory=0, tolerance=IMPATIENT)
-    assert all_right(session, store)
+    assert all_right(session)
     asked: list[ScriptedProvider] = []  # the first of them fails from then on
 
     def fail_if_first(helper: ScriptedProvider, *heard: Any) -> Any:
@@ -504,13 +490,13 @@ def test_pads_of_a_failed_helper_are_drawn_again_from_others(
 
     for helper in helpers:
         helper.behaviour = functools.partial(fail_if_first, helper)
-    assert all_right(session, store, count=40)
+    assert all_right(session, count=40)
     assert session.ledger().pads_redrawn > 0
     failing = asked[0]
     if how == "lie":
         assert session.ledger().answers_rejected == 1
         heard = len(failing.heard)
-        assert all_right(session, store)
+        assert all_right(session)
         assert len(failing.heard) == heard
     seeds = {h.request.seed for helper in helpers for h in helper.effects if isinstance(h.request, wire.Effect)}
     assert len(seeds) <= k + 1
@@ -521,7 +507,7 @@ def test_pads_of_a_failed_helper_are_drawn_again_from_others(
 
 
 def test_a_helper_that_answers_only_probes_is_not_tried_repeatedly(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """Other helpers also do not wait for it, which would cost every product a moment."""
     hanging, other = new_provider(), new_provider()
@@ -535,47 +521,45 @@ def test_a_helper_that_answers_only_probes_is_not_tried_repeatedly(
 
     other.behaviour = take_a_moment
     for _ in range(3):
-        assert all_right(session, store)
+        assert all_right(session)
     assert len(hanging.effects) == 1
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 @pytest.mark.parametrize("max_rows", [0, 1])
 def test_one_providers_limits_do_not_change_requests_to_others(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, role: str, max_rows: int
+    new_provider: NewProvider, new_session: NewSession, role: str, max_rows: int
 ) -> None:
     small, other, single = new_provider(max_rows=max_rows), new_provider(), new_provider()
     executors, helpers = ([small, other], [single]) if role == "executor" else ([single], [small, other])
     session = new_session("pad", executors, helpers, pad_helpers=1, pool_memory=0)
     for seed in range(6):
-        assert is_right(session, store, OUT, FORWARD, 64, seed)
+        assert is_right(session, OUT, FORWARD, 64, seed)
     for provider in (other, single):
         assert {heard.request.rows for heard in provider.heard} == {64}
     assert len(small.heard) <= 3 * 64  # as often as measuring its cost requires
 
 
-def test_without_spares_a_helper_is_waited_for(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_without_spares_a_helper_is_waited_for(new_provider: NewProvider, new_session: NewSession) -> None:
     """All listed helpers share every pad unless the federation sets a number."""
     helpers = [new_provider(), new_provider()]
     session = new_session("pad", [new_provider()], helpers, pool_memory=0)
-    assert all_right(session, store)
+    assert all_right(session)
     failures = iter(range(3))
 
     def lose_some(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         return None if next(failures, None) is not None else frame(reply, answer)
 
     helpers[0].behaviour = lose_some
-    assert all_right(session, store)
+    assert all_right(session)
     assert session.ledger().pads_redrawn == 0
     helpers[0].behaviour = fails("lie", helpers[0])
     with pytest.raises(VerificationError, match="an effect of provider"):
-        is_right(session, store, OUT, FORWARD, 1, 0)
+        is_right(session, OUT, FORWARD, 1, 0)
 
 
 def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """The pads are replaced if the only remaining executor belongs to a helper's company."""
     first, second = new_provider(), new_provider()
@@ -584,13 +568,13 @@ def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
     helpers = [one.peer("helper", name="one"), other.peer("helper", name="other")]
     companies = [Company("Holding", ("second", "one"))]
     session = new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
-    assert all_right(session, store)
+    assert all_right(session)
     other.behaviour = fails("lost", other)
-    assert all_right(session, store)
+    assert all_right(session)
     assert one.effects
     other.behaviour = honest
     first.behaviour = fails("lost", first)
-    assert all_right(session, store)
+    assert all_right(session)
     assert second.executed
     assert not knows_both(second, one)
 
@@ -608,9 +592,7 @@ def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
     return False
 
 
-def test_many_threads_with_providers_that_fail_at_times(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_many_threads_with_providers_that_fail_at_times(new_provider: NewProvider, new_session: NewSession) -> None:
     """Every product is right, and no request counts as in flight at the end."""
     executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
     chances = itertools.cycle([False] * 6 + [True])
@@ -627,7 +609,7 @@ def test_many_threads_with_providers_that_fail_at_times(
     session = new_session("pad", executors, helpers, pad_helpers=2, part_bytes=4096, tolerance=IMPATIENT)
 
     def work(seed: int) -> bool:
-        return is_right(session, store, GroupIndex(seed % 9), DIRECTIONS[seed % 2], 1 + seed % 40, seed)
+        return is_right(session, GroupIndex(seed % 9), DIRECTIONS[seed % 2], 1 + seed % 40, seed)
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(work, range(90)))

@@ -15,7 +15,6 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.wraps import Corrector
 from symbiosis_priv.checkpoints.facts import GroupFacts
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
@@ -24,7 +23,7 @@ from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import corrections
 from tenant.session.faults import Faults
 from tenant.session.session import Session
-from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, store_of
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewProvider, NewSession
@@ -40,8 +39,8 @@ def crowded(facts: Sequence[GroupFacts], *, spread: float = 2.5) -> list[GroupFa
     ]
 
 
-def reference(session: Session, store: WeightStore, spread: float = 2.5) -> RingBackend:
-    return RingBackend(crowded(session.preparation.facts, spread=spread), Simulation(store))
+def reference(session: Session, spread: float = 2.5) -> RingBackend:
+    return RingBackend(crowded(session.preparation.facts, spread=spread), Simulation(store_of(session)))
 
 
 def backend_of(session: Session, spread: float = 2.5) -> RingBackend:
@@ -55,7 +54,7 @@ def floats(session: Session, index: int, direction: Direction, count: int, seed:
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2), ("relay", 2)])
 def test_every_scheme_has_the_bits_of_the_simulation(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+    new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int
 ) -> None:
     """Rows that wrap once or twice are corrected, and rows that wrap more often are multiplied again."""
     session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)], ring_bits=24)
@@ -64,40 +63,38 @@ def test_every_scheme_has_the_bits_of_the_simulation(
     @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     def exact(data: st.DataObject, index: int, direction: Direction, count: int, spread: float) -> None:
         rows = data.draw(testing.float_rows(width=session.preparation.facts[index].inputs(direction), count=count))
-        want = reference(session, store, spread).linear(index, direction, rows)
+        want = reference(session, spread).linear(index, direction, rows)
         assert torch.equal(backend_of(session, spread).linear(index, direction, rows), want)
 
     exact()
     for direction in DIRECTIONS:
         rows = floats(session, DOWN, direction, 200)
         got = backend_of(session, 1.5).linear(DOWN, direction, rows)
-        assert torch.equal(got, reference(session, store, 1.5).linear(DOWN, direction, rows))
+        assert torch.equal(got, reference(session, 1.5).linear(DOWN, direction, rows))
     ledger = session.ledger()
     assert ledger.rows_corrected > 0
     assert ledger.rows_repeated > 0
     assert ledger.answers_rejected == 0
 
 
-def test_parts_and_buckets_and_limits_do_not_change_bits(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_parts_and_buckets_and_limits_do_not_change_bits(new_provider: NewProvider, new_session: NewSession) -> None:
     executors = [new_provider(max_rows=7), new_provider(max_payload=4096)]
     session = new_session("pad", executors, [new_provider()], ring_bits=24, part_bytes=8192, row_bucket=8)
     rows = floats(session, MLP, BACKWARD, 93)
-    want = reference(session, store).linear(MLP, BACKWARD, rows)
+    want = reference(session).linear(MLP, BACKWARD, rows)
     assert torch.equal(backend_of(session).linear(MLP, BACKWARD, rows), want)
     assert session.ledger().rows_repeated > 0
 
 
 def test_what_providers_see_of_a_row_that_is_sent_again(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """Providers see the number of rows, and other masked words under a new pad."""
     session = new_session("pad", [executor], [helper], ring_bits=24)
     rows = floats(session, DOWN, FORWARD, 60)
     for _ in range(2):
         got = backend_of(session, 1.5).linear(DOWN, FORWARD, rows)
-        assert torch.equal(got, reference(session, store, 1.5).linear(DOWN, FORWARD, rows))
+        assert torch.equal(got, reference(session, 1.5).linear(DOWN, FORWARD, rows))
     counts = [h.request.rows for h in executor.executed]
     assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
     assert counts[0] == 60 > counts[1] > 0
@@ -107,33 +104,30 @@ def test_what_providers_see_of_a_row_that_is_sent_again(
 
 
 def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    monkeypatch: pytest.MonkeyPatch,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in SmolLM2-135M, where one output of a layer group wraps in most rows. No block is fetched, so the executor
     does not see it."""
     monkeypatch.setattr(Faults, "product_refused", lambda *_, **__: pytest.fail("a fault was suspected"))
     monkeypatch.setattr(corrections, "_ENTRIES", 500)  # rows are corrected in several steps
     session = new_session("relay", [executor], [helper], ring_bits=24)
-    rows = 0.5 * floats(session, OUT, FORWARD, 60) + store.group(OUT).weight[5].to(torch.float32) / 100
-    want = reference(session, store, 5.0).linear(OUT, FORWARD, rows)
+    rows = 0.5 * floats(session, OUT, FORWARD, 60) + store_of(session).group(OUT).weight[5].to(torch.float32) / 100
+    want = reference(session, 5.0).linear(OUT, FORWARD, rows)
     assert torch.equal(backend_of(session, 5.0).linear(OUT, FORWARD, rows), want)
     assert session.ledger().rows_corrected > 30
     assert session.ledger().rows_repeated == 0
 
 
 def test_three_bytes_per_integer_travel(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("pad", [executor], [helper], ring_bits=24)
     facts = session.preparation.facts[QKV].narrowed(24)
     rows = floats(session, QKV, FORWARD, 5)
     backend = RingBackend([facts], session)
     assert torch.equal(
-        backend.linear(QKV, FORWARD, rows), RingBackend([facts], Simulation(store)).linear(QKV, FORWARD, rows)
+        backend.linear(QKV, FORWARD, rows),
+        RingBackend([facts], Simulation(store_of(session))).linear(QKV, FORWARD, rows),
     )
     heard = executor.executed[0]
     assert len(heard.payload) == 3 * 5 * facts.inputs(FORWARD)
@@ -168,7 +162,7 @@ def test_integers_beyond_the_ring_are_refused(executor: ScriptedProvider, new_se
     assert not session.routes.quarantined
 
 
-def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession) -> None:
     """An executor and two helpers in a ring that wraps all the time; errors of any valuation up to 2^20."""
     parties = {"executor": new_provider(), "first": new_provider(), "second": new_provider()}
 
@@ -192,7 +186,7 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
             masking, [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
         )
         rows = floats(session, OUT, FORWARD, count, seed)
-        want = reference(session, store).linear(OUT, FORWARD, rows)
+        want = reference(session).linear(OUT, FORWARD, rows)
         ports = {f"{'executor' if name == 'executor' else 'helper'} {parties[name].port}" for name in liars}
         found = set[str]()
         try:
@@ -210,11 +204,7 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
 
 
 def test_an_error_that_the_blame_keys_miss_is_not_used(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    monkeypatch: pytest.MonkeyPatch,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the blame keys accept everything. A refused row is multiplied again until no product can wrap."""
     asked = []
@@ -237,7 +227,6 @@ def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
-    store: WeightStore,
     monkeypatch: pytest.MonkeyPatch,
     masking: str,
 ) -> None:

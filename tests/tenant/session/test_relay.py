@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RoleConflictError, TransportError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
@@ -59,13 +58,13 @@ def executor(new_provider: NewProvider) -> ScriptedProvider:
 
 @pytest.mark.parametrize("helpers", [1, 2])
 def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore, helpers: int
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, helpers: int
 ) -> None:
     """Blocks of pads that were split, and of pads that were drawn now, forward and backward."""
     session = new_session("relay", [executor], [new_provider() for _ in range(helpers)])
     for seed, count in enumerate((3, 5, 1, 70, 2)):
         for direction in DIRECTIONS:
-            assert is_right(session, store, OUT, direction, count, seed)
+            assert is_right(session, OUT, direction, count, seed)
     assert relayed(session) == (162, 162)
     ledger, facts = session.ledger(), session.preparation.facts[OUT]
     answers = 81 * 4 * (facts.outputs(FORWARD) + facts.outputs(BACKWARD))
@@ -74,21 +73,21 @@ def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
 
 
 def test_the_executor_is_told_which_answers_were_right(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("relay", [executor], [helper])
     for seed in range(4):
-        assert is_right(session, store, OUT, FORWARD, 2, seed)
+        assert is_right(session, OUT, FORWARD, 2, seed)
     requests = [h.request for h in executor.executed if isinstance(h.request, wire.Execute)]
     assert [request.confirms for request in requests] == [(), *((request.nonce,) for request in requests[:-1])]
 
 
 def test_what_hides_an_effect_is_fresh_for_every_row(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("relay", [executor], [helper])
     for seed in range(3):
-        assert is_right(session, store, OUT, FORWARD, 40, seed)
+        assert is_right(session, OUT, FORWARD, 40, seed)
 
     def matrices(heard: Heard) -> list[Tensor]:
         assert isinstance(heard.request, wire.Effect)
@@ -146,35 +145,27 @@ def has_a_helper_without_a_link(executor: ScriptedProvider, helper: ScriptedProv
     [forgets, allows_no_helper, is_old, has_an_old_helper, has_a_helper_that_refuses, has_a_helper_without_a_link],
 )
 def test_without_blocks_effects_come_directly_and_bits_are_the_same(
-    executor: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    trouble: Callable[..., None],
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, trouble: Callable[..., None]
 ) -> None:
     helpers = [new_provider(), new_provider()]
     trouble(executor, helpers[0])
     session = new_session("relay", [executor], helpers)
     for seed in range(3):
-        assert is_right(session, store, OUT, FORWARD, 3, seed)
+        assert is_right(session, OUT, FORWARD, 3, seed)
     assert relayed(session) == (0, 9)
     assert not session.routes.quarantined
     assert [route.health.failures for route in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
 
 
 def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    monkeypatch: pytest.MonkeyPatch,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relays, "_PERMIT_S", 0.3)
     monkeypatch.setattr(relays, "_FIRST_PAUSE_S", 0.0)
     executor.permit_wait_s = 0.6
     session = new_session("relay", [executor], [helper], pool_memory=0)
     for seed in range(6):
-        assert is_right(session, store, OUT, FORWARD, 3, seed)
+        assert is_right(session, OUT, FORWARD, 3, seed)
     assert executor.permits_asked == 1
 
 
@@ -222,7 +213,7 @@ def test_pauses_of_relays_grow_with_failures_and_start_anew_once_the_relay_has_w
 
 @pytest.mark.parametrize("limit", ["rows", "bytes"])
 def test_no_block_is_ordered_that_the_executor_would_refuse(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch, limit: str
+    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Another executor takes larger requests, so pads have more rows than this one accepts."""
     executors, helper = [new_provider(max_rows=4 if limit == "rows" else 4096), new_provider()], new_provider()
@@ -231,23 +222,23 @@ def test_no_block_is_ordered_that_the_executor_would_refuse(
         executors[0].max_bytes = 4 * wire.RING32.size(1, session.preparation.facts[OUT].outputs(FORWARD))
     monkeypatch.setattr(session.routes, "likely", lambda group: session.routes.executors[0])
     for count in (6, 4):
-        assert is_right(session, store, OUT, FORWARD, count)
+        assert is_right(session, OUT, FORWARD, count)
     orders = [h.request for h in helper.effects if isinstance(h.request, wire.Effect) and h.request.relay]
     assert [order.rows for order in orders] == [4]
 
 
 def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     executors, helper = [new_provider(), new_provider()], new_provider()
     session = new_session("relay", executors, [helper])
     for seed in range(3):
-        assert is_right(session, store, OUT, FORWARD, 2, seed)
+        assert is_right(session, OUT, FORWARD, 2, seed)
     lost, other = sorted(executors, key=lambda e: len(e.executed), reverse=True)
     lost.behaviour = lambda *_: None
     before, drawn = len(lost.executed), len(helper.effects)
     while len(lost.executed) == before:
-        assert is_right(session, store, OUT, FORWARD, 2, 9)
+        assert is_right(session, OUT, FORWARD, 2, 9)
     assert lost.executed[-1].payload == other.executed[-1].payload
     fetched = [h.request for h in helper.effects[drawn:] if isinstance(h.request, wire.Effect) and not h.request.relay]
     assert any(request.rows == 2 for request in fetched)  # of the pad's rows only
@@ -361,9 +352,7 @@ class Trial:
         return stored if lie == "answer" else EVIDENCE[lie](stored)
 
 
-def test_only_liars_are_named(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_only_liars_are_named(executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession) -> None:
     """Every single liar and every pair of liars, with one helper and with two. No wrong product is returned."""
     trial = Trial([executor, new_provider(), new_provider()])
     names = [f"executor {executor.port}", *(f"helper {helper.port}" for helper in trial.helpers)]
@@ -385,7 +374,7 @@ def test_only_liars_are_named(
         present = {liar for liar in liars if liar <= helpers}
         found = set[str]()
         try:
-            assert is_right(session, store, OUT, FORWARD, count)
+            assert is_right(session, OUT, FORWARD, count)
         except VerificationError as error:
             found = set(error.provider.split(" and "))
         assert found <= {names[liar] for liar in present}
@@ -406,18 +395,18 @@ def one_row_more(block: wire.Block, body: bytes) -> tuple[wire.Block, bytes]:
 
 
 def test_a_helper_that_signs_more_rows_than_it_was_told_to_does_not_frame_the_executor(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The executor cannot know how many rows were ordered, so it accepts the block."""
     helper.deposits = one_row_more
     session = new_session("relay", [executor], [helper], pool_memory=0)
     with pytest.raises(VerificationError) as caught:
-        is_right(session, store, OUT, FORWARD, 3)
+        is_right(session, OUT, FORWARD, 3)
     assert caught.value.provider == f"helper {helper.port}"
 
 
 def test_two_helpers_do_not_frame_the_executor(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
 ) -> None:
     """One helper tells the other one the ids of its blocks, and that one signs something else under them."""
     helpers = [new_provider(), new_provider()]
@@ -425,20 +414,20 @@ def test_two_helpers_do_not_frame_the_executor(
     helpers[0].deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
     session = new_session("relay", [executor], helpers, pool_memory=0)
     for seed in range(2):
-        assert is_right(session, store, OUT, FORWARD, 3, seed)
+        assert is_right(session, OUT, FORWARD, 3, seed)
     assert not session.routes.quarantined
     assert relayed(session) == (0, 6)  # relays have ended
 
 
 @pytest.mark.parametrize("code", [wire.ErrorCode.REVOKED, wire.ErrorCode.BUSY, wire.ErrorCode.INTERNAL])
 def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not_convicted(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, code: Any
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, code: Any
 ) -> None:
     """An executor may refuse, for example, because the tenant's certificate has just expired."""
     executor.evidence = lambda stored: (wire.Failure(code=code, detail="not now"), b"")
     helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
     session = new_session("relay", [executor], [helper], pool_memory=0)
-    assert is_right(session, store, OUT, FORWARD, 3)
+    assert is_right(session, OUT, FORWARD, 3)
     assert not session.routes.quarantined
 
 
@@ -448,7 +437,7 @@ def peer_certificate(peer: Peer) -> bytes:
 
 
 def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, store: WeightStore, tmp_path: Path
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, tmp_path: Path
 ) -> None:
     """Helper and executor go by the certificates that the session began with, and so does the evidence."""
     helper, other, peers = new_provider(), new_provider(), []
@@ -466,12 +455,12 @@ def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
     executor.evidence = replaced
     helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
     with pytest.raises(VerificationError) as caught:
-        is_right(session, store, OUT, FORWARD, 3)
+        is_right(session, OUT, FORWARD, 3)
     assert caught.value.provider == f"helper {helper.port}"
 
 
 def test_evidence_that_is_lost_convicts_nobody(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The helper lies in its first block, and an honest executor is restarted before it is asked for the block."""
 
@@ -482,6 +471,6 @@ def test_evidence_that_is_lost_convicts_nobody(
     executor.evidence = lambda stored: None
     session = new_session("relay", [executor], [helper], pool_memory=0)
     for seed in range(3):
-        assert is_right(session, store, OUT, FORWARD, 3, seed)
+        assert is_right(session, OUT, FORWARD, 3, seed)
     assert not session.routes.quarantined
     assert relayed(session) == (0, 9)  # relays have ended

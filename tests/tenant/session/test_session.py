@@ -54,6 +54,7 @@ from tests.tenant.scripted import (
     product_of,
     ring_rows,
     spoil,
+    store_of,
     together,
 )
 from tests.waiting import until
@@ -71,9 +72,7 @@ Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Messag
 @pytest.mark.parametrize(
     ("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2), ("relay", 1), ("relay", 2)]
 )
-def test_every_scheme_is_exact(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
-) -> None:
+def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int) -> None:
     preparation: Preparation
     session: Session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
     preparation = session.preparation
@@ -85,7 +84,7 @@ def test_every_scheme_is_exact(
         rows = data.draw(testing.float_rows(width=facts.inputs(direction), count=count))
         xq, _ = quantise_rows(rows, facts.bounds[direction])
         before = xq.clone()
-        assert torch.equal(session.product(index, direction, xq), product_of(store, index, direction, xq))
+        assert torch.equal(session.product(index, direction, xq), product_of(store_of(session), index, direction, xq))
         assert torch.equal(xq, before)
 
     exact()
@@ -98,27 +97,27 @@ def test_every_scheme_is_exact(
 
 
 def test_several_threads_may_share_a_session(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("pad", [executor], [helper])
 
     def ask(seed: int) -> bool:
         index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
-        return is_right(session, store, index, direction, 1 + seed % 7, seed)
+        return is_right(session, index, direction, 1 + seed % 7, seed)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(ask, range(40)))
 
 
 def test_products_of_several_threads_are_in_flight_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
     executor.behaviour = together(4)
     session = new_session("pad", [executor], [helper])
 
     with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(lambda index: is_right(session, store, index, FORWARD, 2), range(4)))
+        assert all(threads.map(lambda index: is_right(session, index, FORWARD, 2), range(4)))
     assert len(executor.hellos) == 4
     assert session.ledger().products == 4
 
@@ -126,14 +125,14 @@ def test_products_of_several_threads_are_in_flight_at_once(
 @pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])
 @pytest.mark.parametrize("limited", ["executor", "helper"])
 def test_requests_are_split_to_the_limit_of_the_executor(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, limits: dict[str, int], limited: str
+    new_provider: NewProvider, new_session: NewSession, limits: dict[str, int], limited: str
 ) -> None:
     small, large = new_provider(**limits), new_provider()
     executor, helper = (small, large) if limited == "executor" else (large, small)
     session = new_session("pad", [executor], [helper])
     for seed in range(3):  # the later ones find pads that were drawn ahead
         rows = ring_rows(session.preparation, QKV, FORWARD, 30, seed=seed)
-        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store_of(session), QKV, FORWARD, rows))
     at_most = limits.get("max_rows", 9)
     assert sum(h.request.rows for h in executor.executed) == 90
     assert max(h.request.rows for h in small.heard) == at_most
@@ -271,7 +270,7 @@ class Liar:
         return lie
 
 
-def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -> list[SymbiosisError]:
+def tell_lies(session: Session, liar: Liar, *, count: int) -> list[SymbiosisError]:
     """Send requests until `count` lies were sent. Each lie must be an error, and every other answer right."""
     rng, generator = liar.rng, torch.Generator().manual_seed(liar.rng.getrandbits(32))
     caught: list[SymbiosisError] = []
@@ -287,7 +286,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
             session.routes.quarantined.parties.clear()  # every answer comes from a new liar
         else:
             assert liar.told == told, "a lie was believed"
-            assert torch.equal(answer, product_of(store, index, direction, rows))
+            assert torch.equal(answer, product_of(store_of(session), index, direction, rows))
     assert len(caught) == liar.told == session.ledger().answers_rejected
     return caught
 
@@ -302,26 +301,21 @@ def seed() -> int:
 
 @pytest.mark.parametrize("masking", ["none", "pad"])
 def test_all_of_1000_tampered_answers_are_caught(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    masking: str,
-    seed: int,
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, masking: str, seed: int
 ) -> None:
     """By chance one passes with a probability below 2^-49."""
     executor.behaviour = liar = Liar(executor, seed=seed)
     session = new_session(masking, [executor], [helper] if masking == "pad" else [])
-    tell_lies(session, store, liar, count=1000)
+    tell_lies(session, liar, count=1000)
 
 
 def test_all_of_1000_tampered_effects_are_caught(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, seed: int
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, seed: int
 ) -> None:
     """Every pad is drawn when it is taken, so that each product gets one lie."""
     helper.behaviour = liar = Liar(helper, seed=seed)
     session = new_session("pad", [executor], [helper], pool_memory=0)
-    caught = tell_lies(session, store, liar, count=1000)
+    caught = tell_lies(session, liar, count=1000)
     blamed = [error for error in caught if getattr(error, "provider", None) == f"helper {helper.port}"]
     # An error of 2^31 convicts no provider once in 2^16 times. Then all providers are suspects.
     assert len(blamed) >= len(caught) - 4
@@ -371,18 +365,14 @@ def trust_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("masking", ["none", "local"])
 def test_without_a_helper_the_executor_is_at_fault(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    monkeypatch: pytest.MonkeyPatch,
-    masking: str,
+    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch, masking: str
 ) -> None:
     trust_everybody(monkeypatch)
     first, second = new_provider(), new_provider()
     first.behaviour = half_the_ring
     session = new_session(masking, [first, second])
     for seed in range(2):
-        assert is_right(session, store, DOWN, BACKWARD, 3, seed)
+        assert is_right(session, DOWN, BACKWARD, 3, seed)
     assert [h.payload for h in first.executed] == [second.executed[0].payload]
     ledger = session.ledger()
     assert (ledger.answers_rejected, ledger.answers_verified) == (1, 6)
@@ -548,7 +538,7 @@ def test_a_row_calls_few_functions(
     assert len(called) <= 210, Counter(called).most_common(20)
 
 
-def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: NewSession) -> None:
     """The child opens new connections, but none to a provider that its parent has quarantined."""
     first, second = new_provider(), new_provider()
     first.behaviour = spoil
@@ -556,28 +546,26 @@ def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: Ne
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     session.product(OUT, FORWARD, rows)
     session._reset_after_fork()  # as a forked child does
-    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store_of(session), OUT, FORWARD, rows))
     assert (len(first.hellos), len(second.hellos)) == (1, 2)
 
 
-def test_the_next_executor_may_take_fewer_rows(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_the_next_executor_may_take_fewer_rows(new_provider: NewProvider, new_session: NewSession) -> None:
     first, second = new_provider(), new_provider(max_rows=8)
     first.behaviour = spoil
     session = new_session("local", [first, second])
-    assert is_right(session, store, OUT, FORWARD, 20)
+    assert is_right(session, OUT, FORWARD, 20)
     assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
 
 
 def test_the_next_executor_is_asked_for_the_same_bytes(
-    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     first, second = new_provider(), new_provider()
     first.behaviour = spoil
     session = new_session("pad", [first, second], [helper])
     for seed in range(2):
-        assert is_right(session, store, DOWN, BACKWARD, 3, seed)
+        assert is_right(session, DOWN, BACKWARD, 3, seed)
     assert len(first.executed) == 1
     assert len(second.executed) == 2
     assert first.executed[0].payload == second.executed[0].payload
@@ -607,7 +595,7 @@ def test_keys_are_deleted_after_a_lie(
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
 def test_parts_give_the_same_bits(
-    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+    new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int
 ) -> None:
     """Limits, buckets and pads may divide the rows."""
     executor = new_provider(max_rows=40)
@@ -619,7 +607,7 @@ def test_parts_give_the_same_bits(
         rows = ring_rows(session.preparation, index, direction, count, seed=seed)
         with torch.inference_mode(bool(seed % 2)):
             got = session.product(index, direction, rows)
-        assert torch.equal(got, product_of(store, index, direction, rows))
+        assert torch.equal(got, product_of(store_of(session), index, direction, rows))
     sizes = [h.request.rows for h in executor.executed]
     assert len(sizes) > 5
     assert sum(sizes) == 5 + 5 + 40 + 80 + 100
@@ -641,19 +629,17 @@ def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvid
     assert sorted(sizes) == [15] * 12
 
 
-def test_one_piece_is_sent_while_another_is_multiplied(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_one_piece_is_sent_while_another_is_multiplied(executor: ScriptedProvider, new_session: NewSession) -> None:
     """No answer comes before two parts have arrived."""
     executor.behaviour = together(2)
     session = new_session("none", [executor], part_bytes=4096)
-    assert is_right(session, store, MLP, FORWARD, 60)
+    assert is_right(session, MLP, FORWARD, 60)
     assert len(executor.executed) == 4
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_two_wrong_parts_at_once_convict_no_other_provider(
-    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, liar: str
+    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, liar: str
 ) -> None:
     """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
     first, second = new_provider(), new_provider()
@@ -676,7 +662,7 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
     session = new_session("pad", [first, second], [helper], part_bytes=4096 * 4)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
-        assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+        assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store_of(session), MLP, FORWARD, rows))
         assert session.ledger().answers_rejected == 2
         assert len(first.executed) == 2
         assert {h.payload for h in first.executed} < {h.payload for h in second.executed}
@@ -691,7 +677,7 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
 
 
 def test_several_products_of_one_layer_group_are_in_flight_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The executor answers no product before it has received all of them. No mask row is used twice."""
     together = threading.Barrier(4)
@@ -708,7 +694,7 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
         for _ in range(3):
             products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
             for one, product in zip(rows, products, strict=True):
-                assert torch.equal(product, product_of(store, QKV, FORWARD, one))
+                assert torch.equal(product, product_of(store_of(session), QKV, FORWARD, one))
     sent = {tuple(heard.payload for heard in executor.executed if heard.request.rows == len(one)) for one in rows}
     assert all(len(set(payloads)) == 3 for payloads in sent)
     masks = [
@@ -722,7 +708,7 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
 
 
 def test_pads_of_two_products_are_requested_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The helper answers no request before it has received both."""
     helper.behaviour = together(2)
@@ -731,15 +717,15 @@ def test_pads_of_two_products_are_requested_at_once(
     with ThreadPoolExecutor(2) as threads:
         products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
     for one, product in zip(rows, products, strict=True):
-        assert torch.equal(product, product_of(store, QKV, FORWARD, one))
+        assert torch.equal(product, product_of(store_of(session), QKV, FORWARD, one))
 
 
-def test_two_parts_go_to_two_executors(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_two_parts_go_to_two_executors(new_provider: NewProvider, new_session: NewSession) -> None:
     """Neither executor answers before both have received a part."""
     providers = [new_provider(), new_provider()]
     providers[0].behaviour = providers[1].behaviour = together(2)
     session = new_session("none", providers, part_bytes=30_000)
-    assert is_right(session, store, MLP, FORWARD, 60)
+    assert is_right(session, MLP, FORWARD, 60)
     assert [len(provider.executed) for provider in providers] == [1, 1]
 
 
@@ -759,7 +745,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
     session = Session(new_federation([executor]), preparation, options=options, store=store)
     with contextlib.closing(session):
         rows = ring_rows(preparation, QKV, FORWARD, 3)
-        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store_of(session), QKV, FORWARD, rows))
         for file in store.cache.glob(f"{store.manifest().groups[QKV].digest}-*"):
             with file.open("r+b") as data:
                 data.seek(-64, 2)
@@ -774,9 +760,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
         assert bool(session.routes.quarantined) == lies
 
 
-def test_no_piece_begins_after_one_has_failed(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_session: NewSession) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
     executor.behaviour = lambda *heard: frame(failure)
     session = new_session("none", [executor], part_bytes=4096)
@@ -785,18 +769,18 @@ def test_no_piece_begins_after_one_has_failed(
         session.product(MLP, FORWARD, rows)
     assert len(executor.executed) <= 2
     executor.behaviour = honest
-    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store_of(session), MLP, FORWARD, rows))
 
 
 # Away, full, closed
 
 
 def test_a_helper_that_is_away_for_a_moment_only_costs_time(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     session = new_session("pad", [executor], [helper])
     for seed in range(4):
-        assert is_right(session, store, QKV, FORWARD, 50, seed)
+        assert is_right(session, QKV, FORWARD, 50, seed)
         helper.hang_up()
         executor.hang_up()
 

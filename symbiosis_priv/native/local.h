@@ -42,10 +42,6 @@ struct queries {
 #define WIDTH 4
 #define VECTORS 2
 #include "local_isa.h"
-#undef NAMED
-#undef TARGET
-#undef WIDTH
-#undef VECTORS
 
 #if HAVE_X86
 #define NAMED(name) local_##name##_avx2
@@ -53,20 +49,12 @@ struct queries {
 #define WIDTH 8
 #define VECTORS 2
 #include "local_isa.h"
-#undef NAMED
-#undef TARGET
-#undef WIDTH
-#undef VECTORS
 
 #define NAMED(name) local_##name##_avx512
 #define TARGET TARGET_AVX512
 #define WIDTH 16
 #define VECTORS 4
 #include "local_isa.h"
-#undef NAMED
-#undef TARGET
-#undef WIDTH
-#undef VECTORS
 #define LOCAL(isa, name, ...)                                        \
     ((isa) >= ISA_AVX512 ? local_##name##_avx512(__VA_ARGS__)        \
      : (isa) >= ISA_AVX2 ? local_##name##_avx2(__VA_ARGS__)          \

@@ -1,5 +1,5 @@
 /* The loops of local.h; included once per instruction set, with NAMED, TARGET, WIDTH (floats of a register) and VECTORS
- * (registers for each of SHARE rows' sums) defined. */
+ * (registers for each of SHARE rows' sums) defined. The end of this file undefines them. */
 
 typedef float NAMED(floats) __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t NAMED(ints) __attribute__((vector_size(4 * WIDTH), aligned(4)));
@@ -253,3 +253,7 @@ static TARGET void NAMED(attend_bf16)(const struct attention *a, const struct se
 #undef FLOATS
 #undef INTS
 #undef AT
+#undef NAMED
+#undef TARGET
+#undef WIDTH
+#undef VECTORS

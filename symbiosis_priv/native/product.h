@@ -129,9 +129,6 @@ INLINE TARGET_AVX2 __m256i add_pairs_avx2(__m256i sum, __m256i x, __m256i w) {
 #define NAMED(name) name##_avx2
 #define TARGET TARGET_AVX2
 #include "product_256.h"
-#undef DOT
-#undef NAMED
-#undef TARGET
 
 #if HAVE_AVXVNNI
 INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i w) {
@@ -143,9 +140,6 @@ INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i 
 #define NAMED(name) name##_avxvnni
 #define TARGET TARGET_AVXVNNI
 #include "product_256.h"
-#undef DOT
-#undef NAMED
-#undef TARGET
 #endif
 
 /* ---- 512 bit ---- */

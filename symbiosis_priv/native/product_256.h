@@ -1,5 +1,5 @@
 /* The inner loop and the transposition for 256-bit registers; included once per instruction set, with DOT, NAMED and
- * TARGET defined. */
+ * TARGET defined. The end of this file undefines them. */
 
 INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weight_bytes) {
     if (weight_bytes == 1) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + vector));
@@ -71,3 +71,7 @@ static TARGET void NAMED(tile_transpose)(const void *packed, int16_t *turned, in
         }
     }
 }
+
+#undef DOT
+#undef NAMED
+#undef TARGET

@@ -1,12 +1,10 @@
 """Over sockets and processes, masked logits, gradients, training and generation have the same bits as the
 simulation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +28,7 @@ from symbiosis_priv.harness.text import public_text
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tests.builds import BUILDS, build
 from tests.end_to_end.comparing import adapter_of, config_for, equal
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train
 
 Adapters = dict[int, dict[str, Tensor]]
 """By number of steps."""

@@ -1,10 +1,8 @@
 """bfloat16 and float16 checkpoints with an empty cache: no weights cached, no kernel chosen yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from transformers import AutoModelForCausalLM
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open
+from tests.end_to_end.conftest import Open
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 # Each has widths that no other test has, so that its kernels are chosen here. The last column's index rounds up in the

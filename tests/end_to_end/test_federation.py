@@ -3,13 +3,11 @@
 In all cases the bits are those of the simulation.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +18,9 @@ from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tests.end_to_end.comparing import adapter_of, equal
+from tests.end_to_end.conftest import Open, Train
 from threat_model.availability.chaos import run_chaos
 from threat_model.availability.options import Killing, TenantWork
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open, Train
 
 LAYERS = {"executor-1": "0-1", "executor-2": "1-2", "executor-3": "0-2"}
 # four layer groups per layer, and the head

@@ -1,13 +1,11 @@
 """The tenant never holds an offloaded weight: neither after loading, nor during training, nor for a moment."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +17,7 @@ from symbiosis_priv.harness.local import LocalFederation
 from tenant import backend_of
 from tenant.model.remote_linear import RemoteLayer
 from tests.end_to_end.comparing import config_for
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open
+from tests.end_to_end.conftest import Open
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 

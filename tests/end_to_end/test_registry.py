@@ -1,10 +1,7 @@
 """A provider serves the missing layers: the tenant finds it in a registry, and the bits are exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +10,7 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 from tests.end_to_end.comparing import adapter_of, equal
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train
 
 
 def test_missing_layers_are_an_error_before_training_and_a_joining_provider_serves_them(

@@ -1,12 +1,9 @@
 """Relay of effects between real providers: the same bits as the simulation, also if a provider is killed meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +18,7 @@ from tenant.masking.backend import RingBackend
 from tenant.session.session import Session
 from tenant.session.tally import Ledger
 from tests.end_to_end.comparing import equal
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open
+from tests.end_to_end.conftest import Open
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 DEADLINE_S = 120.0

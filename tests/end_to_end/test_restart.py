@@ -1,11 +1,9 @@
 """Killed providers: training waits for them, continues without help, and ends with the same bits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,7 @@ from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import backend_of
 from tests.end_to_end.comparing import adapter_of, config_for, equal
-
-if TYPE_CHECKING:
-    from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train
 
 NAMES = {"executor": "executor", "helper": "helper-1"}
 

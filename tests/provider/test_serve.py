@@ -1,7 +1,5 @@
 """The program as an operator runs it: ready, healthy, no content in logs, and an orderly end."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -16,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,11 +36,9 @@ from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
 from tests.provider.clients import Service, effect, execute, failure
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import until
 from tests.warm import Popen
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64
 LOG_FIELDS = {

@@ -1,11 +1,9 @@
 """A provider announces itself: contents and times of announcements; registries cannot harm its tenants."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,12 +21,10 @@ from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
 from tests.provider.clients import execute
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import Vouching
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64  # layers of the tiny Llama
 

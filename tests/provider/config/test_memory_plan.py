@@ -1,9 +1,6 @@
 """The memory plan: its figures, their truth, and the refusal of a provider that does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -14,9 +11,7 @@ from provider.config.schema import MIB, ExecutorConfig, RelayConfig
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure
+from tests.provider.conftest import Configure
 
 
 def test_the_plan_equals_the_memory_that_is_loaded(configure: Configure, store: WeightStore) -> None:

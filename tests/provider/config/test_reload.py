@@ -1,12 +1,9 @@
 """Files that are read again while a provider runs: a file that is being written never withdraws a revocation."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -25,11 +22,9 @@ from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.trust import Trust
 from tests.provider.clients import failure
+from tests.provider.conftest import Configure, Connect, Keys
 from tests.provider.operations.test_metrics import get
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys
 
 FILES = ("certificate", "key", "tenant_authority", "revoked")
 

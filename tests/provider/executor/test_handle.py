@@ -1,9 +1,6 @@
 """The guard of an executor, for every kind of executor."""
 
-from __future__ import annotations
-
 import errno
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -11,10 +8,8 @@ import zmq
 from provider.executor.envelope import ExecutorReport
 from provider.executor.handle import ExecutorHandle
 from provider.executor.queues import ExecutorAnswer, InboxMessage, LocalInbox, RequestChannel
+from tests.provider.conftest import Configure
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure
 
 
 class _OutOfReach(ExecutorHandle):

@@ -4,8 +4,6 @@ Every attack uses loopback and has a limited number of requests and time. The pr
 its memory and processor time can be measured. At the same time an honest tenant requests one row at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -17,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -29,9 +26,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import Client, Service, effect, execute
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 MIB = 1 << 20
 WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
@@ -155,7 +150,7 @@ class Watch:
             self._peak = max(self._peak, self._resident())
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Watch]:
+    def running(self) -> Iterator["Watch"]:
         thread = threading.Thread(target=self._look)
         thread.start()
         try:

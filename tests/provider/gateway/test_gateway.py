@@ -1,7 +1,5 @@
 """Access to the gateway, valid requests, and clients that are slow, many or malformed."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import secrets
@@ -12,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,10 +30,8 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import Client, effect, execute, failure
+from tests.provider.conftest import Configure, Connect, Keys
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys
 
 WIDTH = 64  # layer groups of the tiny Llama
 SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}

@@ -1,20 +1,15 @@
 """10,000 malformed frames: each gets an error or ends its connection, and other tenants are not disturbed."""
 
-from __future__ import annotations
-
 import random
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from symbiosis_priv.network import wire
 from tests.provider.clients import Client, Service, effect, execute
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Launch
+from tests.provider.conftest import Configure, Connect, Launch
 
 FRAMES = 10_000
 WARM_UP = 1_000

@@ -1,7 +1,5 @@
 """Handshakes take their share of one core at most, and no network can lock out another one."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -11,7 +9,6 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -26,10 +23,8 @@ from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import execute
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 SHARE = 0.02  # share for about twenty handshakes a second
 # A step of a handshake starts while there is time left, and may exceed it by its own time: 5 ms, and some tens of

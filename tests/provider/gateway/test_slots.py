@@ -1,12 +1,9 @@
 """Slots for connections: never too many, and shared between tenants."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,9 +17,7 @@ from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect
+from tests.provider.conftest import Configure, Connect
 
 TENANTS = [TenantIdentity(name, authority="sha256:a") for name in "abcd"]
 LIMITS = Limits(max_connections=6, max_connections_per_tenant=4)

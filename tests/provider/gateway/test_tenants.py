@@ -1,7 +1,5 @@
 """Quotas, bills, revocation, and files that are read again while the provider runs."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json
@@ -15,7 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,11 +38,9 @@ from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tests.provider.clients import Client, effect, execute, failure
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import until
 from threat_model.evidence.twins import twin_of
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 WIDTH = 64
 ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))

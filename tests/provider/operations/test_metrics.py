@@ -1,14 +1,11 @@
 """The operator's address: Prometheus' metrics, health, readiness, and the live view."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -28,10 +25,8 @@ from provider.serve import Provider
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import effect, execute
+from tests.provider.conftest import Configure, Connect
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect
 
 WIDTH = 64
 

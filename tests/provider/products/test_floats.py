@@ -1,10 +1,7 @@
 """The float path: off by default, and limited in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -22,9 +19,7 @@ from symbiosis_priv.network.addresses import parse_address
 from tenant.masking.paper_pool import PaperPoolBackend
 from tenant.preparation.keys import prepare
 from tests.provider.clients import Client, Service, execute
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.conftest import Configure, Connect, Keys, Launch
 
 CPU = torch.device("cpu")
 

@@ -1,12 +1,10 @@
 """Every product that a provider serves, compared with an oracle."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,10 +26,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import Client, effect, execute, failure
+from tests.provider.conftest import Configure, Connect
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect
 
 ROWS = (0, 1, 7, 33)
 FLOATS = ExecutorConfig(threads=1, float_path=True)

@@ -1,7 +1,5 @@
 """A running registry: announcements that it accepts, its answers, and its limits."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -12,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -42,12 +39,10 @@ from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.descriptor import MAX_BYTES
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
+from tests.provider.registry.conftest import Serve
 from tests.registries import registry_config
 from tests.vouching import DEADLINE_S, DIGEST, Vouching
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.provider.registry.conftest import Serve
 
 
 def test_an_announced_executor_is_listed(serve: Serve, vouching: Vouching) -> None:

@@ -1,11 +1,9 @@
 """A helper and an executor of one model, linked, and the matrices that they must answer with."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +20,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
 from symbiosis_priv.network.tls import client_context
 from tests.provider.clients import Client
-
-if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys
+from tests.provider.conftest import Configure, Connect, Keys
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
 """Effects of rows for single experts are relayed like any others."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,11 +8,9 @@ import torch
 from symbiosis_priv.arithmetic.keystream import expand, mask_key, relay_key
 from symbiosis_priv.checkpoints.weights import WeightStore
 from tests.experts import write
+from tests.provider.relay.conftest import NewTenant
 from tests.provider.relay.test_relay import ring_rows
 from tests.stacks import expert_product, stacks_of
-
-if TYPE_CHECKING:
-    from tests.provider.relay.conftest import NewTenant
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,7 @@
 """Rule 8 in a federation: which executor may see rows under which pads, and whether enough helpers exist."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -13,10 +10,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import RoleConflictError
 from symbiosis_priv.federation import Company, Federation, Peer, load_federation
 from symbiosis_priv.limits import Role
-
-if TYPE_CHECKING:
-    from tests.symbiosis_priv.federation.conftest import Write
-
+from tests.symbiosis_priv.federation.conftest import Write
 
 DIGEST = "sha256:" + "0" * 64
 NAMES = [f"p{i}" for i in range(6)]

@@ -1,9 +1,7 @@
 """`federation.toml`: accepted content, and refusals with their messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,9 +9,7 @@ from symbiosis_priv.certificates.issuing import create_authority
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation import load_federation
-
-if TYPE_CHECKING:
-    from tests.symbiosis_priv.federation.conftest import Write
+from tests.symbiosis_priv.federation.conftest import Write
 
 
 def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys: Path) -> None:

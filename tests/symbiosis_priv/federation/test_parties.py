@@ -1,10 +1,8 @@
 """No party is listed twice or in two roles (rules 8 and 11), however its names are written."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,9 +11,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import check_parties, load_federation
 from symbiosis_priv.federation.spelling import plain
-
-if TYPE_CHECKING:
-    from tests.symbiosis_priv.federation.conftest import Write
+from tests.symbiosis_priv.federation.conftest import Write
 
 
 @pytest.mark.parametrize(

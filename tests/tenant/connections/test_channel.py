@@ -1,14 +1,12 @@
 """One connection: identical bytes until an answer comes, and no answer to another request is accepted."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,10 +30,8 @@ from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
+from tests.tenant.conftest import Identities, NewProvider, Tape
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import Identities, NewProvider, Tape
 
 WIDTH, OUTPUTS = 64, 128
 NewChannel = Callable[..., Channel]

@@ -3,15 +3,13 @@
 Each promise of `tenant.core` has a planted fault here that a test finds; the others are in `test_rules.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -35,10 +33,8 @@ from tenant.core.rows import UncheckedProduct
 from tenant.masking.backend import RingRows
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession
 from tests.tenant.scripted import ScriptedProvider, frame
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, NewSession
 
 Patch = pytest.MonkeyPatch
 WIDTH = 5

@@ -9,8 +9,6 @@ the same code with a planted breach fails it, which proves that the checker work
     6  verify before anything is used                    12  a secret lives in one process; forks are noticed
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -26,7 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -70,11 +68,9 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.runtime import Runtime
 from tenant.session.session import Session
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, spoil
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 
 Patch = pytest.MonkeyPatch
 encode = passes.encode

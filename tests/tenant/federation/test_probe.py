@@ -1,7 +1,5 @@
 """`federation check`: its findings about providers that are absent, partial, slow, wrong or lying."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -10,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -28,11 +26,9 @@ from tenant.federation.probe import Finding, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
+from tests.tenant.conftest import Identities, NewFederation, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import Identities, NewFederation, NewProvider
 
 TIMEOUT_S = 20.0
 GROUPS = 9

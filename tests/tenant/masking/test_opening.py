@@ -1,9 +1,6 @@
 """A scheme may open an answer in its own way before the check (`Pad.open`), and no other code depends on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,10 +17,8 @@ from tenant.core.pads import EffectSource, Pad
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, unregister
 from tenant.masking.scheme import Materials, SessionScheme
+from tests.tenant.conftest import NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewSession
 
 STEP = 64
 """Bits by which the rounding scheme scales its rows, and so their products."""

@@ -1,9 +1,5 @@
 """One-time pads of one or several helpers: sent rows and opened answers are exact to the bit."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +9,8 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
+from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import product_of
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewProvider, NewSession
 
 
 @pytest.mark.parametrize(("listed", "k"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 3)])

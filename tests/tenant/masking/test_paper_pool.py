@@ -1,12 +1,10 @@
 """The paper's own masking: correct within a bound that is derived here, opt-in, with a warning."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +23,8 @@ from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
 from tenant.preparation.prepared import Preparation
+from tests.tenant.conftest import NewFederation, NewProvider, Tape
 from tests.tenant.scripted import ScriptedProvider
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, Tape
 
 UNIT = 2.0**-24  # relative rounding error of float32
 TINY = 2.0**-149  # absolute rounding error of float32, at underflow

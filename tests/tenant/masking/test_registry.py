@@ -1,11 +1,9 @@
 """One place lists the schemes; a new scheme is a module and its registration."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -25,11 +23,9 @@ from tenant.masking.registry import register, registered, scheme_named, session_
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation
+from tests.tenant.conftest import NewFederation, NewSession
 from tests.tenant.scripted import ScriptedProvider
 from threat_model.evidence.schemes import SCHEMES, variant
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewSession
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,7 +1,5 @@
 """`from_pretrained` loads only the tenant's tensors, and refuses what cannot work."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -10,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +55,8 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tests.tenant.conftest import NewFederation, NewProvider, Tape
 from tests.tenant.scripted import ScriptedProvider
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, Tape
 
 Write = Callable[[Federation], Path]
 IDS = torch.arange(1, 21).view(2, 10)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +19,7 @@ from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.cli import app as cli
 from tenant.model.loading import check_runs_on_text
 from tests.modalities import FAMILIES, Family
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider
+from tests.tenant.conftest import NewFederation, NewProvider
 
 CLOSE = 1e-4
 """Relative; the two models differ by the rounding of activations."""

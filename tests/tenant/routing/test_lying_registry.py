@@ -1,14 +1,11 @@
 """Sessions with executors from a lying registry: exact results from executors with valid certificates, or none."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,11 +22,9 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config
+from tests.tenant.conftest import NewFederation, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider
 
 Frames = Callable[..., bytes]
 

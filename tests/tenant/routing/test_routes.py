@@ -1,13 +1,10 @@
 """The choice of providers by coverage, admissibility, health and measured cost. No sockets; the test sets the clock."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +19,10 @@ from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
+from tests.tenant.conftest import Identities, NewFederation
 
 GROUP = GroupIndex(0)
 
-if TYPE_CHECKING:
-    from tests.tenant.conftest import Identities, NewFederation
 
 SMALL, LARGE = 1000, 1 << 24
 

@@ -1,7 +1,5 @@
 """Providers that come and go during products: always the same bits, or an error that names the missing provider."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +30,9 @@ from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
+from tests.tenant.conftest import Identities, NewProvider, NewSession
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import Identities, NewProvider, NewSession
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 

@@ -1,10 +1,8 @@
 """Sessions with `ring_bits = 24`: the same bits as the simulation, a quarter fewer bytes, and only liars are named."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +21,8 @@ from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import corrections
 from tenant.session.faults import Faults
 from tenant.session.session import Session
+from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, store_of
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewProvider, NewSession
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 

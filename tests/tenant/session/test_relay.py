@@ -1,7 +1,5 @@
 """Relay of effects: the same bits as without it, half the bytes, and only liars are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time
@@ -9,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,10 +26,8 @@ from tenant.core.gate import Gate
 from tenant.routing.routes import Routes
 from tenant.session import relays
 from tenant.session.session import Session
+from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, Stored, frame, is_right
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewProvider, NewSession
 
 OUT = GroupIndex(1)
 Kept = tuple[wire.Block, bytes]

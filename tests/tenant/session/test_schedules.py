@@ -6,13 +6,10 @@ executor received is explained by the seeds of that session: it must be the true
 helpers of k companies, none of them the executor's company.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -33,11 +30,9 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.tenant.conftest import NewFederation, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider
 
 PROVIDERS, GROUPS = 6, (0, 1, 8)
 COMPANIES = "ABCD"

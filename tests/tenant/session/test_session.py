@@ -1,7 +1,5 @@
 """Sessions with providers that lie, disappear or have limits: exact answers, or none."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
@@ -13,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,6 +43,7 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 from tests.tenant.scripted import (
     Heard,
     ScriptedProvider,
@@ -58,9 +57,6 @@ from tests.tenant.scripted import (
     together,
 )
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 
 QKV, OUT, MLP, DOWN, QKV_2, HEAD = map(GroupIndex, (0, 1, 2, 3, 4, 8))
 Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Message, Tensor] | None"]

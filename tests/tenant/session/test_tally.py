@@ -1,19 +1,13 @@
 """A session's ledger: its figures of each provider."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
+from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewProvider, NewSession
 
 
 def rows(count: int = 4) -> Tensor:

@@ -1,10 +1,8 @@
 """Several base models in one process, each with tasks, a session and providers of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import IA3Config, LoraConfig
@@ -15,9 +13,7 @@ from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, Tasks, backend_of
 from tenant.model.loading import load_model
 from tenant.tasks.batch import BASE
-
-if TYPE_CHECKING:
-    from tests.tenant.conftest import NewFederation, NewProvider
+from tests.tenant.conftest import NewFederation, NewProvider
 
 NAMES = ["lora", "ia3", BASE, "lora"]
 IDS = torch.arange(1, 25).view(4, 6)

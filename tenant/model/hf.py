@@ -8,7 +8,6 @@ quantizer makes transformers ignore the offloaded weights, so a full checkpoint 
 """
 
 import contextlib
-import copy
 import logging
 import math
 import re
@@ -26,10 +25,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
-from symbiosis_priv.checkpoints.discovery.architecture import build
-from symbiosis_priv.checkpoints.discovery.known_values import KnownValues, isolated
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, name_in, widths
-from symbiosis_priv.checkpoints.discovery.skeleton import tied_head
+from symbiosis_priv.checkpoints.discovery.skeleton import check_builds, tied_head
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from symbiosis_priv.limits import RingBits
@@ -131,8 +128,7 @@ class RemoteQuantizer(HfQuantizer):
                         f"transformers would fetch and run; delete that entry from config.json. If you trust the "
                         f"kernel, call model.set_attn_implementation(...) once the model is loaded"
                     )
-        with isolated(), KnownValues():
-            build(copy.deepcopy(config))
+        check_builds(config)
         return config
 
     update_tp_plan = update_attn_implementation  # transformers 5.17 calls this hook before it builds the model

@@ -1,5 +1,6 @@
 """The layer groups of a checkpoint, from its config.json."""
 
+import copy
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -67,12 +68,26 @@ def discover(path: Path, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     `UnsupportedModelError`: the architecture is unknown to transformers or cannot be split, or the weights are
     quantised already."""
     config = load_config(path)
-    settings = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
+    settings = _settings(config)
     skeleton = _kept.pop((settings, scope), None) or traced(config, scope)
     _kept[settings, scope] = skeleton
     while len(_kept) > _KEPT:
         _kept.popitem(last=False)
     return skeleton
+
+
+def check_builds(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModelError` if the model of a configuration cannot be built in few operations. A model that
+    `discover` has traced can."""
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)  # the tenant's own
+    if _settings(config) not in [settings for settings, _ in list(_kept)]:
+        with isolated(), KnownValues():
+            build(config)
+
+
+def _settings(config: PreTrainedConfig) -> str:
+    return json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
 
 
 def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:

@@ -44,9 +44,10 @@ from transformers import (
     Zamba2Config,
 )
 
+from symbiosis_priv.checkpoints.discovery import known_values, skeleton
 from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
-from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover, traced
+from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, check_builds, discover, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
 from symbiosis_priv.errors import UnsupportedModelError
 
@@ -459,3 +460,22 @@ def test_parameters_are_not_initialised(tmp_path: Path) -> None:
     folder = save(LlamaConfig(**SIZES, max_position_embeddings=4321), "LlamaForCausalLM", tmp_path)
     with mock.patch.object(PreTrainedModel, "initialize_weights", side_effect=AssertionError):
         assert discover(folder).groups
+
+
+def test_a_model_that_was_traced_is_not_built_to_see_if_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(LlamaConfig(**SIZES, max_position_embeddings=1234), "LlamaForCausalLM", tmp_path)
+    monkeypatch.setattr(known_values, "_BUDGET", 10)
+    with pytest.raises(UnsupportedModelError, match="too many operations"):
+        check_builds(load_config(folder))
+    monkeypatch.undo()
+    discover(folder)
+    config = load_config(folder)
+    config.quantization_config = {"quant_method": "symbiosis-priv"}
+    with mock.patch.object(skeleton, "build", side_effect=UnsupportedModelError) as build:
+        check_builds(config)
+        build.assert_not_called()
+        config.num_hidden_layers += 1
+        with pytest.raises(UnsupportedModelError):
+            check_builds(config)

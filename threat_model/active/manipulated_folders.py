@@ -21,11 +21,12 @@ from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet_adapter
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.model.loading import load_adapter_tensors
+from tenant.model.loading import load_adapter_tensors, load_language_model, load_tokenizer
 from tenant.preparation.keys import prepare
 from threat_model.lab import Lab
 
 Change = Callable[[Path], None]
+_TEMPLATE = "chat_template.jinja"
 
 
 def attack_folders(lab: Lab) -> dict[str, bool]:
@@ -61,6 +62,9 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         }
         refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, scratch / "cache")))
         refused["verification keys of another user"] = _refuses_planted_keys(lab, scratch / "shared")
+        refused["a tokenizer that is replaced before it is confirmed"] = _refuses_late_tokenizer(
+            lab, _copy(lab, scratch / "late", lambda folder: None), cache
+        )
         refused["an adapter that names another model to load"] = _refuses_another_model(lab, scratch / "shadow")
         refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, scratch / "run", cache)
     return refused
@@ -115,6 +119,19 @@ def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
     return False
 
 
+def _refuses_late_tokenizer(lab: Lab, folder: Path, cache: Path) -> bool:
+    """Returns True if the tenant refuses a tokenizer that was loaded with another template than the confirmed one."""
+    _repeat_text(folder)
+    tokenizer = load_tokenizer(folder)
+    (folder / _TEMPLATE).unlink()
+    remote = RemoteConfig(federation=lab.federation_path, cache=cache)
+    try:
+        backend_of(load_language_model(folder, remote=remote, tokenizer=tokenizer)).close()
+    except SymbiosisError:
+        return True
+    return False
+
+
 def _refuses_another_model(lab: Lab, folder: Path) -> bool:
     """Returns True if the tenant does not load an adapter for which PEFT would load a second model."""
     folder.mkdir()
@@ -150,7 +167,7 @@ def _add_adapter(folder: Path) -> None:
 def _repeat_text(folder: Path) -> None:
     """Adds a chat template that makes the number of rows depend on the first letter of a private message."""
     template = "{% for m in messages %}{{ m.content * (m.content | first | length) }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / _TEMPLATE).write_text(template)
 
 
 def _redirect(folder: Path) -> None:

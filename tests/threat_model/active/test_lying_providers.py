@@ -13,6 +13,7 @@ from symbiosis_priv.registry.trust import Trust
 from symbiosis_priv.system.private import PrivateFolder
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
+from tenant.model.loading import load_language_model
 from tenant.preparation.keys import prepare
 from threat_model.active.lying_providers import ActiveReport, mutual_information
 from threat_model.active.lying_relays import attack_relays
@@ -63,6 +64,10 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
     monkeypatch.setattr("tenant.model.hf._check_not_redirected", lambda folder, config: None)
     monkeypatch.setattr("tenant.preparation.keys._bind", lambda folder, prepared, model: None)
+    monkeypatch.setattr(
+        "threat_model.active.manipulated_folders.load_language_model",
+        lambda folder, *, remote, tokenizer: load_language_model(folder, remote=remote),
+    )
     monkeypatch.setattr(PrivateFolder, "_check_safe", lambda self: None)
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
     monkeypatch.setattr(
@@ -78,6 +83,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
         "a quantization_config that turns masking off",
         "a norm times 2",
         "a chat template that repeats what a text says",
+        "a tokenizer that is replaced before it is confirmed",
         "an index that points to the tensors of another folder",
         "a channel scale in the cache",
         "verification keys of another user",

@@ -1,5 +1,6 @@
 """Hypothesis strategies for weights and layers."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,11 +17,13 @@ _SEEDS = st.integers(0, 2**32 - 1)
 _KINDS = st.sampled_from(("uniform", "peak", "signs", "sparse"))
 
 
+@functools.cache
 def weight_bits() -> SearchStrategy[int]:
     """Every precision that `quantise` accepts."""
     return st.integers(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS)
 
 
+@functools.cache
 def widths(*, largest: int = 70) -> SearchStrategy[int]:
     """Feature counts: 1, odd ones, and both sides of a multiple of 4, 8 and 64."""
     usual = [n for n in (5, 1, 3, 8, 9, 16, 31, 64, 65) if n <= largest]
@@ -47,13 +50,21 @@ def integer_weights(draw: DrawFn, *, outputs: int, inputs: int, bits: int) -> Te
     kind = draw(_KINDS)
     shape = (outputs, inputs)
     if kind == "sparse":
-        entries = st.integers(-peak, peak)
-        some = st.lists(st.tuples(_SEEDS, entries), max_size=8)
-        return torch.from_numpy(sparse(shape, draw(entries), draw(some), np.int16))
+        return torch.from_numpy(sparse(shape, draw(_entries(peak)), draw(_some_entries(peak)), np.int16))
     if kind == "uniform":
         return torch.from_numpy(generator.integers(-peak, peak + 1, shape, dtype=np.int16))
     signs = generator.choice(np.array([-peak, peak], dtype=np.int16), shape)
     return torch.from_numpy(np.abs(signs) if kind == "peak" else signs)
+
+
+@functools.cache
+def _entries(peak: int) -> SearchStrategy[int]:
+    return st.integers(-peak, peak)
+
+
+@functools.cache
+def _some_entries(peak: int) -> SearchStrategy[list[tuple[int, int]]]:
+    return st.lists(st.tuples(_SEEDS, _entries(peak)), max_size=8)
 
 
 @st.composite

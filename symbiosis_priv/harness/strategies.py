@@ -10,6 +10,7 @@ of zeros, one-hot rows, rows that meet a Hölder bound with equality, and the co
     def test_my_provider(rows): ...
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def float_rows(
         largest: limit of magnitudes (the float path can overflow when the ring does not).
     """
     shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))
-    dtype = draw(st.sampled_from(dtypes))
+    dtype = draw(_one_of(tuple(dtypes)))
     kind = draw(_FLOAT_KINDS)
     if kind == "sparse":  # Hypothesis chooses and shrinks few values; all other entries have one value
         rows = sparse(shape, draw(_FLOATS), draw(_SOME_FLOATS), np.float64)
@@ -108,6 +109,11 @@ def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | No
     else:
         rows = generator.choice(np.array(RING_CORNERS, dtype=np.int32), shape)
     return torch.from_numpy(rows)
+
+
+@functools.cache
+def _one_of(dtypes: tuple[torch.dtype, ...]) -> SearchStrategy[torch.dtype]:
+    return st.sampled_from(dtypes)
 
 
 def sparse(

@@ -17,10 +17,13 @@ from tests.builds import BUILDS, build
 CORNERS = (0, 1, PRIME - 1, PRIME - 2, (1 << 21) - 1, 1 << 21, (1 << 41) - 1, 1 << 41, 1 << 60, 0x5555 << 45)
 
 
+_SEEDS = st.integers(0, 2**32 - 1)
+
+
 @st.composite
 def columns(draw: st.DrawFn, *, count: int) -> Column:
     """Residues: uniform, or at the limits of limbs and digits."""
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    generator = np.random.default_rng(draw(_SEEDS))
     if draw(st.booleans()):
         return Column(torch.from_numpy(generator.integers(0, PRIME, count)))
     return Column(torch.from_numpy(generator.choice(np.array(CORNERS), count)))

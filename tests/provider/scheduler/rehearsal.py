@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from provider.scheduler.jobs import Job, Key
 from provider.scheduler.policy import Policy
 from provider.scheduler.scheduler import Scheduler
-from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
 HIDDEN = 4096
 GROUPS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (2 * HIDDEN, HIDDEN))
@@ -49,11 +49,16 @@ class Tenant:
     _at: int = 0
     _begun: float = 0.0
 
+    def __post_init__(self) -> None:
+        groups = self.layers * len(GROUPS)
+        self._path: list[tuple[int, Direction]] = [(group, FORWARD) for group in range(groups)]
+        if self.trains:
+            self._path += [(group, BACKWARD) for group in reversed(range(groups))]
+
     def ask(self, now: float) -> Job:
         """The next request."""
-        path = self._path()
-        group, direction = path[self._at % len(path)]
-        if self._at % len(path) == 0:
+        group, direction = self._path[self._at]
+        if self._at == 0:
             self._begun = now
         inputs, outputs = GROUPS[group % len(GROUPS)]
         return Job(
@@ -70,17 +75,11 @@ class Tenant:
 
     def hear(self, now: float) -> float:
         """Receive an answer. Returns the seconds that the tenant computes before its next request."""
-        path = self._path()
-        group, _ = path[self._at % len(path)]
-        self._at += 1
-        if self._at % len(path) == 0 and now > WARM_UP:
+        group, _ = self._path[self._at]
+        self._at = (self._at + 1) % len(self._path)
+        if self._at == 0 and now > WARM_UP:
             self.turns.append(now - self._begun)
         return TENANT + VALUE * self.rows * sum(GROUPS[group % len(GROUPS)])
-
-    def _path(self) -> list[tuple[int, Direction]]:
-        groups = self.layers * len(GROUPS)
-        forward: list[tuple[int, Direction]] = [(group, "forward") for group in range(groups)]
-        return forward + ([(group, "backward") for group, _ in reversed(forward)] if self.trains else [])
 
 
 @dataclass(frozen=True, kw_only=True)

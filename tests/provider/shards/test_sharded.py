@@ -28,6 +28,7 @@ from provider.executor.supervisor import GroupExecutor
 from provider.serve import Provider
 from provider.shards import rendezvous
 from provider.shards.sharded import ShardedOperands
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from tests import warm
@@ -73,7 +74,8 @@ def test_sharded_products_are_those_of_one_process(
     kernel: str,
     layers: str,
 ) -> None:
-    """Products of a whole model, and of the second of two layers, for which only that layer is packed.
+    """Products of a whole model, which the ranks themselves quantise, and of the second of two layers, for which only
+    that layer is packed.
 
     The group with a whole model also loads a model that is larger than the memory of each rank (RLIMIT_DATA): 128 MiB
     packed.
@@ -89,6 +91,10 @@ def test_sharded_products_are_those_of_one_process(
         whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
         large = checkpoint, tmp_path / "large", whole
         wanted.append("loaded")
+    else:
+        for model, folder, served in ((path, "small", LayerRange.parse(layers)), (experts, "small/experts", None)):
+            cache = tmp_path / folder
+            WeightStore(model, cache=cache, layers=served, weight_bits=weight_bits, kernel=kernel).manifest()
     assert (
         run_group(ranks, tmp_path / "ranks", path, experts, tmp_path / "small", weight_bits, kernel, layers, *large)
         == wanted

@@ -75,7 +75,7 @@ class Workload:
 
 FULL = Workload()
 QUICK = Workload(steps=6, batch=6, generations=3, prompts=134, new_tokens=2, game_rows=2048)
-PLANTED = Workload(steps=2, generations=2, prompts=16, new_tokens=2, game_rows=512)
+PLANTED = Workload(steps=2, generations=1, prompts=16, new_tokens=2, game_rows=512)
 """For faults that reveal every row: a few thousand rows rule out chance."""
 
 

@@ -40,12 +40,11 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a prov
 
 log = logging.getLogger(__name__)
 
-version = functools.cache(metadata.version)  # parses a long file
+version = functools.cache(metadata.version)  # a package's metadata takes a millisecond to read
 
 _DISCOVERY = 3  # raised when `discover` finds other layer groups than before, so that no old manifest is read
 _MAX_MANIFEST = 1 << 30  # bytes; a layer group takes a few hundred bytes
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_version = functools.cache(version)  # a package's metadata takes a millisecond to read
 
 T = TypeVar("T")
 
@@ -298,7 +297,7 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
         optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
-        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{_version('transformers')}"
+        how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:

@@ -22,7 +22,7 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
     ),
     (
         "With `ring_bits = 24`: that some rows are sent again, because more than two outputs of each were extreme "
-        "(no row of 10^6 in a real model)",
+        "(10 rows of 10^6 in the training of a real model, none in its generation)",
         "shapes, executor",
     ),
     ("The same for an observer of the network, from frame sizes and times", "sizes, network"),

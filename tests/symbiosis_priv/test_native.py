@@ -36,6 +36,11 @@ def _forget() -> None:
     native._load.cache_clear()
 
 
+def test_the_library_of_this_checkout_is_as_new_as_its_sources() -> None:
+    """Otherwise tests of compiled code try torch alone."""
+    assert not native._LIBRARY.is_file() or native._load() is not None, "run `python hatch_build.py`"
+
+
 @needs_library
 def test_every_instruction_set_up_to_the_forced_one_is_offered() -> None:
     everything = native.isas()

@@ -117,7 +117,8 @@ class Provider:
                 self.executor.stop(config.limits.stop_timeout_s)
                 self.executor.close()
                 self._usage.close()
-            self.stop()
+            else:
+                self.stop()
             raise
         log.info("started", provider=config.name, address=gateway.address, groups=len(served))
         return self

@@ -22,7 +22,7 @@ GroupIndex = NewType("GroupIndex", int)
 """The number of a layer group in its manifest, from 0."""
 
 MAX_SECONDS: Final = 86_400.0
-"""Longest time limit or interval of a command."""
+"""Longest time limit or interval of a command, or of a provider's configuration."""
 
 RingBits = Literal[24, 32]
 """Bits of an integer of a masked row, an effect or an answer on the wire."""

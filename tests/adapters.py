@@ -26,16 +26,11 @@ ATTENTION = ["q_proj", "v_proj"]
 OUTPUTS = ["o_proj", "down_proj"]
 METHODS: dict[str, PeftConfig] = {
     "lora": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]),
-    "lora-b": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["lm_head"]),
     "lora-r8": LoraConfig(r=8, target_modules=ATTENTION),
     "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "ia3-b": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "oft": OFTConfig(oft_block_size=8, target_modules=ATTENTION),
-    "oft-b": OFTConfig(oft_block_size=8, target_modules=ATTENTION),
     "vera": VeraConfig(r=16, target_modules=ATTENTION),
-    "vera-b": VeraConfig(r=16, target_modules=ATTENTION),
     "bottleneck": BottleneckConfig(bottleneck_dim=6, target_modules=OUTPUTS),
-    "bottleneck-b": BottleneckConfig(bottleneck_dim=6, target_modules=OUTPUTS),
     "diff-pruning": DiffPruningConfig(density=0.05, target_modules=ATTENTION),
     "loha": LoHaConfig(r=4, target_modules=ATTENTION),
     "lokr": LoKrConfig(r=4, target_modules=ATTENTION),
@@ -45,6 +40,7 @@ METHODS: dict[str, PeftConfig] = {
     "randlora": RandLoraConfig(r=4, target_modules=ATTENTION),
 }
 """By task name: the configuration of a PEFT method."""
+METHODS |= {f"{name}-b": METHODS[name] for name in ("lora", "ia3", "oft", "vera", "bottleneck")}
 
 
 def write_adapter(base: Any, folder: Path, config: PeftConfig, *, seed: int = 0, scale: float = 0.1) -> Any:

@@ -13,7 +13,15 @@ from provider.scheduler.policy import Policy, PolicyName
 from symbiosis_priv.certificates.naming import NAME
 from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import (
+    DEFAULT_WEIGHT_BITS,
+    MAX_PAYLOAD,
+    MAX_ROWS,
+    MAX_SECONDS,
+    MAX_WEIGHT_BITS,
+    MIN_WEIGHT_BITS,
+    Role,
+)
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
@@ -28,7 +36,7 @@ DEFAULT_LISTEN = "127.0.0.1:7401"
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
-_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]

@@ -159,9 +159,6 @@ def _client_context(pinned: tuple[x509.Certificate, ...], certificate: Path, key
     return _with_certificate(_with_trusted(context, pinned), certificate=certificate, key=key)
 
 
-os.register_at_fork(after_in_child=_client_context.cache_clear)
-
-
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """A registry's context: TLS 1.3 only. Clients show no certificate: their descriptors are signed, and other requests
     only read. The federation's authority has issued the certificate for the registry's hosts. Raises `CertificateError`
@@ -170,11 +167,16 @@ def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     return _with_certificate(_context(ssl.PROTOCOL_TLS_SERVER), certificate=certificate, key=key)
 
 
-def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
+@functools.lru_cache(maxsize=8)
+def registry_client_context(authorities: tuple[x509.Certificate, ...]) -> ssl.SSLContext:
     """The context of a registry's client: TLS 1.3 only, host name checked, no client certificate, and no trust in any
-    certificate except these authorities.
+    certificate except these authorities. Calls for the same authorities share one context, which must not be changed.
     """
     return _with_trusted(_context(ssl.PROTOCOL_TLS_CLIENT), authorities)
+
+
+for _shared in (_client_context, registry_client_context):
+    os.register_at_fork(after_in_child=_shared.cache_clear)
 
 
 def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:

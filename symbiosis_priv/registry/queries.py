@@ -4,7 +4,6 @@ The registry shows a certificate that the federation's authority has issued for 
 replies on the network. The client does not trust the registry's replies: each descriptor has a signature of its own.
 """
 
-import functools
 import time
 from datetime import UTC, datetime
 from typing import Self
@@ -18,8 +17,6 @@ from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.trust import Trust
-
-_context = functools.lru_cache(maxsize=8)(registry_client_context)  # loading the authorities takes milliseconds
 
 
 class RegistryClient:
@@ -36,7 +33,7 @@ class RegistryClient:
 
     def __init__(self, address: str, trust: Trust, *, deadline_s: float) -> None:
         self.address, self._trust = address, trust
-        context = _context(trust.authorities)
+        context = registry_client_context(trust.authorities)
         host, port = parse_address(address)
         self._connection = ClientConnection(f"registry {address}", host=host, port=port, pins=None, context=context)
         self._deadline_s = deadline_s

@@ -172,20 +172,19 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         yield forwarded
 
 
-def test_a_socket_that_others_could_reach_is_refused(configure: Configure, socket_folder: Path) -> None:
-    socket_folder.mkdir(mode=0o755)
-    socket_folder.chmod(0o755)
-    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
-    with pytest.raises(ConfigError, match="endpoint"):
-        Provider(configure(executor=executor)).start()
-
-
-def test_a_socket_whose_folder_others_could_replace_is_refused(configure: Configure, socket_folder: Path) -> None:
-    """Whoever can write to a folder above the socket's folder can put another executor in its place."""
-    socket_folder.mkdir(mode=0o777)
-    socket_folder.chmod(0o777)
-    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/own/executor.sock")
-    with pytest.raises(ConfigError, match="other users can change"):
+@pytest.mark.parametrize(
+    ("mode", "socket", "message"),
+    [(0o755, "executor.sock", "endpoint"), (0o777, "own/executor.sock", "other users can change")],
+    ids=["folder", "parent"],
+)
+def test_a_socket_that_others_could_reach_or_replace_is_refused(
+    configure: Configure, socket_folder: Path, mode: int, socket: str, message: str
+) -> None:
+    """Anybody who can write to a folder above the socket's folder can put another executor in its place."""
+    socket_folder.mkdir(mode=mode)
+    socket_folder.chmod(mode)
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/{socket}")
+    with pytest.raises(ConfigError, match=message):
         Provider(configure(executor=executor)).start()
 
 

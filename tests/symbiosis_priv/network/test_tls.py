@@ -491,7 +491,8 @@ def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, str(keys.sibling.certificate))
     assert ssl.create_default_context().keylog_filename == str(keylog)  # otherwise this test would prove nothing
     keylog.unlink(missing_ok=True)
-    context = tls.registry_client_context(reading.load_certificates(keys.authority.certificate))
+    tls.registry_client_context.cache_clear()
+    context = tls.registry_client_context(tuple(reading.load_certificates(keys.authority.certificate)))
     assert context.cert_store_stats()["x509"] == 1
     assert context.keylog_filename is None
     test_context_settings(keys)

@@ -70,7 +70,7 @@ def measure(folder: Path) -> Size:
 
 def main() -> None:
     """Print a table: a line for each package, for the product, and for the tests."""
-    total = []
+    total: list[Size] = []
     print(f"{'':15} {'files':>6} {'lines':>7} {'code':>7} {'median':>7} {'functions':>10} {'used once':>10}")
     for package in (*PACKAGES, "tests"):
         size = measure(ROOT / package)
@@ -78,8 +78,10 @@ def main() -> None:
             total.append(size)
         _print(package, size)
     lengths = [p.read_text(encoding="utf-8").count("\n") for name in PACKAGES for p in (ROOT / name).rglob("*.py")]
-    sums = [sum(getattr(size, name) for size in total) for name in ("files", "lines", "code", "functions", "once")]
-    _print("product", Size(*sums[:3], median(lengths), *sums[3:]))
+    files, lines, code, count, once = (
+        sum(getattr(size, name) for size in total) for name in ("files", "lines", "code", "functions", "once")
+    )
+    _print("product", Size(files, lines, code, median(lengths), count, once))
 
 
 def _print(name: str, size: Size) -> None:

@@ -38,7 +38,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 def code_lines(text: str, tree: ast.AST) -> int:
     """Lines with code: neither blank, nor comment, nor docstring."""
-    lines = set()
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _LAYOUT:
             lines.update(range(token.start[0], token.end[0] + 1))

@@ -1,0 +1,151 @@
+"""Pauses after failures, and threads that run something again and again."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+_random: Final = secrets.SystemRandom().random
+_MOST_DOUBLINGS: Final = 32
+
+
+class Backoff:
+    """Pauses after failures in a row: each is twice as long as the one before, up to `last_s`. For one thread.
+
+        backoff = Backoff(0.02, 1.0, jitter=0.5)
+        while not connected():
+            stopping.wait(backoff.failed())
+
+    Without waiting, `is_over` tells whether the next attempt may be made; `succeeded` ends the row of failures.
+
+    Args:
+        first_s, last_s: the shortest and the longest pause, in seconds.
+        jitter: each pause is varied at random by up to this share, so that programs that failed together do not return
+            together.
+        clock, random: seconds of a monotonic clock, and random numbers in [0, 1).
+
+    Attributes:
+        failures: number of failures in a row.
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        last_s: float,
+        *,
+        jitter: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = _random,
+    ) -> None:
+        self._first_s, self._last_s, self._jitter = first_s, last_s, jitter
+        self._clock, self._random = clock, random
+        self.failures = 0
+        self._until = 0.0
+
+    @property
+    def next_s(self) -> float:
+        """Seconds of the pause that the next failure begins, without jitter."""
+        return float(min(self._first_s * 2 ** min(self.failures, _MOST_DOUBLINGS), self._last_s))
+
+    @property
+    def is_over(self) -> bool:
+        """True if there is no pause now."""
+        return not self.failures or self._clock() >= self._until
+
+    def failed(self) -> float:
+        """Begin a pause. Returns its length in seconds."""
+        pause_s = varied(self.next_s, self._jitter, self._random)
+        self.failures += 1
+        self._until = self._clock() + pause_s
+        return pause_s
+
+    def succeeded(self) -> None:
+        """End the pause, and begin with the shortest pause after the next failure."""
+        self.failures = 0
+
+
+class Periodic:
+    """A daemon thread that calls `action` every `every_s` seconds.
+
+        flusher = Periodic(self._flush, every_s=1.0, name="flusher")
+        flusher.start()
+        flusher.wake()              # call it now
+        flusher.close(timeout=5.0)  # wait for a call in progress
+
+    An exception of the action does not end the thread: `failed` is called with it, which logs a warning unless another
+    function is given. The thread belongs to one process: a forked child makes its own.
+
+    Args:
+        action: returns None, or the seconds until the next call instead of `every_s`. It may call `stop`.
+        name: name of the thread.
+        jitter: pauses are varied at random by up to this share, so that programs that start together do not act
+            together.
+        at_once: make the first call at the start, and not `every_s` seconds later.
+    """
+
+    def __init__(
+        self,
+        action: Callable[[], float | None],
+        *,
+        every_s: float,
+        name: str,
+        jitter: float = 0.0,
+        at_once: bool = False,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._action, self._every_s, self._jitter, self._failed = action, every_s, jitter, failed or self._warn
+        self._first_s = 0.0 if at_once else every_s
+        self._due = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def start(self) -> None:
+        """Start the thread. Raises `RuntimeError` if the system can start no more threads."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call the action soon. Calls before the next call count once."""
+        self._due.set()
+
+    def stop(self) -> None:
+        """Make no further call. Does not wait."""
+        self._stopped = True
+        self._due.set()
+
+    def close(self, timeout: float) -> bool:
+        """Make no further call, and wait for a call in progress. Returns True if the thread has ended within `timeout`
+        seconds; False at once in the thread itself."""
+        self.stop()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause_s = self._first_s
+        while True:
+            self._due.wait(varied(pause_s, self._jitter))
+            self._due.clear()
+            if self._stopped:  # read after the event was cleared, so `stop` is never missed
+                return
+            pause_s = self._every_s
+            try:
+                pause_s = self._action() or self._every_s
+            except Exception as error:
+                self._failed(error)
+
+    def _warn(self, error: Exception) -> None:
+        # the text of an unexpected error may quote data, so only its type is logged
+        log.warning("%s failed and is tried again: %s", self._thread.name, type(error).__name__)
+
+
+def varied(seconds: float, share: float, random: Callable[[], float] = _random) -> float:
+    """Return a random time between `seconds * (1 - share)` and `seconds * (1 + share)`."""
+    return seconds * (1 + share * (2 * random() - 1)) if share else seconds

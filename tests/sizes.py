@@ -1,5 +1,7 @@
 """How large the house is: `python -m tests.sizes` prints files, lines and helpers of each package.
 
+With `--way`, it also prints one row's way at the tenant and at the provider (`tests.way`).
+
 A helper is a function or method whose name begins with one underscore. It is used once if its name occurs once in its
 module, its definition aside. Code lines are lines with a token that is neither a comment nor a docstring.
 """
@@ -7,6 +9,7 @@ module, its definition aside. Code lines are lines with a token that is neither 
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -82,6 +85,12 @@ def main() -> None:
         sum(getattr(size, name) for size in total) for name in ("files", "lines", "code", "functions", "once")
     )
     _print("product", Size(files, lines, code, median(lengths), count, once))
+    if "--way" in sys.argv:
+        from tests.way import ways  # imports torch
+
+        for side, way in zip(("tenant", "provider"), ways(), strict=True):
+            print(f"\na row's way at the {side}: {len(way.files)} files, {way.changes} changes of file, ", end="")
+            print(f"{way.own} calls of our functions, {way.other} of others", *way.files, sep="\n  ")
 
 
 def _print(name: str, size: Size) -> None:

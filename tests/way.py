@@ -1,0 +1,160 @@
+"""One row's way: the files, the changes of file and the calls of one product, at the tenant and at the provider.
+
+`python -m tests.sizes --way` prints them. A real session with `pad` asks two providers of this process over TLS. A row
+is multiplied many times; the smallest figures count, because a pool is refilled or a queue is used now and then. The
+tenant's figures are those of the thread that waits for the product, from float rows to float rows. The provider's are
+those of the executor's thread with the most calls, from the request to the next one.
+"""
+
+import itertools
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = str(Path(__file__).parents[1]) + "/"
+PRODUCT = tuple(ROOT + package for package in ("symbiosis_priv/", "provider/", "tenant/"))
+_PRODUCTS = 40
+_QUIET_S = 0.05  # by then, the provider waits for the next request
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one thread does for one row.
+
+    Args:
+        files: the project's files whose functions are called, in the order of the first call.
+        changes: how often a call leads to another of these files than the call before.
+        own: calls of the project's functions. other: calls of other functions, in Python or C.
+    """
+
+    files: tuple[str, ...]
+    changes: int
+    own: int
+    other: int
+
+    @classmethod
+    def of(cls, calls: list[str]) -> "Way":
+        """The way of a list of calls: the file of each called function, "" for functions of other code."""
+        own = [file for file in calls if file]
+        changes = sum(before != after for before, after in itertools.pairwise(own))
+        return cls(tuple(dict.fromkeys(own)), changes, len(own), len(calls) - len(own))
+
+
+class Recorder:
+    """Records the calls of each thread while `on` is True."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.calls: dict[int, list[str]] = {}
+
+    def profile(self, frame: FrameType, event: str, _: object) -> None:
+        """For `sys.setprofile` and `threading.setprofile`."""
+        if not self.on or event not in ("call", "c_call"):
+            return
+        path = frame.f_code.co_filename if event == "call" else ""
+        own = path.removeprefix(ROOT) if path.startswith(PRODUCT) else ""
+        self.calls.setdefault(threading.get_ident(), []).append(own)
+
+
+def ways() -> tuple[Way, Way]:
+    """Measure a row's way at the tenant and at the provider."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _measure(Path(folder))
+
+
+def _measure(folder: Path) -> tuple[Way, Way]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from provider.config.schema import ExecutorConfig, ModelConfig, ProviderConfig, TlsConfig
+    from provider.serve import Provider
+    from symbiosis_priv.arithmetic.ring import FORWARD
+    from symbiosis_priv.certificates import issuing
+    from symbiosis_priv.certificates.reading import Kind
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from symbiosis_priv.federation import Federation, Peer
+    from symbiosis_priv.limits import Role
+    from tenant.masking.backend import RingBackend
+    from tenant.preparation.keys import prepare
+    from tenant.session.options import SessionOptions
+    from tenant.session.session import Session
+
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
+    model = folder / "model"
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(model)
+    authority = issuing.create_authority(folder)
+    tenant = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="tenant")
+    recorder = Recorder()
+
+    def started(role: Role) -> Provider:
+        own = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name=role)
+        tls = TlsConfig(certificate=own.certificate, key=own.key, tenant_authority=authority.certificate)
+        return Provider(
+            ProviderConfig(
+                name=role,
+                listen="127.0.0.1:0",
+                roles=(role,),
+                log_level="warning",
+                model=ModelConfig(checkpoint=str(model), cache=folder),
+                tls=tls,
+                executor=ExecutorConfig(threads=1),
+            )
+        ).start()
+
+    def peer(role: Role, provider: Provider) -> Peer:
+        host, _, port = provider.address.rpartition(":")
+        return Peer(role, f"company of {role}", role, host, int(port), folder / f"{role}.pem")
+
+    threading.setprofile(recorder.profile)  # in all threads that start from now on
+    executor, helper = started("executor"), started("helper")
+    store = WeightStore(model, cache=folder)
+    digest = store.manifest().digest
+    session = Session(
+        Federation(
+            model_digest=digest,
+            weight_bits=store.weight_bits,
+            tenant_certificate=tenant.certificate,
+            tenant_key=tenant.key,
+            peers=(peer("executor", executor), peer("helper", helper)),
+        ),
+        prepare(store, digest=digest, columns=16, cache=folder),
+        options=SessionOptions(),
+    )
+    own, theirs = list[Way](), list[Way]()
+    try:
+        with RingBackend(session.preparation.facts, session) as backend, torch.inference_mode():
+            x, me = torch.randn(1, 64), threading.get_ident()
+            y = torch.empty(1, backend.facts[1].outputs(FORWARD))
+            for number in range(_PRODUCTS):
+                recorder.calls.clear()
+                recorder.on = number > 0
+                sys.setprofile(recorder.profile)
+                try:
+                    backend.multiply(1, FORWARD, [x], [y])
+                finally:
+                    sys.setprofile(None)
+                time.sleep(_QUIET_S)
+                recorder.on = False
+                ends = dict(recorder.calls)
+                if number:
+                    own.append(Way.of(ends.pop(me)[:-1]))  # without the call that ends the recording
+                    theirs.append(max(map(Way.of, ends.values()), key=_at_provider))
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        executor.stop()
+        helper.stop()
+
+    def fewest(measured: list[Way]) -> Way:
+        return min(measured, key=lambda way: way.own + way.other)
+
+    return fewest(own), fewest(theirs)
+
+
+def _at_provider(way: Way) -> int:
+    """The calls of a thread of the provider; 0 for the tenant's threads."""
+    return way.own if any(file.startswith("provider/") for file in way.files) else 0

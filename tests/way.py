@@ -145,7 +145,7 @@ def _measure(folder: Path) -> tuple[Way, Way]:
                     own.append(Way.of(ends.pop(me)[:-1]))  # without the call that ends the recording
                     theirs.append(max(map(Way.of, ends.values()), key=_at_provider))
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         executor.stop()
         helper.stop()
 

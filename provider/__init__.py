@@ -6,3 +6,7 @@ send. `gateway` passes work to an executor in the same process, or over ZeroMQ t
 the state of an earlier one, so any provider can answer it: a block that `relay` has lost is downloaded instead. This
 package imports `symbiosis_priv` and never `tenant`.
 """
+
+import symbiosis_priv  # noqa: F401  (limits oneDNN before torch's first product)
+
+__all__: list[str] = []

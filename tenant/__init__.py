@@ -10,6 +10,8 @@ Read in this order: `model` (connects Hugging Face models), `core` (pads, masked
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import symbiosis_priv  # noqa: F401  (limits oneDNN before torch's first product)
+
 if TYPE_CHECKING:  # all import torch, so `__getattr__` imports them
     from tenant.model.hf import RemoteConfig, backend_of
     from tenant.model.overlap import overlapped

@@ -7,6 +7,7 @@ toml           reads TOML into typed configuration, with errors that name the fi
 interrupts     SIGINT and SIGTERM
 pacing         pauses after failures, and periodic threads
 fair_share     no client holds more than stays free for others
+onednn         keeps torch from AMX on machines where products would end with SIGILL
 processes      starts a Python module as a process
 parent_watch   ends a process when its parent has ended
 """

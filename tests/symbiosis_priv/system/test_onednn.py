@@ -1,0 +1,138 @@
+"""oneDNN is kept from AMX exactly where the machine announces it without describing its tiles."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from symbiosis_priv.system import onednn
+
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+AMX = "flags\t\t: fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
+PLAIN = "flags\t\t: fpu avx512f avx512_bf16"
+LEAVES = "cpuid level\t: {}"
+IMPORTS = """
+import os, pathlib, subprocess, sys
+real = pathlib.Path.open
+cpuinfo = pathlib.Path(sys.argv[2])
+pathlib.Path.open = lambda path, *a, **k: real(cpuinfo if str(path) == "/proc/cpuinfo" else path, *a, **k)
+__import__(sys.argv[1])
+print("torch" in sys.modules, os.environ.get("ONEDNN_MAX_CPU_ISA"))
+subprocess.run([sys.executable, "-c", "import os, tenant; print(os.environ.get('ONEDNN_MAX_CPU_ISA'))"], check=True)
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    for name in (VARIABLE, "DNNL_MAX_CPU_ISA"):
+        monkeypatch.setenv(name, "")  # so that the variable has its old value afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(onednn, "_CPUINFO", tmp_path / "cpuinfo")
+    return monkeypatch
+
+
+def processor(*lines: str) -> None:
+    onednn._CPUINFO.write_text("\n".join((*lines, "", "processor\t: 1", "")))
+
+
+@pytest.mark.parametrize(
+    ("lines", "limit"),
+    [
+        ((LEAVES.format(28), AMX), "AVX512_CORE_BF16"),
+        ((LEAVES.format(29), AMX), None),
+        ((LEAVES.format(32), AMX), None),
+        ((LEAVES.format(28), PLAIN), None),
+        ((PLAIN,), None),
+        (("Features\t: fp asimd bf16",), None),
+    ],
+)
+def test_amx_without_its_leaf_is_limited(
+    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lines: tuple[str, ...], limit: str | None
+) -> None:
+    processor(*lines)
+    machine.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing is in doubt"))
+    with caplog.at_level(logging.WARNING):
+        onednn.limit_onednn()
+        onednn.limit_onednn()
+    assert os.environ.get(VARIABLE) == limit
+    assert len(caplog.records) == (limit is not None)  # said once
+
+
+def test_other_systems_have_no_such_file(machine: pytest.MonkeyPatch) -> None:
+    onednn.limit_onednn()
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "DNNL_MAX_CPU_ISA"])
+def test_the_users_limit_stays(machine: pytest.MonkeyPatch, name: str) -> None:
+    processor(LEAVES.format(28), AMX)
+    machine.setenv(name, "AVX2")
+    onednn.limit_onednn()
+    assert os.environ.get(name) == "AVX2"
+    assert (VARIABLE in os.environ) == (name == VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("probe", "limit"),
+    [
+        ("pass", "DEFAULT"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "AVX512_CORE_BF16"),
+        ("import time; time.sleep(60)", "AVX512_CORE_BF16"),
+    ],
+)
+def test_a_child_decides_where_the_leaves_are_unknown(machine: pytest.MonkeyPatch, probe: str, limit: str) -> None:
+    processor(AMX)
+    machine.setattr(onednn, "_PROBE", probe)
+    machine.setattr(onednn, "_PROBE_SECONDS", 1 if "sleep" in probe else 60)
+    onednn.limit_onednn()
+    assert os.environ[VARIABLE] == limit
+
+
+def test_the_probe_is_a_product_that_works_here() -> None:
+    """The tests' processes have been limited where it would not work."""
+    assert onednn._product_works()
+
+
+@pytest.mark.parametrize("package", ["tenant", "provider", "threat_model.suite", "symbiosis_priv.cli"])
+def test_importing_a_package_limits_the_process_and_its_children(machine: pytest.MonkeyPatch, package: str) -> None:
+    processor(LEAVES.format(28), AMX)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, package, str(onednn._CPUINFO)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    own, child = done.stdout.splitlines()
+    assert own.split()[1] == child == "AVX512_CORE_BF16"
+    assert done.stderr.count("illegal instruction") == 1
+    if package in ("tenant", "provider"):
+        assert own.startswith("False")  # before torch
+
+
+def test_a_variable_set_after_torch_is_imported_is_early_enough() -> None:
+    """oneDNN reads it at the first product; `ONEDNN_VERBOSE` prints a line for each product that oneDNN computes."""
+    script = (
+        "import os, sys, torch\n"
+        "a = torch.ones(64, 512, dtype=torch.bfloat16)\n"
+        "os.environ['ONEDNN_MAX_CPU_ISA'] = sys.argv[1]\n"
+        "a @ a.t()\n"
+    )
+    lines = {}
+    for limit in ("SSE41", "DEFAULT"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, limit],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "ONEDNN_VERBOSE": "1"},
+        )
+        lines[limit] = done.stdout
+    if "bf16" not in lines["DEFAULT"]:
+        pytest.skip("oneDNN computes no bfloat16 product on this processor")
+    assert "bf16" not in lines["SSE41"]

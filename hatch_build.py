@@ -25,7 +25,12 @@ except ModuleNotFoundError:
 FOLDER = Path("symbiosis_priv/native")
 LIBRARY = FOLDER / "libring.so"
 # Rounding is part of the results, whatever CFLAGS say: nothing contracts into fused multiply-adds, nothing reorders.
-EXACT = ["-ffp-contract=off", "-fno-fast-math", "-fwrapv"]
+# `-fno-fast-math` leaves the single options of CFLAGS as they are, and `-funsafe-math-optimizations` links code that
+# makes the loading thread flush subnormal numbers.
+EXACT = [
+    *("-ffp-contract=off", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-associative-math"),
+    *("-fno-reciprocal-math", "-fno-finite-math-only", "-fsigned-zeros", "-fwrapv"),
+]
 
 
 class NativeBuildHook(BuildHookInterface):

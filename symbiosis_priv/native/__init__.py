@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import ConfigError
@@ -105,6 +106,7 @@ def _load() -> ctypes.CDLL | None:
     if not _LIBRARY.is_file():
         log.info("no compiled kernels: installed without a C compiler")
         return None
+    kept = _keeps_subnormals()
     try:
         lib = ctypes.CDLL(str(_LIBRARY))
         lib.ring_source_digest.restype = ctypes.c_char_p
@@ -112,11 +114,24 @@ def _load() -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         log.warning("compiled kernels left out: %s does not load (%s); install symbiosis-priv again", _LIBRARY, error)
         return None
+    if kept and not _keeps_subnormals():
+        torch.set_flush_denormal(False)
+        log.warning(
+            "compiled kernels left out: loading %s makes the processor flush subnormal numbers, because its compiler "
+            "or CFLAGS change floating-point arithmetic; install symbiosis-priv again without such flags",
+            _LIBRARY,
+        )
+        return None
     if stale:
         log.warning("compiled kernels left out: %s is older than its sources; install symbiosis-priv again", _LIBRARY)
         return None
     _declare(lib)
     return lib
+
+
+def _keeps_subnormals() -> bool:
+    """Returns True if this thread computes with subnormal numbers, as the project's exact results require."""
+    return bool(torch.tensor(2.0**-149, dtype=torch.float32, device="cpu").mul(1.0))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The compiled library is optional: built if there is a compiler, ignored when stale, damaged or switched off."""
 
+import ctypes
 import importlib
 import logging
 import runpy
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
@@ -78,6 +80,48 @@ def test_a_library_that_does_not_fit_is_ignored(
     assert "compiler" in caplog.text if fault == "absent" else "install symbiosis-priv again" in caplog.text
 
 
+@pytest.mark.usefixtures("reload")
+def test_no_compiler_flag_makes_torch_flush_subnormal_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcc links code into such libraries that changes the mode of the thread that loads them."""
+    if native.library() is None:
+        pytest.skip("installed without a C compiler")
+    native._load.cache_clear()
+    sources = shutil.copytree(native._FOLDER, tmp_path / "symbiosis_priv" / "native")
+    monkeypatch.setenv("CC", quick_compiler(tmp_path))
+    monkeypatch.setenv("CFLAGS", "-Ofast -ffast-math -funsafe-math-optimizations")
+    assert runpy.run_path(str(ROOT / "hatch_build.py"))["compile_library"](tmp_path, warn=print)
+    monkeypatch.setattr(native, "_LIBRARY", sources / "libring.so")
+    assert native.library() is not None
+    assert native._keeps_subnormals()
+
+
+@pytest.mark.usefixtures("reload")
+def test_a_library_that_flushes_subnormal_numbers_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.library() is None:
+        pytest.skip("installed without a C compiler")
+    native._load.cache_clear()
+    load = ctypes.CDLL
+
+    def flushing(name: str) -> ctypes.CDLL:
+        torch.set_flush_denormal(True)
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", flushing)
+    assert native.library() is None
+    assert native._keeps_subnormals()
+    assert "without such flags" in caplog.text
+
+
+def quick_compiler(folder: Path) -> str:
+    """A C compiler that does not optimise."""
+    quick = folder / "cc"
+    quick.write_text('#!/bin/sh\nexec cc "$@" -O0\n', encoding="utf-8")  # the last -O counts
+    quick.chmod(0o700)
+    return str(quick)
+
+
 def build_wheel(folder: Path, monkeypatch: pytest.MonkeyPatch, *, by_pip: bool) -> Path:
     """Build a wheel from a copy of the distributed files, as users do: with pip, or with the build backend that pip
     calls. The build backend comes from this environment."""
@@ -105,10 +149,9 @@ def test_a_wheel_installs_with_and_without_a_compiler(
     pytest.importorskip("hatchling")  # the build backend, offline; `make` installs it
     if compiler == "present" and shutil.which("cc") is None:
         pytest.skip("no C compiler here")
-    quick = tmp_path / "cc"
-    quick.write_text('#!/bin/sh\nexec cc "$@" -O0\n', encoding="utf-8")  # the last -O counts
-    quick.chmod(0o700)
-    monkeypatch.setenv("CC", {"present": str(quick), "absent": "/nonexistent/cc", "broken": "false"}[compiler])
+    monkeypatch.setenv(
+        "CC", {"present": quick_compiler(tmp_path), "absent": "/nonexistent/cc", "broken": "false"}[compiler]
+    )
     compiled = compiler == "present"
     wheel = build_wheel(tmp_path, monkeypatch, by_pip=compiled)
     assert wheel.name.endswith("-py3-none-any.whl") is not compiled

@@ -229,9 +229,7 @@ class _Link:
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
         connection = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
         try:
-            connection.send(deposit, payload, deadline=deadline)
-            header, _ = connection.receive_header(max_payload=0, deadline=deadline)
-            reply = wire.decode_link_reply(header)
+            reply, _ = connection.ask(deposit, payload, deadline=deadline, decode=wire.decode_link_reply)
             if isinstance(reply, wire.Deposited) and reply.block != deposit.nonce:
                 raise ProtocolError("the executor has confirmed another block")
         except ConnectionLostError as error:  # for example, the block is larger than the executor accepts
@@ -251,11 +249,7 @@ class _Link:
         host, port = parse_address(self._target.address)
         pins = [self._target.certificate]
         connection = ClientConnection("the executor", host=host, port=port, pins=pins, context=self._context)
-        try:
-            connection.open(deadline)
-        except BaseException:
-            connection.close()
-            raise
+        connection.open(deadline)
         return connection
 
     def _take_idle(self) -> ClientConnection | None:

@@ -55,8 +55,9 @@ class Peer:
         are `traffic` and `waiting` of `ClientConnection`."""
         from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
 
-        options |= {"host": self.host, "port": self.port, "pins": self.pins, "remote_only": self.remote_only}
-        return ClientConnection(self.label, context=context, **options)
+        options |= {"provider": self.name, "host": self.host, "port": self.port, "pins": self.pins}
+        options |= {"remote_only": self.remote_only, "context": context}
+        return ClientConnection(self.label, **options)
 
     @property
     def key_fingerprint(self) -> str:

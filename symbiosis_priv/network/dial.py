@@ -1,11 +1,14 @@
-"""Opens connections to providers and reads frames. Sessions, probes, health, `verify` and benchmarks all use it.
+"""The wire client: opens a connection to a provider, an executor's link or a registry, and exchanges frames.
+
+Sessions, probes, health, `verify`, registries' clients, links between providers and benchmarks all use it. `ask` makes
+one exchange, and repeats it while the provider is busy if it is told to; `expect` refuses other replies than the one
+that answers the request. Sessions use `send`, `receive` and `fill`, which give the payload its memory.
 
 A `ClientConnection` is a TLS 1.3 connection with the provider's certificate pinned. Every wait ends at a deadline; a
 trickle of bytes does not extend the deadline. A wait runs in slices of two seconds, and the caller is told after each
 slice. Another thread may call `shut` at any moment, also while the connection is being opened: the wait then ends.
 
-The size of a frame is checked against a limit before the frame is read. The caller provides the memory for the payload
-after it has seen the header (`receive`, then `fill`).
+The size of a frame is checked against a limit before the frame is read.
 """
 
 import contextlib
@@ -15,21 +18,25 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from symbiosis_priv.certificates.reading import Pin
-from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError, ProtocolError, ProviderError
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.addresses import is_internal, is_own
 from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
 
 T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
+_BUSY_S = 0.05  # seconds before a request to a busy provider is repeated
 
 # an address as `getaddrinfo` returns it
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
@@ -49,7 +56,8 @@ class ClientConnection:
     """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
 
     Args:
-        name: the provider's name, for messages.
+        name: the provider's role, name and address, for messages.
+        provider: its name in a `ProviderError`; `name` if empty.
         host, port: its address.
         pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
         context: `tls.client_context` for the same pins.
@@ -62,6 +70,7 @@ class ClientConnection:
         self,
         name: str,
         *,
+        provider: str = "",
         host: str,
         port: int,
         pins: Sequence[Pin] | None,
@@ -71,6 +80,7 @@ class ClientConnection:
         waiting: Waiting | None = None,
     ) -> None:
         self._traffic = traffic or Traffic()
+        self._provider = provider or name
         self._name, self._host, self._port, self._pins = name, host, port, pins
         self._context, self._remote_only, self._waiting = context, remote_only, waiting
         self._socket: socket.socket | None = None
@@ -84,27 +94,29 @@ class ClientConnection:
         return None if self._stream is None else self._stream.tls
 
     def open(self, deadline: float) -> None:
-        """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame. Raises
-        `CertificateError`: either side's certificate is not the right one; `TransportError`: the address does not
-        answer in time."""
-        try:
-            raw = self._dial(deadline)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # a host like a..b is not a valid name; or no thread can be started
-        except (OSError, UnicodeError, RuntimeError) as error:
-            raise ConnectionLostError(
-                f"cannot reach {self._name}: {getattr(error, 'strerror', None) or error}"
-            ) from error
-        try:
-            stream = self._stream = FrameStream(raw, self._context, host=self._host)
-            stream.waiting = self._waited
-            self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
-            if self._pins is not None:
-                tls.check_pin(stream.tls, pins=self._pins)
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
-        except OSError as error:
-            raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
+        """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame, and leaves
+        nothing open after an error. Raises `CertificateError`: either side's certificate is not the right one;
+        `TransportError`: the address does not answer in time."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                raw = self._dial(deadline)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # a host like a..b is not a valid name; or no thread can be started
+            except (OSError, UnicodeError, RuntimeError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise ConnectionLostError(f"cannot reach {self._name}: {reason}") from error
+            try:
+                stream = self._stream = FrameStream(raw, self._context, host=self._host)
+                stream.waiting = self._waited
+                self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
+                if self._pins is not None:
+                    tls.check_pin(stream.tls, pins=self._pins)
+            except TimeoutError as error:
+                raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
+            except OSError as error:
+                raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
+            undo.pop_all()
 
     def send(
         self, message: wire.Message, payload: Tensor | bytes | memoryview | None = None, *, deadline: float
@@ -145,6 +157,58 @@ class ClientConnection:
         self._received = True
         self._traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
         return header, payload_size
+
+    def ask(
+        self,
+        message: wire.Message,
+        payload: Tensor | bytes | memoryview | None = None,
+        *,
+        max_payload: int = 0,
+        deadline: float,
+        patient: bool = False,
+        decode: Callable[[wire.Buffer], Any] = wire.decode_reply,
+    ) -> tuple[Any, bytearray]:
+        """Send a request, and wait for its reply and the reply's payload, which are not checked further.
+
+        Args:
+            max_payload: limit of the reply's payload, in bytes.
+            patient: while the provider is busy, send the same bytes again until the deadline.
+            decode: parses the reply; another protocol's parser for its messages.
+
+        Raises:
+            ProtocolError, TransportError: as for `receive`.
+        """
+        while True:
+            self.send(message, payload, deadline=deadline)
+            header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
+            reply, body = decode(header), bytearray(size)
+            self.fill(body, deadline=deadline)
+            busy = isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE
+            if not patient or not busy or time.monotonic() + _BUSY_S > deadline:
+                return reply, body
+            time.sleep(_BUSY_S)
+
+    def expect(
+        self, kind: type[R], message: wire.Message, payload: Tensor | bytes | memoryview | None = None, **how: Any
+    ) -> tuple[R, bytearray]:
+        """Ask, and refuse every reply that is not of this kind.
+
+        Args:
+            how: as for `ask`.
+
+        Raises:
+            ProviderError: the provider refused.
+            ProtocolError, TransportError: as for `receive`; or the reply is of another kind.
+        """
+        reply, body = self.ask(message, payload, **how)
+        if isinstance(reply, wire.Failure) and kind is not wire.Failure:
+            raise ProviderError(code=reply.code, provider=self._provider, detail=reply.detail)
+        if not isinstance(reply, kind):
+            raise ProtocolError(
+                f"{self._name} answered a {type(message).__name__} with another message than {kind.__name__}: do both "
+                f"sides run the same release?"
+            )
+        return reply, body
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
         """Read bytes until the buffer is full. Raises `TransportError`: the connection is gone, or the bytes did not
@@ -210,8 +274,12 @@ class ClientConnection:
             return operation()
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{self._name} closed the connection") from error
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
         except OSError as error:
-            raise self._lost(error) from error
+            if not self._received:
+                raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
+            raise ConnectionLostError(f"connection to {self._name} broke: {error}") from error
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
         return within(deadline, operation, why, waiting=self._waited)
@@ -221,13 +289,6 @@ class ClientConnection:
             raise TimeoutError(why)
         if self._waiting is not None:
             self._waiting(deadline, why)
-
-    def _lost(self, error: OSError) -> Exception:
-        if isinstance(error, TimeoutError):
-            return DeadlineExceededError(f"connection to {self._name} broke: {error}")
-        if not self._received:
-            return tls.handshake_error(error, peer=self._name, pins=self._pins)
-        return ConnectionLostError(f"connection to {self._name} broke: {error}")
 
 
 def _connected(candidate: socket.socket, timeout: float) -> int:

@@ -10,8 +10,7 @@ from typing import Self
 
 from cryptography import x509
 
-from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, ProviderError
-from symbiosis_priv.network import wire
+from symbiosis_priv.errors import CertificateError, DescriptorError
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import registry_client_context
@@ -43,12 +42,15 @@ class RegistryClient:
         """Connect. Raises `CertificateError`: the server is not a registry of this federation; `TransportError`: the
         registry cannot be reached in time."""
         self._deadline = time.monotonic() + self._deadline_s
+        self._connection.open(self._deadline)
+        assert self._connection.tls is not None
+        shown = self._connection.tls.getpeercert(binary_form=True)
+        assert shown is not None  # the handshake has verified it
         try:
-            self._connection.open(self._deadline)
-            self._check_not_revoked()
-        except BaseException:
+            self._trust.check(x509.load_der_x509_certificate(shown), at=datetime.now(UTC))
+        except DescriptorError as error:
             self._connection.close()
-            raise
+            raise CertificateError(f"registry {self.address} cannot be used: {error}; ask its operator") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,19 +64,14 @@ class RegistryClient:
             TransportError: the connection was closed, or the reply did not arrive in time.
             ProtocolError: the reply is malformed.
         """
-        reply, _ = self._ask(protocol.Announce(), data)
-        if not isinstance(reply, protocol.Accepted):
-            raise self._mismatched()
+        self._ask(protocol.Accepted, protocol.Announce(), data)
 
     def list(self, model_digest: str | None = None) -> list[bytes]:
         """Signed descriptors, not verified, of the executors of one model, or of all models.
 
         Raises the errors of `announce`.
         """
-        reply, payload = self._ask(protocol.List(model_digest=model_digest))
-        if not isinstance(reply, protocol.Listed):
-            raise self._mismatched()
-        return protocol.decode_listing(payload)
+        return protocol.decode_listing(self._ask(protocol.Listed, protocol.List(model_digest=model_digest)))
 
     def close(self) -> None:
         """Close the connection without a message. While another thread uses the connection, call `shut` instead."""
@@ -84,23 +81,15 @@ class RegistryClient:
         """Make a running request of another thread fail immediately."""
         self._connection.shut()
 
-    def _ask(self, request: protocol.Request, payload: bytes = b"") -> tuple[protocol.Reply, bytearray]:
-        self._connection.send(request, payload, deadline=self._deadline)
-        header, size = self._connection.receive_header(max_payload=protocol.MAX_REPLY, deadline=self._deadline)
-        reply, body = protocol.decode_reply(header), bytearray(size)
-        self._connection.fill(body, deadline=self._deadline)
-        if isinstance(reply, wire.Failure):
-            raise ProviderError(code=reply.code, provider=f"registry {self.address}", detail=reply.detail)
-        return reply, body
-
-    def _check_not_revoked(self) -> None:
-        assert self._connection.tls is not None
-        shown = self._connection.tls.getpeercert(binary_form=True)
-        assert shown is not None  # the handshake has verified it
-        try:
-            self._trust.check(x509.load_der_x509_certificate(shown), at=datetime.now(UTC))
-        except DescriptorError as error:
-            raise CertificateError(f"registry {self.address} cannot be used: {error}; ask its operator") from error
-
-    def _mismatched(self) -> ProtocolError:
-        return ProtocolError(f"registry {self.address} sent the reply of another request")
+    def _ask(
+        self, kind: type[protocol.Accepted | protocol.Listed], request: protocol.Request, payload: bytes = b""
+    ) -> bytearray:
+        _, body = self._connection.expect(
+            kind,
+            request,
+            payload,
+            max_payload=protocol.MAX_REPLY,
+            deadline=self._deadline,
+            decode=protocol.decode_reply,
+        )
+        return body

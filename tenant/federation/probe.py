@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from cryptography import x509
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, expand, mask_key, random_key
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates import clock
 from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.errors import (
@@ -37,10 +39,10 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tenant.federation.gaps import ServedGroups, layer_text
 from tenant.preparation.prepared import Preparation
 
+R = TypeVar("R", bound=msgspec.Struct)
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
-_PAUSE_S = 0.05  # seconds before a request to a busy provider is repeated
 _SLACK_S = 1.0  # extra seconds for looking up a host name, which has no deadline
 _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
@@ -156,7 +158,9 @@ class ProviderProbe:
         if self._federation.relay and finding.peer.role == "executor":
             self._check_relay(finding)
         connection = self._open()
-        finding.days_left = _days_left(connection)
+        if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
+            until = x509.load_der_x509_certificate(shown).not_valid_after_utc
+            finding.days_left = (until - clock.now()).total_seconds() / _DAY_S
         finding.clock_ahead_s = self._clock_ahead()
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
@@ -180,8 +184,7 @@ class ProviderProbe:
         asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
         allowed: Sequence[str] = ()
         with suppress(ProviderError):
-            reply, _ = self._ask(wire.PermitRequest(helpers=tuple(asked)))
-            allowed = reply.helpers if isinstance(reply, wire.Permit) else ()
+            allowed = self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(asked)))[0].helpers
         self.close()
         if others := [name for name, pins in helpers.items() if pins.isdisjoint(allowed)]:
             finding.warnings.append(
@@ -198,18 +201,16 @@ class ProviderProbe:
     def _clock_ahead(self) -> float:
         """Return the seconds that the provider's clock is ahead."""
         began = time.time()
-        reply, _ = self._ask(wire.FetchHealth())
-        if not isinstance(reply, wire.HealthReport):
-            raise ProtocolError(f"{self.name} gives no health report; run the same release on both sides")
-        return reply.time - (began + time.time()) / 2
+        report, _ = self._expect(wire.HealthReport, wire.FetchHealth())
+        return report.time - (began + time.time()) / 2
 
     def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest
-        reply, _ = self._ask(wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest))
-        if not isinstance(reply, wire.Welcome) or reply.model_digest != digest:
+        hello = wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest)
+        self._welcome, _ = self._expect(wire.Welcome, hello)
+        if self._welcome.model_digest != digest:
             raise ProtocolError(f"{self.name} does not serve the pinned model")
-        self._welcome = reply
-        return reply
+        return self._welcome
 
     def _check_groups(self, groups: range) -> range:
         """Return `groups`. Raises `ProtocolError` if a layer group is not in the model, or if a layer of the federation
@@ -291,7 +292,9 @@ class ProviderProbe:
 
     def _product(self, index: GroupIndex, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
         """Request the product of random rows. Returns the rows and the answer."""
-        inputs, outputs = self._columns(index, direction)
+        inputs = outputs = 1  # only requests without rows are sent without a preparation
+        if self._preparation is not None:
+            inputs, outputs = self._preparation.manifest.groups[index].columns(direction)
         if self.finding.peer.role == "executor":
             sent = expand(random_key(), first_row=0, rows=rows, width=inputs)
             request: wire.Execute | wire.Effect = wire.Execute(
@@ -309,39 +312,16 @@ class ProviderProbe:
         key = mask_key(seed, group_name=self._preparation.manifest.groups[index].name, direction=direction)
         return expand(key, first_row=0, rows=rows, width=inputs), answer
 
-    def _columns(self, index: GroupIndex, direction: Direction) -> Widths:
-        if self._preparation is None:  # only requests without rows are sent
-            return Widths(1, 1)
-        return self._preparation.manifest.groups[index].columns(direction)
-
     def _answer(self, request: wire.Execute | wire.Effect, payload: MaskedRows | None, outputs: int) -> Tensor:
         size = request.encoding.size(request.rows, outputs)
-        reply, body = self._ask(request, payload, size=size)
-        if not isinstance(reply, wire.Result) or not reply.answers(request) or len(body) != size:
+        result, body = self._expect(wire.Result, request, payload, max_payload=size)
+        if not result.answers(request) or len(body) != size:
             raise ProtocolError(f"{self.name} answered another request than the one that was sent")
         return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
 
-    def _ask(
-        self, message: wire.Request, payload: MaskedRows | None = None, *, size: int = 0
-    ) -> tuple[wire.Reply, bytearray]:
-        """Send a request and return the reply with its payload. Repeats the request while the provider is busy. Raises
-        `ProviderError` if the provider refuses, or is busy until the deadline."""
+    def _expect(
+        self, kind: type[R], message: wire.Message, payload: MaskedRows | None = None, **how: Any
+    ) -> tuple[R, bytearray]:
         assert self._connection is not None
-        while True:
-            self._connection.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)
-            reply, length = self._connection.receive(max_payload=size, deadline=self._deadline)
-            body = bytearray(length)
-            self._connection.fill(body, deadline=self._deadline)
-            if not isinstance(reply, wire.Failure):
-                return reply, body
-            if reply.code not in wire.RETRYABLE or time.monotonic() + _PAUSE_S > self._deadline:
-                raise ProviderError(code=reply.code, provider=self.finding.peer.name, detail=reply.detail)
-            time.sleep(_PAUSE_S)
-
-
-def _days_left(connection: ClientConnection) -> float | None:
-    shown = None if connection.tls is None else connection.tls.getpeercert(binary_form=True)
-    if shown is None:
-        return None
-    until = x509.load_der_x509_certificate(shown).not_valid_after_utc
-    return (until - clock.now()).total_seconds() / _DAY_S
+        words = None if payload is None else payload.masked_words
+        return self._connection.expect(kind, message, words, deadline=self._deadline, patient=True, **how)

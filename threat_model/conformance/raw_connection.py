@@ -24,8 +24,6 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 
-_PAUSE_S = 0.05
-
 
 class OutOfTime(Exception):
     """The tests of one provider have exceeded their time limit."""
@@ -61,12 +59,9 @@ class Dialler:
         connection = self.peer.connection(self._context)
         try:
             connection.open(self.deadline())
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, TransportError):
-                self.check_time()
-                raise type(error)(f"{error}; is it running?") from error
-            raise
+        except TransportError as error:
+            self.check_time()
+            raise type(error)(f"{error}; is it running?") from error
         return RawConnection(connection, dialler=self)
 
     @functools.cached_property
@@ -131,15 +126,14 @@ class RawConnection:
             ProtocolError, TransportError: see `receive` and `send`.
         """
         deadline = self._dialler.deadline()
-        while True:
-            self.send(message, payload)
-            reply, body = self.receive(max_payload=max_payload)
-            if not (isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE):
-                return reply, body
-            if time.monotonic() + _PAUSE_S > deadline:
-                self._dialler.check_time()
-                raise DeadlineExceededError(f"{self._dialler} was {reply.code} for {self._dialler.deadline_s:g} s")
-            time.sleep(_PAUSE_S)
+        with self._explaining_deadlines():
+            reply: tuple[wire.Reply, bytearray] = self._connection.ask(
+                message, payload, max_payload=max_payload, deadline=deadline, patient=True
+            )
+        if isinstance(reply[0], wire.Failure) and reply[0].code in wire.RETRYABLE:
+            self._dialler.check_time()
+            raise DeadlineExceededError(f"{self._dialler} was {reply[0].code} for {self._dialler.deadline_s:g} s")
+        return reply
 
     @contextmanager
     def _explaining_deadlines(self) -> Iterator[None]:

@@ -88,11 +88,15 @@ class ExecutorRequester:
         answer = self.receive(deadline=deadline - _GRACE_S)  # the executor sends no answer for a late report
         return msgspec.json.decode(answer.payload, type=ExecutorReport)
 
-    def settle(self) -> None:
-        """Wait until the executor holds no memory of the last request: it has answered or ended."""
+    def settle(self) -> int:
+        """Wait until the executor holds no memory of the last request: it has answered or ended. Returns the number of
+        rows that it has multiplied."""
         while self._outstanding:
-            if self._receive() is None and (self._lost or self._handle.stopping.is_set()):
+            if (answer := self._receive()) is not None:
+                return answer.rows
+            if self._lost or self._handle.stopping.is_set():
                 self._reconnect()
+        return 0
 
     @property
     def _lost(self) -> bool:

@@ -3,11 +3,9 @@
 gateway          serves authenticated connections, one thread each
 reception        accepts connections and makes their handshakes
 unauthenticated  limits the connections that are not authenticated
-state            what all connections share
-frame_loop       reads and answers the frames of one connection, a tenant's or a helper's
+frames           reads and answers the frames of one connection, within limits and deadlines
 connection       checks the requests of one tenant's connection and sends the answers
 deposits         takes the blocks of one helper's connection
-frames           reads and sends the frames of a connection, within limits and deadlines
 shapes           checks a matrix's header against model and limits
 slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role

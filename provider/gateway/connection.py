@@ -17,11 +17,9 @@ import numpy as np
 from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.envelope import ProductRequest
-from provider.gateway.frame_loop import FrameLoop
-from provider.gateway.frames import NOTHING
+from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
 from provider.gateway.shapes import Sizes, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.slots import Slot
-from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from provider.relay import blocks, permits
@@ -61,7 +59,6 @@ class Connection(FrameLoop[wire.Request]):
         refusal: Callable[[], Refusal | None],
     ) -> None:
         super().__init__(stream, decode=wire.decode_request, party=tenant, state=state, slot=slot, refusal=refusal)
-        self._stream = stream
         self._tenant = tenant
         self._executor = executor
         self._role: wire.Role | None = None
@@ -76,7 +73,7 @@ class Connection(FrameLoop[wire.Request]):
                 self._state.register.drop_role(self._tenant, self._role)
 
     def _count_refusal(self, refusal: Refusal) -> None:
-        self._bill(UsageCounts(refused=1))
+        self._bill(UsageCounts(refused=1, bytes_received=self._frames.received))
 
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, as the executor takes them: in 32 bits."""
@@ -102,11 +99,11 @@ class Connection(FrameLoop[wire.Request]):
             case wire.FetchHealth():
                 self._frames.expect_payload(0)
                 self._answer_health()
-                self._pause(size=0)
+                self._pause(0)
             case wire.PermitRequest():
                 self._frames.expect_payload(0)
                 self._answer_permit(request)
-                self._pause(size=0)
+                self._pause(0)
             case wire.FetchBlock():
                 self._frames.expect_payload(0)
                 self._answer_block(request)
@@ -129,11 +126,11 @@ class Connection(FrameLoop[wire.Request]):
                 # the deadlines start now: the tenant did not cause the wait for bytes
                 self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
             except TimeoutError:
-                self._bill(UsageCounts(slow=1))
+                self._bill(UsageCounts(slow=1, bytes_received=self._frames.received))
                 raise
             except (OSError, ConnectionLostError):
                 if self._frames.unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
-                    self._bill(UsageCounts(abandoned=1))
+                    self._bill(UsageCounts(abandoned=1, bytes_received=self._frames.received))
                 raise
         seconds = time.perf_counter() - begun
         if log.detailed:
@@ -152,7 +149,7 @@ class Connection(FrameLoop[wire.Request]):
             self._state.register.count_request(self._tenant)
             self._bill(UsageCounts(requests=1))
             self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
-        self._pause(size=0)
+        self._pause(0)
 
     def _multiply(
         self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
@@ -164,29 +161,29 @@ class Connection(FrameLoop[wire.Request]):
         """
         work = self._work(request)
         if work.stage == "fine_tuning" and self._left():  # a small product takes no longer than this check
-            self._bill(UsageCounts(abandoned=1))
+            self._bill(UsageCounts(abandoned=1, bytes_received=sizes.received))
             raise ConnectionLostError("the tenant left before the product was started")
         self._executor.send(work, payload)
         del payload  # so that its memory is free when the answer is made
         try:
             answer = self._executor.receive(deadline=work.deadline, tenant_left=self._left)
         except Refusal as refusal:
-            self._bill(UsageCounts(failed=1))
+            self._bill(UsageCounts(failed=1, bytes_received=sizes.received))
             self._frames.refuse(refusal)
-            self._executor.settle()  # the executor may still hold the payload: keep its bytes
+            rows = self._executor.settle()  # the executor may still hold the payload: keep its bytes
+            self._bill(UsageCounts(rows=rows, work=sizes.cost * rows // request.rows))
             return
         if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
-            self._bill(UsageCounts(1, request.rows, sizes.cost, bytes_received=sizes.received, bytes_sent=sent))
+            self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, sent))
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
             self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)
             answer.after()
             return
-        if self._left():  # rows that were multiplied before the executor noticed are billed
-            self._bill(UsageCounts(abandoned=1, rows=answer.rows, work=sizes.cost * answer.rows // request.rows))
-        else:  # the request was late or failed
-            self._bill(UsageCounts(failed=1))
+        # rows that were multiplied before the request was late, failed or cancelled are billed
+        work, left = sizes.cost * answer.rows // request.rows, self._left()
+        self._bill(UsageCounts(0, answer.rows, work, sizes.received, abandoned=int(left), failed=int(not left)))
         self._frames.send(answer.failure)
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
@@ -316,7 +313,7 @@ class Connection(FrameLoop[wire.Request]):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
             self._bill(UsageCounts(bytes_sent=size))
             self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
-        self._pause(size=size)
+        self._pause(size)
 
     def _answer_health(self) -> None:
         executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)

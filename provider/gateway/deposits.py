@@ -13,16 +13,16 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider import logs
 from provider.gateway.credentials import HelperIdentity
-from provider.gateway.frame_loop import FrameLoop
+from provider.gateway.frames import FrameLoop, GatewayState
 from provider.gateway.shapes import check_shape, refuse_bad
 from provider.gateway.slots import Slot
-from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from symbiosis_priv.certificates.signing import is_signed
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.stream import FrameStream
+from symbiosis_priv.network.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
 
@@ -48,13 +48,17 @@ class DepositConnection(FrameLoop[wire.Deposit]):
     ) -> None:
         super().__init__(stream, decode=wire.decode_deposit, party=helper, state=state, slot=slot, refusal=refusal)
         self._helper, self._key, self._executor = helper, key, executor
+        self._tenant: TenantIdentity | None = None  # has permitted the current block
 
     def _count_refusal(self, refusal: Refusal) -> None:
         log.often("block_refused", helper=str(self._helper), code=refusal.code, detail=refusal.detail)
+        if self._tenant is not None:
+            counts = UsageCounts(refused=1, bytes_received=self._frames.received)
+            self._state.usage.count(self._tenant, "executor", counts)
 
     def _answer(self, deposit: wire.Deposit) -> None:
-        state = self._state
-        tenant = state.permits.tenant_of(deposit.permit, helper=self._helper.fingerprint)
+        state, self._tenant = self._state, None
+        self._tenant = tenant = state.permits.tenant_of(deposit.permit, helper=self._helper.fingerprint)
         if deposit.arithmetic != "ring" or not deposit.rows:
             refuse_bad("a block has rows of a ring")
         _, outputs = check_shape(deposit, config=state.config, manifest=state.manifest, served=state.served)
@@ -70,5 +74,6 @@ class DepositConnection(FrameLoop[wire.Deposit]):
             if not is_signed(self._key, message, deposit.signature):
                 raise Refusal(wire.ErrorCode.REFUSED, "the block is not signed by the key of the helper's certificate")
             state.blocks.keep(tenant, block, payload)
+        self._tenant = None
         state.usage.count(tenant, "executor", UsageCounts(bytes_received=size))
         self._frames.send(wire.encode(wire.Deposited(block=deposit.nonce)))

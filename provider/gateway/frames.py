@@ -1,18 +1,80 @@
-"""Reads and sends the frames of one connection, within the provider's limits and deadlines."""
+"""Reads and answers the frames of one connection, within limits and deadlines, and keeps what all connections share.
 
+A connection stays usable after a refused request: the payload is discarded, and a `Failure` answers the request. After
+a broken frame the connection is closed, because the start of the next frame is unknown.
+
+What needs no product is paid for with a rate that every client has (`QuotaGate.pause`): refusals, the bytes of their
+payloads while they are read, and TLS records that carry almost nothing. A new connection waits for the client's debt.
+"""
+
+import threading
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from provider.config.schema import MIB, Limits
+from provider import logs
+from provider.config.schema import MIB, Limits, ProviderConfig
+from provider.executor.client import CachedReport
+from provider.executor.envelope import Stages
+from provider.gateway.admission import ByteBudget, Register
+from provider.gateway.credentials import Party
+from provider.gateway.quota import QuotaGate
+from provider.gateway.slots import Slot, Slots
+from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
+from provider.relay.blocks import BlockStore
+from provider.relay.links import Links
+from provider.relay.permits import Permits
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
+
+log = logs.EventLog(__name__)
+
+M = TypeVar("M")
 
 NOTHING = memoryview(b"")
 _DETAIL = 200  # characters of a failure's detail
 _PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
 _FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
+_SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
+_FREE_SCRAPS = 8  # such records of one frame that cost nothing
+
+
+@dataclass(frozen=True)
+class GatewayState:
+    """The state that all connections share.
+
+    Args:
+        manifest: manifest of the whole model.
+        served: indices of the layer groups that are served here.
+    """
+
+    config: ProviderConfig
+    manifest: Manifest
+    served: range
+    digest: str
+    budget: ByteBudget
+    register: Register
+    slots: Slots
+    quotas: QuotaGate
+    usage: UsageCounters
+    stages: Stages
+    permits: Permits
+    blocks: BlockStore
+    links: Links
+    started: float
+    """Time of the start, by `time.monotonic()`."""
+    executor_report: CachedReport = field(default_factory=CachedReport)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def can_bill(self) -> bool:
+        """False if usage could not be written for `max_unwritten_s`: requests are then refused, not served unbilled."""
+        return self.usage.unwritten_s <= self.config.usage.max_unwritten_s
 
 
 class Frames:
@@ -28,10 +90,17 @@ class Frames:
         self._deadline = 0.0  # for the rest of the current frame
         self.max_payload = limits.max_payload_mib * MIB
         self.unread = 0
-        """Payload bytes of the current frame that were not read."""
+        """Payload bytes of the current frame; 0 once they were read."""
+        self._head_end = 0
+
+    @property
+    def received(self) -> int:
+        """Payload bytes of the current frame that have arrived."""
+        return self._stream.consumed - self._head_end
 
     def wait(self) -> bool:
         """Wait for the first bytes of a frame. Returns False if the client has left."""
+        self._stream.free_scraps = _FREE_SCRAPS
         return self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s)
 
     def read_header(self) -> memoryview:
@@ -42,6 +111,7 @@ class Frames:
         """
         self._deadline = time.monotonic() + self._limits.frame_timeout_s
         header, self.unread = self._stream.receive_head(max_payload=self.max_payload, deadline=self._deadline)
+        self._head_end = self._stream.consumed
         return header
 
     def read(self, payload: memoryview) -> None:
@@ -53,9 +123,13 @@ class Frames:
                 self._stream.receive(part, deadline=deadline)
         self.unread = 0
 
-    def discard(self) -> None:
-        """Read and drop the payload."""
-        self._stream.discard(self.unread, deadline=self._deadline)
+    def discard(self, pay: Callable[[int], None]) -> None:
+        """Read and drop the payload. `pay` is called with the bytes of each part before the part is read."""
+        for start in range(0, self.unread, _PACED_BYTES):
+            size = min(_PACED_BYTES, self.unread - start)
+            pay(size)
+            self._stream.discard(size, deadline=self._deadline)
+        self.unread = 0
 
     def expect_payload(self, size: int) -> None:
         """Raises `Refusal` unless the payload has `size` bytes."""
@@ -96,3 +170,89 @@ def refusal_of(error: ProtocolError) -> Refusal:
     """The reason to send for a broken frame, before the connection is closed."""
     too_large = isinstance(error, FrameTooLargeError)
     return Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))
+
+
+class FrameLoop(ABC, Generic[M]):
+    """Serves one authenticated connection, in its own thread.
+
+    Args:
+        decode: reads the message of a header; raises `ProtocolError`.
+        party: the client of the connection's certificate.
+        state: the state that all connections share.
+        slot: the slot of the connection; records when the connection is idle.
+        refusal: called for every frame; returns a refusal once the client's certificate is not accepted any more.
+    """
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        *,
+        decode: Callable[[memoryview], M],
+        party: Party,
+        state: GatewayState,
+        slot: Slot,
+        refusal: Callable[[], Refusal | None],
+    ) -> None:
+        self._decode = decode
+        self._party = party
+        self._state = state
+        self._limits = state.config.limits
+        self._stream = stream
+        self._frames = Frames(stream, self._limits)
+        stream.on_scraps = self._pay_for_scraps
+        self._slot = slot
+        self._refusal = refusal
+
+    @abstractmethod
+    def _answer(self, message: M) -> None:
+        """Answer a message. A raised `Refusal` is sent to the client."""
+
+    @abstractmethod
+    def _count_refusal(self, refusal: Refusal) -> None:
+        """Bill or log a refused or broken frame, and the bytes that have arrived, before the client is told."""
+
+    def serve(self) -> None:
+        """Answer frames until the client leaves or the provider stops.
+
+        Raises:
+            ProtocolError: a frame was broken; the client has received a `Failure`.
+            OSError, TransportError: the connection was lost, or the client is too slow.
+        """
+        self._state.stopping.wait(self._state.quotas.debt(self._party))
+        while not self._state.stopping.is_set() and self._next_frame():
+            self._slot.end_request()
+
+    def _next_frame(self) -> bool:
+        if not self._frames.wait():
+            return False
+        self._slot.begin_request()
+        try:
+            message = self._decode(self._frames.read_header())
+        except ProtocolError as error:
+            self._count_refusal(refusal := refusal_of(error))
+            self._frames.refuse(refusal)
+            raise
+        try:
+            if refused := self._refusal():
+                raise refused
+            self._answer(message)
+        except Refusal as refusal:
+            kept = self._frames.received  # bytes that were read before the refusal
+            try:
+                self._frames.discard(self._pause)
+            finally:
+                self._count_refusal(refusal)
+            self._frames.refuse(refusal)
+            self._pause(kept)
+            return refusal.code != wire.ErrorCode.REVOKED
+        return True
+
+    def _pay_for_scraps(self, count: int) -> None:
+        """Charge records that carry almost nothing: each takes the time of many bytes."""
+        self._pause(count * _SCRAP_BYTES)
+
+    def _pause(self, size: int) -> None:
+        """Charge an answer without a product, or bytes that are dropped. Waits if the client exceeds its rate."""
+        if seconds := self._state.quotas.pause(self._party, size=size):
+            log.often("paused", tenant=str(self._party))
+            self._state.stopping.wait(seconds)

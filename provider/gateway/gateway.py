@@ -22,11 +22,10 @@ from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.connection import Connection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
 from provider.gateway.deposits import DepositConnection
-from provider.gateway.frames import refuse
+from provider.gateway.frames import GatewayState, refuse
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
 from provider.gateway.slots import Slots
-from provider.gateway.state import GatewayState
 from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockStore

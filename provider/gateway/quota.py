@@ -118,6 +118,12 @@ class QuotaGate:
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, blocks_of, quota, rows=rows, work=work)
 
+    def debt(self, tenant: Party) -> float:
+        """Seconds until the client has paid for answers without a product, on all its connections."""
+        with self._changed:
+            meter = self._no_product.get(tenant)
+            return 0.0 if meter is None else meter.delay(_NO_PRODUCT, time.monotonic())
+
     def pause(self, tenant: Party, *, size: int) -> float:
         """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
 

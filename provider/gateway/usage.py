@@ -50,9 +50,10 @@ class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a datac
 
     Args:
         requests: answered products.
-        rows: rows of answered products, and rows of abandoned requests that were multiplied.
+        rows: rows that were multiplied, also for requests that were abandoned, late or failed.
         work: multiply-adds for these rows, including the keystream of effects.
-        bytes_received: payload bytes of answered requests, and of blocks that helpers sent for the tenant.
+        bytes_received: payload bytes of requests, whether they were answered or not, and of blocks that helpers sent
+            for the tenant.
         bytes_sent: payload bytes of products, of relayed effects, and of blocks that were handed out.
         failed: requests that failed in the provider.
         refused: requests that were refused.

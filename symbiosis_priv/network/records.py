@@ -65,6 +65,8 @@ class RecordStream:
         self._awaited = 1  # number of bytes for which the socket waits
         self._encrypted = 0  # the caller's bytes in `_to_send`
         self._exhausted = False  # TLS has returned all bytes that can be decrypted so far
+        self.records = 0
+        """Number of records that were read."""
 
     def handshake(self, timeout: float) -> None:
         """Make the TLS handshake. Raises `OSError`: as `ssl.SSLSocket.do_handshake`. After a TimeoutError, another call
@@ -93,6 +95,7 @@ class RecordStream:
                 self._exhausted = False
                 while done < size and (count := self.tls.read(size - done, buffer[done:])):
                     done += count  # type: ignore[operator]  # with a buffer it is a number
+                    self.records += 1
                     if done < size and not self._incoming.pending:  # one read returns a whole record
                         self._exhausted = True
                         break

@@ -22,6 +22,7 @@ SLICE_S: Final = 2.0
 """Seconds of one wait, before `waiting` is called."""
 _RECORD: Final = 1 << 14  # the most plaintext that a TLS record carries
 _SCRAP: Final = 1 << 16
+_SCRAP_RECORD: Final = 1 << 10
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
 
 Waiting = Callable[[float, str], None]
@@ -64,7 +65,17 @@ class FrameStream(RecordStream):
 
     waiting: Waiting | None = None
     """Called after every slice of a wait; see `within`."""
+    on_scraps: Callable[[int], None] | None = None
+    """Called with the number of scraps of a read: records that carried less than 1 KiB each, on average."""
+    free_scraps = 0
+    """Number of scraps before `on_scraps` is called."""
+    _received = 0
     _unread = memoryview(b"")  # bytes that were read ahead
+
+    @property
+    def consumed(self) -> int:
+        """Number of bytes that the methods below have returned."""
+        return self._received - len(self._unread)
 
     def peer_left(self) -> bool:
         """True if the peer has closed the connection, also if its last bytes are unread. Does not wait. Thread-safe."""
@@ -146,7 +157,14 @@ class FrameStream(RecordStream):
         return memoryview(bytearray(_RECORD))
 
     def _read(self, view: memoryview, deadline: float) -> int:
-        return within(deadline, partial(self.recv_into, view), "it has not answered yet", waiting=self.waiting)
+        before = self.records
+        count = within(deadline, partial(self.recv_into, view), "it has not answered yet", waiting=self.waiting)
+        self._received += count
+        if self.on_scraps is not None and (scraps := self.records - before - count // _SCRAP_RECORD) > 0:
+            self.free_scraps -= scraps
+            if self.free_scraps < 0:
+                self.on_scraps(min(scraps, -self.free_scraps))
+        return count
 
 
 def shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

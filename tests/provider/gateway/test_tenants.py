@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
 from provider.executor.client import ExecutorRequester
+from provider.gateway import quota
 from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
 from provider.gateway.usage import UsageCounters, UsageCounts, read
@@ -375,6 +376,72 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
     assert [bill["alice"][name] for name in counted] == [0, 5, 1, 0, 0]
     assert bill["alice"]["work"] == bill["bob"]["work"]
     assert database.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("answers", ["late", "after the gateway has given up"])
+def test_rows_multiplied_for_a_late_request_are_billed(
+    answers: str, configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late after the first slice: that slice has taken the time of all tenants."""
+    refused, product = threading.Event(), ServedModel.product
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        refused.wait(0.3 if answers == "late" else 20)
+        return product(*args, **kwargs)
+
+    config = configure(scheduler=SchedulerConfig(max_batch_rows=5), request_timeout_s=0.1)
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        monkeypatch.setattr(ServedModel, "product", slow)
+        assert failure(alice.ask(execute(0, 20), wire.RING32.pack(ones(20)))) == wire.ErrorCode.BUSY
+        refused.set()
+
+        def billed() -> tuple[int, ...]:
+            (one,) = provider.status().tenants
+            return one.counts.requests, one.counts.failed, one.counts.rows, one.counts.bytes_received
+
+        until(lambda: billed() == (0, 1, 5, 20 * 4 * WIDTH))
+        assert provider.status().tenants[0].counts.work > 0
+
+
+def test_a_refused_payload_is_paid_for_while_it_is_read(
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaving before its end saves nothing: the tenant's next connection waits."""
+    payload, left = 8 * MIB, 3
+    monkeypatch.setattr(quota, "_NO_PRODUCT", QuotaConfig(requests_per_s=1000.0, rows_per_s=8.0 * MIB))
+    with Provider(configure()) as provider:
+        begun = time.monotonic()
+        for _ in range(left):
+            alice = connect("alice", to=provider, role=None)
+            alice.send(execute(0, 0), bytes(payload - 1), announced=payload)
+            alice.close()
+        until(lambda: [one.counts.refused for one in provider.status().tenants] == [left], within_s=20)
+        assert isinstance(connect("alice", to=provider, role=None).ask(wire.FetchHealth()), wire.HealthReport)
+        assert time.monotonic() - begun > 1.0  # 24 MiB at 8 MiB/s, of which 8 MiB are free
+        (one,) = provider.status().tenants
+    assert (one.counts.refused, one.counts.bytes_received) == (left, left * (payload - 1))
+
+
+def test_tiny_records_are_paid_for(configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of one byte takes more than half of the time of a full one."""
+    rows, paid, pause = ones(4), list[int](), QuotaGate.pause
+
+    def noted(gate: QuotaGate, party: Any, *, size: int) -> float:
+        paid.append(size)
+        return pause(gate, party, size=size)
+
+    with Provider(configure()) as provider:
+        alice, request = connect("alice", to=provider), execute(0, 4)
+        payload = bytes(request.encoding.pack(rows))
+        monkeypatch.setattr(QuotaGate, "pause", noted)
+        alice.product(request, rows)
+        assert not paid
+        alice.send(request, announced=len(payload))
+        for byte in payload:
+            alice.socket.send(bytes([byte]))
+        assert isinstance(alice.receive()[0], wire.Result)
+        assert sum(paid) >= (len(payload) - 16) << 16
 
 
 def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
+from provider.gateway.quota import QuotaGate
 from provider.relay import links
 from provider.relay.matrices import without_blocks
 from provider.scheduler.scheduler import Scheduler
@@ -304,6 +305,31 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
     again = link.deposit(tenant, nonce=block)
     assert isinstance(again, wire.Failure)
     assert link.deposit(new_tenant("bob"), nonce=block) == wire.Deposited(block=block)  # ids are each tenant's own
+
+
+def test_a_block_with_a_wrong_signature_is_paid_for_and_billed(
+    new_tenant: NewTenant, link: Link, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes count against the helper's rate, and are on the bill of the tenant that has chosen the helper."""
+    tenant, paid, pause = new_tenant(), list[int](), QuotaGate.pause
+
+    def noted(gate: QuotaGate, party: Any, *, size: int) -> float:
+        paid.append(size)
+        return pause(gate, party, size=size)
+
+    def billed() -> tuple[int, int]:
+        assert pair.executor._gateway is not None
+        counts = pair.executor._gateway.state.usage.totals().values()
+        return sum(one.refused for one in counts), sum(one.bytes_received for one in counts)
+
+    before = billed()
+    monkeypatch.setattr(QuotaGate, "pause", noted)
+    assert failure(link.deposit(tenant, signed=False)) == wire.ErrorCode.REFUSED
+    size = wire.RING32.size(2, tenant.store.manifest().groups[GROUP].columns("forward")[1])
+    until(lambda: paid == [size])
+    assert billed() == (before[0] + 1, before[1] + size)
+    assert isinstance(link.deposit(tenant, size=7), wire.Failure)
+    assert billed() == (before[0] + 2, before[1] + size + 7)
 
 
 def test_blocks_count_against_the_tenants_quota_and_not_against_its_requests(

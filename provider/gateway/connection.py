@@ -182,8 +182,8 @@ class Connection(FrameLoop[wire.Request]):
             answer.after()
             return
         # rows that were multiplied before the request was late, failed or cancelled are billed
-        work, left = sizes.cost * answer.rows // request.rows, self._left()
-        self._bill(UsageCounts(0, answer.rows, work, sizes.received, abandoned=int(left), failed=int(not left)))
+        cost, left = sizes.cost * answer.rows // request.rows, self._left()
+        self._bill(UsageCounts(0, answer.rows, cost, sizes.received, abandoned=int(left), failed=int(not left)))
         self._frames.send(answer.failure)
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:

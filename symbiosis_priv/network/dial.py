@@ -183,9 +183,10 @@ class ClientConnection:
             header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
             reply, body = decode(header), bytearray(size)
             self.fill(body, deadline=deadline)
-            busy = isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE
-            if not patient or not busy or time.monotonic() + _BUSY_S > deadline:
+            if not patient or not isinstance(reply, wire.Failure) or reply.code not in wire.RETRYABLE:
                 return reply, body
+            if time.monotonic() + _BUSY_S > deadline:
+                raise DeadlineExceededError(f"{self._name} was {reply.code} until the deadline")
             time.sleep(_BUSY_S)
 
     def expect(
@@ -201,7 +202,7 @@ class ClientConnection:
             ProtocolError, TransportError: as for `receive`; or the reply is of another kind.
         """
         reply, body = self.ask(message, payload, **how)
-        if isinstance(reply, wire.Failure) and kind is not wire.Failure:
+        if isinstance(reply, wire.Failure):
             raise ProviderError(code=reply.code, provider=self._provider, detail=reply.detail)
         if not isinstance(reply, kind):
             raise ProtocolError(

@@ -4,7 +4,7 @@ The bytes of a request are fixed. `attempt` sends a request once. `request` retr
 provider is busy, it sends the *same bytes* again, on a new connection, until the deadline. This is safe because
 providers need no state between requests, and it draws no second mask for a row (rule 3). The request alone determines
 how much memory its answer takes, and the memory is allocated while the answer is awaited. An answer is checked against
-its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
+its request (rule 7) before it is used. `notices` logs what a request waits for.
 """
 
 import math
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -31,14 +31,15 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection, Traffic
+from symbiosis_priv.system.pacing import Backoff
 from tenant.connections.notices import Notices
 from tenant.core.masked import MaskedRows
 from tenant.worker import Worker
 
 DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 
-P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _BLOCK_BYTES = 64 << 20  # largest payload that is read if a helper has sent a block of another size than was ordered
 
@@ -149,7 +150,11 @@ class Channel:
             ProviderError: the provider refused.
             ProtocolError: the provider does not serve the pinned model.
         """
-        return self._used(self._retry, self._connect, wanted=wanted, refused_s=refused_s)
+
+        def connect(deadline: float, since: float) -> wire.Welcome:
+            return self.connect(deadline=deadline, since=since, wanted=wanted)
+
+        return self._retry(connect, wanted=wanted, refused_s=refused_s)
 
     def connect(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
@@ -160,11 +165,12 @@ class Channel:
             deadline, since: as for `attempt`.
             wanted: as for `welcome`.
         """
-        return self._used(self._once, self._connect, deadline, began=since, wanted=wanted)
+        return self._once(self._connect, deadline, since=since, wanted=wanted)
 
     def probe(self) -> wire.Welcome | None:
         """Return the provider's layers and limits without waiting; None without an open connection."""
-        return self._probe()
+        connection = self._connection  # another thread may close it
+        return None if connection is None or connection.peer_left() else self._welcome
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -184,11 +190,11 @@ class Channel:
             TypeError: the payload is not `MaskedRows`; nothing was sent.
         """
 
-        def connect_and_ask(deadline: float) -> Tensor:
-            self._connect(deadline)
-            return self._round_trip(message, payload, outputs, deadline).words
+        def ask(deadline: float, since: float) -> Tensor:
+            self.connect(deadline=deadline, since=since)
+            return self.attempt(message, payload, outputs=outputs, deadline=deadline, since=since).words
 
-        return self._used(self._retry, connect_and_ask)
+        return self._retry(ask)
 
     def attempt(
         self,
@@ -214,7 +220,7 @@ class Channel:
         """
 
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
-        return self._used(self._once, ask, deadline, began=since)
+        return self._once(ask, deadline, since=since)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
         """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant.
@@ -225,12 +231,9 @@ class Channel:
 
         def ask(deadline: float) -> wire.Permit:
             self._connect(deadline)
-            reply, _ = self._ask(wire.PermitRequest(helpers=tuple(helpers)), deadline, max_payload=0)
-            if not isinstance(reply, wire.Permit):
-                raise ProtocolError(f"{self._name} sent no permit")
-            return reply
+            return self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(helpers)), deadline)[0]
 
-        return self._used(self._once, ask, deadline)
+        return self._once(ask, deadline)
 
     def fetch_block(
         self, request: wire.FetchBlock, size: int, *, connection: ClientConnection, deadline: float
@@ -251,14 +254,9 @@ class Channel:
         def ask(deadline: float) -> tuple[wire.Block, bytearray]:
             if self._connection is not connection:
                 raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
-            reply, payload_size = self._ask(request, deadline, max_payload=max(size, _BLOCK_BYTES))
-            if not isinstance(reply, wire.Block):
-                raise ProtocolError(f"{self._name} sent something else than a block")
-            payload = bytearray(payload_size)
-            connection.fill(payload, deadline=deadline)
-            return reply, payload
+            return self._expect(wire.Block, request, deadline, max_payload=max(size, _BLOCK_BYTES))
 
-        return self._used(self._once, ask, deadline)
+        return self._once(ask, deadline)
 
     def close(self) -> None:
         """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
@@ -279,60 +277,60 @@ class Channel:
         self._closed.set()
         self._drop()
 
-    def _used(self, how: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+    def _once(
+        self,
+        operation: Callable[[float], T],
+        deadline: float,
+        *,
+        since: float | None = None,
+        wanted: Callable[[], bool] = _always,
+    ) -> T:
         with self._lock:
-            result = how(*arguments, **named)
+            self._began = time.monotonic() if since is None else since
+            self._wanted = wanted
+            try:
+                result = operation(deadline)
+            except BaseException as error:
+                self._drop()  # the stream may be in the middle of a frame
+                if self._closed.is_set() and isinstance(error, TransportError):
+                    raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
+                raise
+        self._notices.answered(self._name)
         if self._closed.is_set():  # `close` ran during the request, and could not take the lock
             self.drop_if_idle()
         return result
 
-    def _once(
-        self,
-        attempt: Callable[[float], T],
-        deadline: float,
-        *,
-        began: float | None = None,
-        wanted: Callable[[], bool] = _always,
-    ) -> T:
-        self._began = time.monotonic() if began is None else began
-        self._wanted = wanted
-        try:
-            result = attempt(deadline)
-        except BaseException as error:
-            self._drop()  # the stream may be in the middle of a frame
-            if self._closed.is_set() and isinstance(error, TransportError):
-                raise self._closed_here() from error
-            raise
-        self._notices.answered(self._name)
-        return result
-
     def _retry(
-        self, attempt: Callable[[float], T], *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf
+        self,
+        operation: Callable[[float, float], T],
+        *,
+        wanted: Callable[[], bool] = _always,
+        refused_s: float = math.inf,
     ) -> T:
+        """Repeat an operation, which is called with its deadline and with the time of the first attempt."""
         began = time.monotonic()
-        deadline = began + self._deadline_s
-        pause = _FIRST_PAUSE_S
+        deadline, backoff = began + self._deadline_s, Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         while True:
             try:
-                return self._once(attempt, deadline, began=began, wanted=wanted)
+                return operation(deadline, began)
             except TransportError as error:
                 if self._closed.is_set() or not wanted():
                     raise
-                refused = isinstance(error.__cause__, ConnectionRefusedError)
-                if refused and time.monotonic() + pause >= began + refused_s:
+                pause_s = backoff.failed()
+                next_at = time.monotonic() + pause_s
+                if isinstance(error.__cause__, ConnectionRefusedError) and next_at >= began + refused_s:
                     raise ConnectionLostError(
                         f"nothing listens at the address of {self._name}: start the provider, or correct its address "
                         f"in the federation file"
                     ) from error
-                if time.monotonic() + pause >= deadline:
+                if next_at >= deadline:
                     raise DeadlineExceededError(
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
                         f"{self._notices.option} waits longer."
                     ) from error
                 self.traffic.reconnects += 1
                 self._notify(deadline, str(error))
-                self._closed.wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE_S)
+                self._closed.wait(pause_s)
 
     def _round_trip(
         self,
@@ -357,8 +355,15 @@ class Channel:
         meanwhile()
         encoding = message.encoding
         entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
-        reply, filled = self._receive(connection, encoding.payload_space(entries), deadline, message)
+        space = encoding.payload_space(entries)
+        reply, payload_size = connection.receive(max_payload=len(space), deadline=deadline)
+        filled = isinstance(reply, wire.Result) and not (reply.relayed and isinstance(message, wire.Effect))
+        if payload_size != (len(space) if filled else 0):
+            raise ProtocolError(
+                f"{self._name} sent {payload_size} bytes of payload instead of {len(space) if filled else 'none'}"
+            )
         if filled:
+            connection.fill(space, deadline=deadline)
             encoding.unpack_in_place(entries)
         answer = torch.from_numpy(entries)
         if self._wiretap:
@@ -367,25 +372,34 @@ class Channel:
         if isinstance(reply, wire.Failure | wire.Result) and reply.limit is not None:
             self._notices.limited(self.peer.name, reply.limit)
         if isinstance(reply, wire.Failure):
-            raise self._failure(reply)
+            if reply.code in wire.RETRYABLE:
+                limit = "" if reply.limit is None else f": it limits you to {reply.limit}"
+                raise ConnectionLostError(f"{self._name} is {reply.code}{limit}")
+            raise ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one that was sent")
         return Reply(answer, reply.relayed, connection)
 
-    def _ask(
-        self, message: wire.PermitRequest | wire.FetchBlock, deadline: float, *, max_payload: int
-    ) -> tuple[wire.Reply, int]:
-        """Send a message without rows or seeds. Returns the reply and the size of its payload, which follows."""
+    def _expect(
+        self,
+        kind: type[R],
+        message: wire.Hello | wire.PermitRequest | wire.FetchBlock,
+        deadline: float,
+        *,
+        max_payload: int = 0,
+    ) -> tuple[R, bytearray]:
+        """Send a message without rows or seeds, and return the reply with its payload."""
         assert self._connection is not None
-        self._connection.send(message, deadline=deadline)
-        reply, payload_size = self._connection.receive(max_payload=max_payload, deadline=deadline)
-        self.traffic.round_trips += 1
-        if isinstance(reply, wire.Failure):
-            raise self._failure(reply)
-        return reply, payload_size
+        self.traffic.round_trips += not isinstance(message, wire.Hello)
+        try:
+            return self._connection.expect(kind, message, max_payload=max_payload, deadline=deadline)
+        except ProviderError as error:
+            if error.code in wire.RETRYABLE:
+                raise ConnectionLostError(f"{self._name} is {error.code}") from error
+            raise
 
     def _connect(self, deadline: float) -> wire.Welcome:
-        if (welcome := self._probe()) is not None:
+        if (welcome := self.probe()) is not None:
             return welcome
         self._drop()
         if self._closed.is_set():
@@ -394,55 +408,21 @@ class Channel:
         if self._closed.is_set():  # `close` ran before this connection existed
             connection.shut()
         connection.open(deadline)
-        connection.send(self._hello, deadline=deadline)
-        reply, _ = connection.receive(max_payload=0, deadline=deadline)
-        if isinstance(reply, wire.Failure) and self._is_too_new(reply):
+        try:
+            reply, _ = self._expect(wire.Welcome, self._hello, deadline)
+        except ProviderError as error:
+            if error.code != wire.ErrorCode.BAD_REQUEST or self._hello.version == self._older_version:
+                raise
             self._hello = msgspec.structs.replace(self._hello, version=self._older_version)
-            connection.send(self._hello, deadline=deadline)
-            reply, _ = connection.receive(max_payload=0, deadline=deadline)
-        if isinstance(reply, wire.Failure):
-            raise self._failure(reply)
-        if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
+            reply, _ = self._expect(wire.Welcome, self._hello, deadline)
+        if reply.model_digest != self._hello.model_digest:
             raise ProtocolError(f"{self._name} does not serve the pinned model")
         self._welcome = reply
         return reply
 
-    def _probe(self) -> wire.Welcome | None:
-        connection = self._connection  # another thread may close it
-        return None if connection is None or connection.peer_left() else self._welcome
-
-    def _receive(
-        self, connection: ClientConnection, space: memoryview, deadline: float, message: wire.Execute | wire.Effect
-    ) -> tuple[wire.Reply, bool]:
-        """Receive a reply, and write the payload of a result to `space`. Returns the reply, and True if it was
-        written."""
-        reply, payload_size = connection.receive(max_payload=len(space), deadline=deadline)
-        filled = isinstance(reply, wire.Result) and not (reply.relayed and isinstance(message, wire.Effect))
-        if not filled:
-            if payload_size:
-                raise ProtocolError(f"{self._name} sent a payload with a reply that has none")
-            return reply, False
-        if payload_size != len(space):
-            raise ProtocolError(f"{self._name} sent {payload_size} bytes of payload instead of {len(space)}")
-        connection.fill(space, deadline=deadline)
-        return reply, True
-
-    def _is_too_new(self, refusal: wire.Failure) -> bool:
-        """Returns True if an older provider may accept another hello."""
-        return refusal.code is wire.ErrorCode.BAD_REQUEST and self._hello.version != self._older_version
-
     def _notify(self, deadline: float, why: str) -> None:
         if self._wanted():
             self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
-
-    def _failure(self, reply: wire.Failure) -> Exception:
-        if reply.code in wire.RETRYABLE:
-            why = reply.code if reply.limit is None else f"{reply.code}: it limits you to {reply.limit}"
-            return ConnectionLostError(f"{self._name} is {why}")
-        return ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
-
-    def _closed_here(self) -> ConnectionLostError:
-        return ConnectionLostError(f"the connection to {self._name} was closed on this side")
 
     def _drop(self) -> None:
         self._welcome = None

@@ -1,19 +1,30 @@
-"""The client of one executor: connections for masked rows, and threads that use several of them for one product."""
+"""The client of one executor: a pool of connections for masked rows, and threads that use several of them for one
+product.
+
+A request takes the free connection that was used last. If none is free, the pool opens another one, up to a limit; then
+the request waits. So several threads of a tenant use a provider at the same time, and no connection is opened before it
+is needed.
+
+A request names the blocks of relayed effects, which the executor then subtracts (`blocks_at`). If it has not subtracted
+them, `fetch_effects` asks the helpers for the effects.
+"""
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
-from tenant.connections.channel_pool import ChannelPool
-from tenant.connections.relayed_effects import blocks_at, fetch_effects
+from tenant.core.pads import Pad, RelayedBlock, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route
@@ -23,7 +34,6 @@ PARALLEL_CHANNELS: Final = 2
 """Connections for one product: one connection transfers data while the rows of the other are multiplied."""
 MOST_CHANNELS: Final = 8
 """Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
-_REMEMBERED: Final = 1024  # cached row limits, one per width and provider
 
 
 class Answer:
@@ -66,6 +76,91 @@ class RelayedAnswer(NamedTuple):
     channel: Channel
     reply: Reply
     nonce: bytes
+
+
+class NoFreeChannelError(DeadlineExceededError):
+    """All connections to a provider were in use until the deadline. The provider is not at fault."""
+
+
+class ChannelPool:
+    """Channels to one executor, each for one request at a time. Thread-safe.
+
+    Args:
+        new: makes a channel. The channel connects on its first request.
+        most: maximum number of channels.
+    """
+
+    def __init__(self, new: Callable[[], Channel], *, most: int) -> None:
+        self._new, self._most = new, most
+        self._channels: list[Channel] = []
+        self._free: list[Channel] = []
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait for a free channel
+        self._closed = False
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """All channels, the oldest first."""
+        return tuple(self._channels)
+
+    @contextmanager
+    def take(self, *, until: float) -> Iterator[Channel]:
+        """Context manager for the exclusive use of a channel.
+
+        Args:
+            until: latest time to wait for a free channel, on the clock of `time.monotonic`.
+
+        Raises:
+            NoFreeChannelError: no channel was free until then.
+        """
+        channel = self.acquire(until=until)
+        try:
+            yield channel
+        finally:
+            self.release(channel)
+
+    def acquire(self, *, until: float) -> Channel:
+        """Take a channel as `take` does. The caller must `release` it."""
+        with self._lock:
+            while not self._free and len(self._channels) >= self._most:
+                self._waiting += 1
+                try:
+                    if not self._returned.wait(until - time.monotonic()):
+                        raise NoFreeChannelError(f"all {self._most} connections to the provider were in use")
+                finally:
+                    self._waiting -= 1
+            if self._free:
+                return self._free.pop()
+            channel = self._new()
+            self._channels.append(channel)
+            if self._closed:
+                channel.close()
+            return channel
+
+    def release(self, channel: Channel) -> None:
+        """Return a channel, so that another thread can take it."""
+        with self._lock:
+            self._free.append(channel)
+            if self._waiting:
+                self._returned.notify()
+
+    def drop_idle(self) -> None:
+        """Close the connections that are not in use, because their provider was lost."""
+        for channel in self._channels:
+            channel.drop_if_idle()
+
+    def close(self) -> None:
+        """Close all channels, for good and without waiting. Requests in flight fail."""
+        with self._lock:
+            self._closed = True
+        for channel in self._channels:
+            channel.close()
+
+    def abandon(self) -> None:
+        """Close the parent's connections in a forked child. Takes no lock: a thread of the parent may have held it."""
+        for channel in self._channels:
+            channel.abandon()
 
 
 class ExecutorClient:
@@ -190,8 +285,39 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-@functools.lru_cache(_REMEMBERED)  # called for each executor and product
+@functools.lru_cache(1024)  # called for each executor and product, with one width per layer group
 def row_limit(widest: int, welcome: wire.Welcome) -> int:
     """Return the number of rows whose request and answer fit a provider's limits. Neither has more than `widest`
     columns."""
     return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))
+
+
+def blocks_of(pad: Pad) -> list[RelayedBlock]:
+    """Return the block of every share; none unless every effect was or will be relayed."""
+    blocks = [s.block for s in pad.shares if s.block is not None and (_is_relayed(s) or not s.effect.done())]
+    return blocks if len(blocks) == len(pad.shares) else []
+
+
+def blocks_at(executor: Peer, part: Part) -> tuple[wire.BlockRows, ...]:
+    """Return the blocks of all rows of a part; none unless every block was sent to this executor."""
+    found, now = list[wire.BlockRows](), time.monotonic()
+    for first, pad in with_first_rows(part.pads):
+        blocks = blocks_of(pad)
+        if not blocks or any(block.executor != executor or block.until < now for block in blocks):
+            return ()
+        found += [wire.BlockRows(block=b.id, start=b.start, first=first, rows=pad.rows) for b in blocks]
+    return tuple(found) if len(found) <= wire.MAX_BLOCKS else ()
+
+
+def fetch_effects(pad: Pad) -> None:
+    """Request the effects that were relayed, so that the tenant can subtract them itself."""
+    pad.shares = tuple(
+        s._replace(effect=s.fetch(s.first_row, pad.rows), offset=0) if s.fetch and _is_relayed(s) else s
+        for s in pad.shares
+    )
+
+
+def _is_relayed(share: Share) -> bool:
+    """Returns True if the effect was relayed; False if that is not known yet."""
+    known = share.block is not None and share.effect.done() and share.effect.exception() is None
+    return known and share.effect.result() is None

@@ -18,7 +18,7 @@ FIRST_S = 2.0
 _AGAIN_S = 10.0  # seconds between two warnings about a provider that has not answered
 _SLOW_S = 300.0  # seconds between two warnings about a provider that answers slowly
 _LIMITED_AGAIN_S = 60.0  # seconds between two warnings about a provider's quota
-_REMEMBERED = 256  # limit of remembered names, because executors from registries choose their addresses
+_MOST_NAMES = 256  # of providers with warnings, because executors from registries choose their addresses
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Notices:
             self._logged[provider] = _Logged(
                 now, since if logged is None or logged.answered else min(since, logged.since)
             )
-            if len(self._logged) > _REMEMBERED:
+            if len(self._logged) > _MOST_NAMES:
                 del self._logged[next(iter(self._logged))]
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
@@ -82,7 +82,7 @@ class Notices:
             if now - self._limited.get(provider, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:
                 return
             self._limited[provider] = now
-            if len(self._limited) > _REMEMBERED:
+            if len(self._limited) > _MOST_NAMES:
                 del self._limited[next(iter(self._limited))]
         log.warning(
             "%s limits you to %s, so requests wait: ask the operator for a larger quota, or accept the lower speed",

@@ -253,8 +253,6 @@ class ProviderProbe:
                 try:
                     rows, answer = self._product(index, direction, 1)
                 except ProviderError as error:
-                    if error.code in wire.RETRYABLE:
-                        raise
                     finding.warnings.append(one_line(f"{direction}: {error}"))
                     finding.groups[direction] = range(0)
                     break

@@ -21,8 +21,7 @@ from symbiosis_priv.errors import (
     QuarantinedError,
     TransportError,
 )
-from tenant.connections.channel_pool import NoFreeChannelError
-from tenant.connections.relayed_effects import blocks_of, fetch_effects
+from tenant.connections.executor_client import NoFreeChannelError, blocks_of, fetch_effects
 from tenant.core.pads import Pad, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.route import Route

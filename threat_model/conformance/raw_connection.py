@@ -127,13 +127,7 @@ class RawConnection:
         """
         deadline = self._dialler.deadline()
         with self._explaining_deadlines():
-            reply: tuple[wire.Reply, bytearray] = self._connection.ask(
-                message, payload, max_payload=max_payload, deadline=deadline, patient=True
-            )
-        if isinstance(reply[0], wire.Failure) and reply[0].code in wire.RETRYABLE:
-            self._dialler.check_time()
-            raise DeadlineExceededError(f"{self._dialler} was {reply[0].code} for {self._dialler.deadline_s:g} s")
-        return reply
+            return self._connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
 
     @contextmanager
     def _explaining_deadlines(self) -> Iterator[None]:

@@ -1,12 +1,10 @@
 """Shared by all tests: no network, a separate cache, and Hypothesis without time limits."""
 
-import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,41 +83,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let each worker of pytest-xdist import the tests in another order, so that each finds modules that another one
-    has compiled. (Without this, all workers compile the same module at the same time.)"""
-    report = yield
-    if isinstance(collector, pytest.Directory) and (found := report.result):
-        match os.environ.get("PYTEST_XDIST_WORKER"):
-            case "gw1":
-                found.reverse()
-            case "gw2":
-                found[:] = found[len(found) // 2 :] + found[: len(found) // 2]
-    return report
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[int, str]:
         file = item.nodeid.partition("::")[0]
         return next((i for i, part in enumerate(LONGEST) if file.startswith(part)), len(LONGEST)), file
 
     items.sort(key=order)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """Start the workers as forks, which do not import torch and transformers again."""
-    from execnet import gateway_base, gateway_io
-
-    class ForkIO(gateway_io.Popen2IOMaster):
-        def __init__(self, words: list[str], execmodel: Any) -> None:
-            self.popen = warm.Worker(words, stdin=PIPE, stdout=PIPE)
-            gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
-
-    vars(gateway_io)["Popen2IOMaster"] = ForkIO
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,34 +119,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forks() -> Iterator[None]:
-    """Start the providers and registries of `LocalFederation`, executors of their own process, and the fork server of
-    `multiprocessing`, as forks, which do not import torch again."""
-    server = warm.ForkServer()
+    """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
+    not import torch again."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("set_forkserver_preload", "connect_to_new_process"):
-            patch.setattr(f"multiprocessing.forkserver.{name}", getattr(server, name))
         patch.setattr("symbiosis_priv.harness.managed_process.Popen", warm.Popen)
         patch.setattr("provider.executor.supervisor.Popen", warm.Popen)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _templates_are_compiled_once() -> Iterator[None]:
-    """PEFT compiles the template of a model card whenever it saves an adapter, which takes longer than the saving."""
-    from jinja2 import Environment
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Environment, "compile", functools.lru_cache(Environment.compile))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _commands_are_built_once() -> Iterator[None]:
-    """Typer reads the annotations of every command whenever a test runs one."""
-    from typer import testing
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "_get_command", functools.cache(vars(testing)["_get_command"]))
         yield
 
 

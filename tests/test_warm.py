@@ -1,6 +1,5 @@
 """Forks behave like new processes, and have no module of a tenant from their parent."""
 
-import multiprocessing
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -55,35 +54,11 @@ def test_a_fork_has_its_given_folder_environment_and_input(tmp_path: Path) -> No
     assert process.returncode == 0
 
 
-def test_other_commands_are_ordinary_processes() -> None:
-    assert run(["echo", "here"], capture_output=True, text=True, timeout=10).stdout == "here\n"
-
-
-def test_modules_that_a_fork_starts_are_forks(tmp_path: Path) -> None:
-    (tmp_path / "inner.py").write_text("import sys; print('torch' in sys.modules)")
-    start = "import sys; from {} import Popen; sys.exit(Popen([sys.executable, {}]).wait())"
-    imported = "provider.executor.supervisor"
-    for module, words, is_fork in (
-        ("subprocess", "'-m', 'inner'", True),
-        (imported, "'-m', 'inner'", True),
-        (imported, "'inner.py'", False),
-    ):
-        code = start.format(module, words)
-        done = run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert (done.stdout, done.returncode) == (f"{is_fork}\n", 0)
-
-
-def test_processes_of_multiprocessings_fork_server_are_forks() -> None:
-    context = multiprocessing.get_context("forkserver")
-    receiving, sending = context.Pipe(duplex=False)
-    code = "import sys; sending.send(('torch' in sys.modules, 'pytest' in sys.modules))"
-    process = context.Process(target=exec, args=(code, {"sending": sending}))
-    process.start()
-    sending.close()
-    with receiving:
-        assert receiving.recv() == (True, False)
-    process.join(60)
-    assert process.exitcode == 0
+def test_a_fork_starts_providers_as_forks_and_all_else_as_processes() -> None:
+    start = "import sys, subprocess; print(type(subprocess.Popen([sys.executable, '-m', {!r}, '--help'])).__module__)"
+    for module, kind in (("symbiosis_priv.cli", "__main__"), ("tests.sizes", "subprocess")):
+        words = [sys.executable, "-c", start.format(module)]
+        assert kind in run(words, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
 
 
 def test_a_fork_can_be_killed_while_another_thread_waits_for_it() -> None:

@@ -1,14 +1,16 @@
 """Start Python processes as forks of one process that has imported torch, transformers and peft already.
 
-`Popen` and `run` are the parts of `subprocess` that the tests use, for commands that run Python: `[sys.executable, "-m",
-MODULE, ...]`, a script or `-c`. A fork needs some tenths of a second of CPU, and a new process two to five seconds.
+`Popen` and `run` are the parts of `subprocess` that the tests use, for commands that run Python:
+`[sys.executable, "-m", MODULE, ...]`, a script or `-c`. A fork needs some tenths of a second of CPU, and a new process
+two to five seconds.
 
-The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES` and a provider's
-modules, starts no thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object (rule 12).
-A client opens a connection for each process: it sends the command and its files, and receives the process id, and later
-the exit status. Providers that a fork starts are forks, too; its other processes are ordinary ones.
+The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES` and a
+provider's modules, starts no thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object
+(rule 12). A client opens a connection for each process: it sends the command and its files, and receives the process
+id, and later the exit status. Providers that a fork starts are forks, too; its other processes are ordinary ones.
 
-Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new processes.
+Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
+processes.
 """
 
 import atexit
@@ -94,7 +96,7 @@ class Popen(_NewProcess[Any]):
         start_new_session: bool = False,
     ) -> None:
         assert args[0] == sys.executable, f"only Python runs in a fork: {args}"
-        self.args, self.returncode = args, None  # type: ignore[assignment]
+        self.args, self.returncode = args, None
         self._text, pipes = text, list[int]()  # ends of the fork
         own: list[IO[Any] | None] = [None, None, None]
         files: list[int] = []
@@ -103,7 +105,7 @@ class Popen(_NewProcess[Any]):
                 read, write = os.pipe()
                 pipes.append(write if number else read)
                 mode = ("r" if number else "w") + ("" if text else "b")
-                own[number] = open(read if number else write, mode, bufsize if number or not text else 1)  # noqa: SIM115
+                own[number] = os.fdopen(read if number else write, mode, bufsize if number or not text else 1)
                 files.append(pipes[-1])
             elif given == subprocess.DEVNULL:
                 pipes.append(os.open(os.devnull, os.O_RDWR))
@@ -150,7 +152,7 @@ class Popen(_NewProcess[Any]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
 
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
         """As that of `subprocess`, for input that a pipe can hold."""
         found: list[Any] = [None, None]
 
@@ -200,7 +202,7 @@ def run(
 
 
 class _PopenInFork(_NewProcess[Any]):
-    """Replaces `subprocess.Popen` in a fork: providers and registries are forks, and all else is an ordinary process."""
+    """Replaces `subprocess.Popen` in a fork: providers and registries are forks, and others are ordinary processes."""
 
     def __new__(cls, args: Any, *given: Any, **options: Any) -> Any:
         forked = isinstance(args, list) and args[:3] == [sys.executable, "-m", "symbiosis_priv.cli"] and not given

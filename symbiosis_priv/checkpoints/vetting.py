@@ -189,8 +189,8 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
         ranks = {"r": config.get("r"), **(patterns if isinstance(patterns, dict) else {"rank_pattern": patterns})}
         found |= {key: (value, rank) for key, value in ranks.items()}
         try:
-            layers = sum(end - start for start, end in repeated)
-        except (TypeError, ValueError):
+            layers = sum(len(range(start, end)) for start, end in repeated)
+        except (TypeError, ValueError, OverflowError):
             layers = None
         found["layer_replication"] = layers, _MAX_LAYERS
     return found

@@ -38,10 +38,13 @@ _NOTHING = "(?!)"
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
 _SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
 _MAX_ITERATIONS = 64  # iterations of PiSSA's fast initialisation; PEFT recommends 4 to 16
+_REPEATED = 4  # times the model's layers that `layer_replication` may make; published ones make twice as many
+STARTS_FROM_WEIGHT = ("pissa", "olora", "corda", "mica")
+"""The first letters of LoRA's initialisations that read the base weight."""
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 
-def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) -> PeftConfig:
+def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> PeftConfig:
     """Replace the regular expressions of an adapter's configuration by the module names that they match.
 
     Args:
@@ -52,9 +55,17 @@ def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) ->
         `config`.
 
     Raises:
-        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory; or the adapter's
-            initialisation takes too many iterations.
+        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory; the adapter's
+            initialisation takes too many iterations; or the adapter repeats too many layers.
     """
+    names = [name for name, _ in model.named_modules()]
+    repeated = sum(len(range(start, end)) for start, end in getattr(config, "layer_replication", None) or ())
+    most = _REPEATED * int(getattr(getattr(model, "config", None), "num_hidden_layers", 1))
+    if repeated > most:
+        raise CheckpointError(
+            f"layer_replication in {folder / 'adapter_config.json'} makes {repeated} layers, and at most {most} are "
+            f"allowed for this model ({_REPEATED} times its own); use another adapter"
+        )
     iterations = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
     if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > _MAX_ITERATIONS):
         raise CheckpointError(
@@ -113,6 +124,7 @@ class MemoryLimit(TorchDispatchMode):
         self._limit = _SPARE_BYTES + largest * torch.int64.itemsize + _COPIES * file.stat().st_size
         self._file = file
         self._live: list[tuple[StorageWeakRef, int]] = []
+        self._held = 0  # bytes of `_live`, with those freed since it was last looked through
         self._made = 0  # bytes since freed memory was returned last
         self._sizes: dict[str, int] = {}  # adapters make tensors of the same sizes in every layer
 
@@ -124,7 +136,10 @@ class MemoryLimit(TorchDispatchMode):
         if call not in self._sizes:
             self._sizes[call] = _bytes_of(func, args, kwargs)
         size = self._sizes[call]
-        if self._used() + size > self._limit:
+        if self._held + size > self._limit:
+            self._live = [(storage, size) for storage, size in self._live if not storage.expired()]
+            self._held = sum(size for _, size in self._live)
+        if self._held + size > self._limit:
             raise CheckpointError(
                 f"{self._file.parent / 'adapter_config.json'} states sizes that do not fit {self._file.name} "
                 f"({self._file.stat().st_size:,} bytes); fetch the adapter again"
@@ -136,11 +151,8 @@ class MemoryLimit(TorchDispatchMode):
         made = func(*args, **kwargs)
         if size and isinstance(made, Tensor):
             self._live.append((StorageWeakRef(made.untyped_storage()), size))
+            self._held += size
         return made
-
-    def _used(self) -> int:
-        self._live = [(storage, size) for storage, size in self._live if not storage.expired()]
-        return sum(size for _, size in self._live)
 
 
 def _return_freed_memory() -> None:

@@ -1,12 +1,15 @@
 """Reads base weights of offloaded layers from the public checkpoint on the tenant's disk.
 
-Most methods need no base weight. Some need it once, at their start (PiSSA factorises it), and MaskBert needs it while
-its masks are trained. A weight is used only if it quantises to the integers that the federation's manifest pins.
+Most methods need no base weight. Some need it once, at their start (PiSSA factorises it): they get the checkpoint's
+weight, as PEFT does with the whole model. DoRA and MaskBert compute with it beside the providers' products: they get
+the rounded weight, which the providers multiply by. A weight is used only if it quantises to the integers that the
+federation's manifest pins.
 """
 
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import quantise
@@ -32,8 +35,9 @@ class BaseWeights:
         """Raise `UnsupportedMethodError` if the checkpoint has only the tenant's own tensors."""
         _ = self._store
 
-    def read(self, entry: GroupEntry, member: int) -> Tensor:
-        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
+    def read(self, entry: GroupEntry, member: int, *, rounded: bool = False) -> Tensor:
+        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype; with `rounded`, the weight that providers
+        multiply by, in float32.
 
         Raises:
             UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
@@ -50,6 +54,9 @@ class BaseWeights:
                 )
             self._checked.add(key)
             layers = [layers[member]]
+        if rounded:
+            group = quantise(layers, weight_bits=self._store.weight_bits)
+            return (group.weight * group.channel_scale[:, None]).to(torch.float32)
         return layers[0].weight
 
     @cached_property

@@ -7,7 +7,6 @@ yourself, pass `trust_remote_code=False`; the quantizer still refuses configurat
 """
 
 import logging
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from symbiosis_priv.checkpoints.discovery.architecture import architecture, load
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
-from tenant.model.adapter_limits import MemoryLimit, bounded_config
+from tenant.model.adapter_limits import STARTS_FROM_WEIGHT, MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.own_tensors import tokenizer_files
@@ -268,31 +267,46 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """
     settings = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
+    trained_on = one_line(str(settings.get("base_model_name_or_path") or ""))[:_SHOWN]
+    fix = "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
     with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():
-        # PEFT initialises missing adapter tensors at random and only warns
-        warnings.filterwarnings("error", message=".*Discovered missing adapter keys", category=UserWarning)
+        warnings.simplefilter("ignore", UserWarning)  # PEFT warns of what is refused below
         try:
             config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
-            names = [name for name, _ in model.named_modules()]
             with (
                 MemoryLimit(model, folder / "adapter_model.safetensors"),
                 _unchanged(model, folder, biases=getattr(config, "bias", "none") not in ("none", False)),
             ):
+                # PEFT cannot make these on the meta device
+                needs_memory = settings.get("layer_replication") or str(
+                    settings.get("init_lora_weights")
+                ).lower().startswith(STARTS_FROM_WEIGHT)
                 adapted = PeftModel.from_pretrained(
                     model,
                     str(folder),
-                    config=bounded_config(config, names, folder=folder),
+                    config=bounded_config(config, model, folder=folder),
                     local_files_only=True,
-                    # PEFT cannot make these on the meta device
-                    low_cpu_mem_usage=not (settings.get("layer_replication") or _starts_from_weight(settings)),
+                    low_cpu_mem_usage=not needs_memory,
                 ).eval()
         except SymbiosisError:
             raise
-        except Exception as error:  # PEFT raises many types for malformed files
-            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(settings)}") from error
-        unmatched = _unmatched(adapted, folder)
-        if unmatched:
-            raise CheckpointError(f"{misfit}, which has no place for {_listed(unmatched)}; {_fix(settings)}")
+        except Exception as error:  # PEFT raises many types for malformed files, and may list hundreds of tensors
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
+            raise CheckpointError(f"{misfit}: {reason}; {fix}") from error
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            found = list(file.keys())
+        modules = {name for name, _ in adapted.named_modules()}
+        # the last two parts of a name are the PEFT method's module and the tensor
+        if unmatched := [name for name in found if ".".join(name.split(".")[:-2]) not in modules]:
+            raise CheckpointError(f"{misfit}, which has no place for {_listed(unmatched)}; {fix}")
+        # PEFT leaves these without values, on the meta device or as it initialises them
+        missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - set(found)
+        held = (*adapted.named_parameters(), *adapted.named_buffers())
+        if missing := missing or {name for name, tensor in held if tensor.is_meta}:
+            raise CheckpointError(
+                f"the adapter in {folder} is not complete: adapter_config.json asks for {_listed(sorted(missing))}, "
+                f"which adapter_model.safetensors lacks; fetch the adapter again, or {fix}"
+            )
     return adapted
 
 
@@ -313,11 +327,16 @@ def load_adapter_tensors(adapted: Any, folder: Path) -> None:
 
 @contextmanager
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: if the block fails, restore the attributes and children of the model's modules."""
+    """Context manager: if the block fails, restore the model's configuration, and its modules' attributes and
+    children."""
     before = {module: (dict(vars(module)), dict(module._modules)) for module in model.modules()}
+    config = model.config if isinstance(model, PreTrainedModel) else None
+    settings = {} if config is None else dict(vars(config))
     try:
         yield
     except BaseException:
+        if config is not None:
+            vars(config).update(settings)  # PEFT writes the number of layers there
         for module, (attributes, children) in before.items():
             vars(module).clear()
             vars(module).update(attributes | {"_modules": children})
@@ -358,32 +377,12 @@ def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None
         hook.remove()
 
 
-def _starts_from_weight(settings: dict[str, Any]) -> bool:
-    """Returns True if LoRA is initialised from base weights, which PEFT cannot do on the meta device."""
-    return str(settings.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "mica"))
-
-
-def _summary(error: Exception) -> str:
-    """Shorten an error of PEFT or torch, which may list hundreds of tensors."""
-    if isinstance(error, UserWarning):
-        return "it lacks " + _listed(re.findall(r"'([^']+)'", str(error)))
+def shortened(error: Exception) -> str:
+    """Return another library's message as one line of limited length."""
     text = one_line(str(error))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
-
-
-def _fix(settings: dict[str, Any]) -> str:
-    trained_on = one_line(str(settings.get("base_model_name_or_path") or ""))[:_SHOWN]
-    return "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
-
-
-def _unmatched(adapted: Any, folder: Path) -> list[str]:
-    """Return the adapter's tensors whose module the model lacks, by name. PEFT ignores them without a warning."""
-    modules = {name for name, _ in adapted.named_modules()}
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        # the last two parts of a name are the PEFT method's module and the tensor
-        return [name for name in file.keys() if ".".join(name.split(".")[:-2]) not in modules]  # noqa: SIM118

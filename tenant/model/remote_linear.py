@@ -231,8 +231,9 @@ class RemoteLayer(nn.Module):
         if self.bias is not None:
             self.bias = nn.Parameter(self.stored_bias().to(dtype=dtype, device=device), requires_grad=False)
 
-    def base_weight(self) -> Tensor:
-        """Read the weight from the public checkpoint on disk, with the shape, dtype and device of `weight`.
+    def base_weight(self, *, rounded: bool = False) -> Tensor:
+        """Read the weight from the public checkpoint on disk, with the shape, dtype and device of `weight`; with
+        `rounded`, the weight that providers multiply by, in float32.
 
         Raises:
             UnsupportedMethodError: there is no full checkpoint.
@@ -241,7 +242,8 @@ class RemoteLayer(nn.Module):
         if self.group.weights is None:
             raise UnsupportedMethodError("this model was not loaded from a folder, so its weights cannot be read")
         facts = self.group.backend.facts[self.group.index]
-        weight = self.group.weights.read(facts.entry, self.member).to(self.weight.device, self.weight.dtype)
+        weight = self.group.weights.read(facts.entry, self.member, rounded=rounded).to(self.weight.device)
+        weight = weight if rounded else weight.to(self.weight.dtype)
         part: Any
         for part in self.moved or ():
             weight = weight - part.delta()

@@ -9,9 +9,8 @@ the base model.
 import copy
 import hashlib
 import itertools
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -141,11 +140,9 @@ def load(model: PreTrainedModel, source: TaskFolder, *, trainable: bool) -> Adap
         CheckpointError: `load_adapter` refuses the folder.
         UnsupportedMethodError: the method cannot be used for a task.
     """
-    _refuse_biases(vet_adapter(source.folder).get("bias"))  # loading biases would change the model
+    _refuse(vet_adapter(source.folder))
     skeleton: Any = _skeleton(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Specified to not load vera_A and vera_B", category=UserWarning)
-        peft = load_adapter(skeleton, source.folder)
+    peft = load_adapter(skeleton, source.folder)
     adapter = Adapter(peft, skeleton, trainable=trainable, on_disk=True)
     for layer in adapter.layers.values() if trainable else ():
         layer.set_adapter(NAME)  # enables the gradients of the adapter's parameters
@@ -156,7 +153,7 @@ def load(model: PreTrainedModel, source: TaskFolder, *, trainable: bool) -> Adap
 def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
     """Make the untrained adapter of a PEFT configuration. Raises `UnsupportedMethodError` if the method needs base
     weights or cannot be used for a task."""
-    _refuse_biases(getattr(config, "bias", None))
+    _refuse(vars(config))
     skeleton: Any = _skeleton(model)
     peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)
     return Adapter(peft, skeleton, trainable=True, on_disk=False)
@@ -177,7 +174,13 @@ def shared_bytes() -> int:
     return _bytes(_buffers.values())
 
 
-def _refuse_biases(bias: Any) -> None:
+def _refuse(settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter that changes what all tasks share: the base model's biases, and its layers."""
+    if settings.get("layer_replication"):
+        raise UnsupportedMethodError(
+            "layer_replication changes the model, which all tasks share; use it with PEFT alone"
+        )
+    bias = settings.get("bias")
     if bias not in ("none", None, False, True):
         raise UnsupportedMethodError(
             f"bias = {str(bias)[:40]!r} trains biases of the base model, which all tasks share; use bias='none'"

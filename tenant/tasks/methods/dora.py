@@ -4,10 +4,11 @@ Each row of `W + s B A` is scaled to a trained magnitude, so every step needs th
 
     |W + s B A|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B)
 
-The norms of the rows of `W` come from the checkpoint once. `W A^T` changes with `A`, that is once per optimizer step.
-Computing it on the tenant would read the whole checkpoint in every step. So the r rows of `A` are sent with the next
-forward request of the layer group. They are private, and are masked and verified like all rows. Executors see r more
-rows per adapted linear in one request of a step, and none while `A` does not change.
+The norms of the rows of `W`, which is the rounded weight that providers multiply by, are computed once. `W A^T` changes
+with `A`, that is once per optimizer step. Computing it on the tenant would read the whole checkpoint in every step. So
+the r rows of `A` are sent with the next forward request of the layer group. They are private, and are masked and
+verified like all rows. Executors see r more rows per adapted linear in one request of a step, and none while `A` does
+not change.
 """
 
 from typing import Any
@@ -28,8 +29,13 @@ class RemoteDora(DoraLinearLayer):
     def __init__(self, module: Any, adapter: str, layer: RemoteLayer) -> None:
         super().__init__(fan_in_fan_out=module.fan_in_fan_out)  # type: ignore[no-untyped-call]
         self.weight = module.lora_magnitude_vector[adapter].weight
-        by_row = layer.weight.detach().t() if module.fan_in_fan_out else layer.weight.detach()
-        self.register_buffer("squares", by_row.to(torch.float32).square().sum(1), persistent=False)
+        weight, a, b = layer.base_weight(rounded=True), module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        if not self.weight.is_meta:  # PEFT has computed it from the checkpoint's weight, so the start would differ
+            scaling = module.scaling[adapter]
+            norm = self.get_weight_norm(weight, (b @ a).detach().float(), scaling)  # type: ignore[no-untyped-call]
+            self.weight.data = norm.to(self.weight)
+        by_row = weight.t() if self.fan_in_fan_out else weight
+        self.register_buffer("squares", by_row.square().sum(1), persistent=False)
         self._rows_of_a = _RowsOfA(module, adapter, layer.member)
         layer.group.adapter_rows.add(self._rows_of_a)
 

@@ -14,13 +14,13 @@ from peft.tuners.lora import LoraModel
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tenant.model.adapter_limits import STARTS_FROM_WEIGHT
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.dora import RemoteDora
 from tenant.tasks.methods.registration import replace
 from tenant.tasks.methods.start import OnOffloadedLayers, weight_at_hand
 
 _MOVING = ("pissa", "olora", "corda")
-_READING = (*_MOVING, "mica")
 
 
 class LowRank(nn.Module):
@@ -47,7 +47,7 @@ class RemoteLora(OnOffloadedLayers, LoraModel):
     """LoRA on offloaded layers, with the starts that need the base weight."""
 
     def starts_from_weight(self, config: Any) -> bool:
-        return bool(config.use_dora) or str(config.init_lora_weights).lower().startswith(_READING)
+        return bool(config.use_dora) or str(config.init_lora_weights).lower().startswith(STARTS_FROM_WEIGHT)
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
         if str(config.init_lora_weights).lower().startswith(_MOVING):

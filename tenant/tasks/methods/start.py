@@ -41,10 +41,10 @@ def remote_layer(module: nn.Module) -> RemoteLayer | None:
 
 
 def base_weight(module: nn.Module) -> Tensor:
-    """Return the base weight `[o, d]` of a linear: its parameter, or the checkpoint's weight for an offloaded layer.
+    """Return the weight `[o, d]` that a linear multiplies by: its parameter, or an offloaded layer's rounded weight.
     Raises what `weight_at_hand` raises."""
     base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-    weight: Tensor = base.base_weight() if isinstance(base, RemoteLayer) else base.weight.detach()
+    weight: Tensor = base.base_weight(rounded=True) if isinstance(base, RemoteLayer) else base.weight.detach()
     return weight if isinstance(base, nn.Linear) else weight.t()
 
 

@@ -160,6 +160,7 @@ def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entri
         {"layer_replication": [[0, 2], [0, 2]], "r": 4, "rank_pattern": {"q_proj": 10**6}},
         {"layer_replication": [[0, 2]] * 2000, "r": 4},
         {"layer_replication": [1], "r": 4},
+        {"layer_replication": [[0, 2]] * 2000 + [[4000, 0]], "r": 4},
         {"peft_type": "TRAINABLE_TOKENS", "token_indices": [0] * 17},
         {"trainable_token_indices": {"embed_tokens": [0] * 17}},
         {"trainable_token_indices": [0] * (1 << 15)},

@@ -65,7 +65,7 @@ from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.harness.text import private_text
-from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
+from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of, rounded_model
 from tenant.cli import app as cli
 from tenant.masking.backend import Backend
 from tenant.model import adapter_limits
@@ -625,7 +625,65 @@ def test_an_honest_pattern_gives_the_same_adapter(entries: dict[str, Any], adapt
         assert not torch.equal(load_model(llama)(input_ids=IDS).logits, expected)
 
 
+def test_an_adapter_does_not_repeat_layers_without_a_limit(adapter: Hostile, llama: Path) -> None:
+    model = load_model(llama)
+    layers = model.config.num_hidden_layers
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="makes 800 layers, and at most 8 are allowed"):
+        load_adapter(model, adapter(layer_replication=[[0, 2]] * 400, target_modules=T))
+    assert time.monotonic() - start < 20
+    with pytest.raises(CheckpointError, match=r"lacks"):
+        load_adapter(model, adapter(layer_replication=[[0, 2]] * 2, target_modules=T))
+    assert (model.config.num_hidden_layers, len(model.model.layers)) == (layers, layers)
+
+
 # Missing tensors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": [*T, "down_proj"]},
+        {"lora_bias": True},
+        {"target_modules": [*T, "embed_tokens"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [1, 2]},
+        {"use_dora": True},
+        {"init_lora_weights": "pissa", "target_modules": [*T, "down_proj"]},
+    ],
+)
+def test_an_adapter_that_lacks_tensors_is_refused_and_not_made_up(
+    change: dict[str, Any], adapter: Hostile, llama: Path
+) -> None:
+    """PEFT only warns, and leaves the tensors without values: memory that was never written would enter the rows."""
+    folder = adapter(**change)
+    model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+    with pytest.raises(CheckpointError, match=r"it lacks|is not complete: .* lacks"):
+        load_adapter(model, folder)
+    tasks = Tasks(model)
+    tasks.register("incomplete", folder)
+    with pytest.raises(CheckpointError, match=r"it lacks|is not complete: .* lacks"):
+        tasks.load("incomplete")
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("config", [{"lora_bias": True}, {"target_modules": [*T, "embed_tokens"]}])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about merging and saved embeddings
+def test_biases_of_lora_and_an_adapted_embedding_work(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    exact = rounded_model(llama)
+    lora = LoraConfig(**{"r": 4, "target_modules": T, "init_lora_weights": False} | config)
+    made: Any = get_peft_model(copy.deepcopy(exact), lora)
+    made.save_pretrained(str(tmp_path))
+    model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+    tasks = Tasks(model)
+    tasks.register("own", tmp_path)
+    with torch.no_grad():
+        expected, base = made.eval()(IDS).logits, exact(IDS).logits
+        with tasks.batch(["own", "own"]):
+            batch = model(IDS).logits
+        tasks.close()
+        for found in (batch, load_adapter(model, tmp_path)(IDS).logits):
+            assert (found - expected).norm() < 1e-3 * (expected - base).norm()
 
 
 def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Path) -> None:

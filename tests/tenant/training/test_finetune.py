@@ -311,7 +311,9 @@ def adapter_for(config: Any, folder: Path, *, targets: str | list[str] = "all-li
 def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], model: Path, tmp_path: Path) -> None:
     """Deeper (PEFT ignores the other layers), shallower (PEFT starts with random values), or with other widths."""
     adapter = adapter_for(AutoConfig.from_pretrained(model, **change), tmp_path / "adapter", targets=["down_proj"])
-    with pytest.raises(CheckpointError, match=r"does not fit this model.*load the base model") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"(does not fit this model|is not complete).*load the base model"
+    ) as raised:
         load_adapter(load_model(model, remote=SIMULATE), adapter)
     assert len(str(raised.value)) < 800  # not every tensor's name
 

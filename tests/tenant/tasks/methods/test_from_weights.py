@@ -24,7 +24,7 @@ from peft.tuners.hra.layer import HRALinear
 from torch import Tensor, nn
 
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
-from tenant import RemoteConfig, backend_of
+from tenant import MaskBertConfig, RemoteConfig, backend_of, rounded_model
 from tenant.model.base_weights import BaseWeights
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.hra import rotated
@@ -75,6 +75,27 @@ def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, methods: Any, e
     for module in split_model.modules():
         if isinstance(module, RemoteLayer):
             assert module.weight.untyped_storage().nbytes() == 0  # the weight was at hand for the start only
+
+
+READ_IN_EACH_PASS: dict[str, PeftConfig] = {
+    "dora": LoraConfig(use_dora=True, init_lora_weights=False, **SMALL),
+    "dora with dropout": LoraConfig(use_dora=True, lora_dropout=0.1, init_lora_weights=False, **SMALL),
+    "maskbert": MaskBertConfig(target_modules="all-linear"),
+}
+
+
+@pytest.mark.parametrize("name", READ_IN_EACH_PASS)
+@pytest.mark.parametrize("checkpoint", ["llama", "gpt2"])
+def test_a_method_that_computes_with_the_weight_uses_the_rounded_one(
+    name: str, checkpoint: str, methods: Any, request: pytest.FixtureRequest
+) -> None:
+    """Rounding changes the weights of these checkpoints, by some 1e-3 of the logits. Only the rounding of activations
+    may remain, which is below 1e-4."""
+    folder, config = request.getfixturevalue(checkpoint), READ_IN_EACH_PASS[name]
+    split = methods.trained(methods.load(folder, split=True), copy.deepcopy(config))
+    plain = methods.trained(rounded_model(folder), copy.deepcopy(config))
+    assert split.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert (split.logits - plain.logits).norm() < 1e-4 * plain.logits.norm()
 
 
 def oriented(model: Any) -> LoraConfig:

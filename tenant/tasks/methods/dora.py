@@ -27,12 +27,12 @@ class RemoteDora(DoraLinearLayer):
     squares: Tensor
 
     def __init__(self, module: Any, adapter: str, layer: RemoteLayer) -> None:
-        super().__init__(fan_in_fan_out=module.fan_in_fan_out)  # type: ignore[no-untyped-call]
+        super().__init__(fan_in_fan_out=module.fan_in_fan_out)
         self.weight = module.lora_magnitude_vector[adapter].weight
         weight, a, b = layer.base_weight(rounded=True), module.lora_A[adapter].weight, module.lora_B[adapter].weight
         if not self.weight.is_meta:  # PEFT has computed it from the checkpoint's weight, so the start would differ
             scaling = module.scaling[adapter]
-            norm = self.get_weight_norm(weight, (b @ a).detach().float(), scaling)  # type: ignore[no-untyped-call]
+            norm = self.get_weight_norm(weight, (b @ a).detach().float(), scaling)
             self.weight.data = norm.to(self.weight)
         by_row = weight.t() if self.fan_in_fan_out else weight
         self.register_buffer("squares", by_row.square().sum(1), persistent=False)

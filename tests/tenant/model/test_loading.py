@@ -671,7 +671,8 @@ def test_an_adapter_that_lacks_tensors_is_refused_and_not_made_up(
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about merging and saved embeddings
 def test_biases_of_lora_and_an_adapted_embedding_work(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     exact = rounded_model(llama)
-    lora = LoraConfig(**{"r": 4, "target_modules": T, "init_lora_weights": False} | config)
+    settings: dict[str, Any] = {"r": 4, "target_modules": T, "init_lora_weights": False} | config
+    lora = LoraConfig(**settings)
     made: Any = get_peft_model(copy.deepcopy(exact), lora)
     made.save_pretrained(str(tmp_path))
     model = load_model(llama, remote=RemoteConfig(masking="simulate"))

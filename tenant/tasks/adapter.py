@@ -56,7 +56,7 @@ class Adapter:
     Attributes:
         number: a number that no other adapter of this process has.
         keys: cached results of `operator_key` by the layer's name, for an adapter that is not trained.
-        patterns: the patterns of sparse layers, made in the task's first batch.
+        patterns: the patterns of sparse layers. They grow when gradients are computed first.
 
     Raises:
         UnsupportedMethodError: the method changes more than the model's modules.
@@ -85,8 +85,11 @@ class Adapter:
                 base.forward = partial(_call_base, base)
             _keep_once(layer)
         self._bytes = _bytes(tensor for tensor in self._tensors() if not _is_kept_once(tensor))
-        modules = (module for layer in self.layers.values() for module in layer.modules())
-        self.patterns: list[Patterns] = [vars(module)["patterns"] for module in modules if "patterns" in vars(module)]
+        self.patterns: list[Patterns] = []
+        for module in (module for layer in self.layers.values() for module in layer.modules()):
+            if "patterns" in vars(module):
+                cast(Any, module).pattern(NAME)  # now, so that its memory counts before the first batch
+                self.patterns.append(vars(module)["patterns"])
         self._peft = peft if trainable else None
         self._saved = self._version() if on_disk else -1
 

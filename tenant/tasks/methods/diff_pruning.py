@@ -86,18 +86,23 @@ class DiffPruningLayer(MethodLayer):
             self.diff_pruning_places[adapter] = torch.arange(count, dtype=self.integer, device="cpu")
 
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
-        if adapter in self.diff_pruning_values:
-            places, values = self.diff_pruning_places[adapter], self.diff_pruning_values[adapter]
-        elif adapter not in self.diff_pruning_delta:
-            return None
-        elif self.training:
+        if self.training and adapter in self.diff_pruning_delta:
             delta = self._gate(adapter, sampled=True) * self.diff_pruning_delta[adapter]
             return functional.linear(x.to(delta.dtype), delta)
-        else:
+        found = self.pattern(adapter)
+        return None if found is None else found[0].product(x, found[1])
+
+    def pattern(self, adapter: str) -> tuple[Pattern, Tensor] | None:
+        """Return the pattern of a sparse change and its values; None if the layer does not have the adapter."""
+        if adapter in self.diff_pruning_values:
+            places, values = self.diff_pruning_places[adapter], self.diff_pruning_values[adapter]
+        elif adapter in self.diff_pruning_delta:
             places, values = self.pruned(adapter)
+        else:
+            return None
         inputs, outputs = self.widths
         pattern, _ = self.patterns.of(adapter, places, lambda: (Pattern(places, (outputs, inputs)), places[:0]))
-        return pattern.product(x, values)
+        return pattern, values
 
     def saved(self, adapter: str) -> dict[str, Tensor | None]:
         if adapter not in self.diff_pruning_delta:

@@ -27,7 +27,7 @@ class RemoteDora(DoraLinearLayer):
     squares: Tensor
 
     def __init__(self, module: Any, adapter: str, layer: RemoteLayer) -> None:
-        super().__init__(fan_in_fan_out=module.fan_in_fan_out)
+        super().__init__(fan_in_fan_out=module.fan_in_fan_out)  # type: ignore[no-untyped-call]
         self.weight = module.lora_magnitude_vector[adapter].weight
         weight, a, b = layer.base_weight(rounded=True), module.lora_A[adapter].weight, module.lora_B[adapter].weight
         if not self.weight.is_meta:  # PEFT has computed it from the checkpoint's weight, so the start would differ

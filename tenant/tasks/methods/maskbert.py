@@ -3,7 +3,7 @@
 An offloaded layer computes `W x`, and the tenant subtracts `(W * (1 - M)) x`. While masks are trained, each step reads
 `W` from the checkpoint on the tenant's disk: a mask is 1 where its score is positive, and the mask's gradient is used
 as the score's (straight-through). A saved mask lists the places where it is 0. The weights at these places are read
-from the checkpoint once, when the adapter is first used, and the product with them is sparse.
+from the checkpoint once, when the adapter is first used or a task is loaded, and the product with them is sparse.
 """
 
 from collections.abc import Callable
@@ -76,9 +76,8 @@ class MaskBertLayer(MethodLayer):
             )
 
     def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
-        if adapter in self.maskbert_places:
-            places = self.maskbert_places[adapter]
-            pattern, weights = self.patterns.of(adapter, places, lambda: self._masked_out(places))
+        if (saved := self.pattern(adapter)) is not None:
+            pattern, weights = saved
             return -pattern.product(x, weights)
         if adapter not in self.maskbert_scores:
             return None
@@ -98,11 +97,18 @@ class MaskBertLayer(MethodLayer):
             return {}
         return {"maskbert_scores": None, "maskbert_places": self.places(adapter)}
 
-    def _masked_out(self, places: Tensor) -> tuple[Pattern, Tensor]:
-        """Return the pattern of a saved mask, and the weights that it masks out."""
-        inputs, outputs = self.widths
-        pattern = Pattern(places, (outputs, inputs))
-        return pattern, base_weight(self).flatten()[places].to(torch.float32)
+    def pattern(self, adapter: str) -> tuple[Pattern, Tensor] | None:
+        """Return the pattern of a saved mask and the weights that it masks out; None without a saved mask."""
+        if adapter not in self.maskbert_places:
+            return None
+        places = self.maskbert_places[adapter]
+
+        def masked_out() -> tuple[Pattern, Tensor]:
+            inputs, outputs = self.widths
+            pattern = Pattern(places, (outputs, inputs))
+            return pattern, base_weight(self).flatten()[places].to(torch.float32)
+
+        return self.patterns.of(adapter, places, masked_out)
 
 
 class _MaskedOut(torch.autograd.Function):

@@ -20,17 +20,31 @@ from tenant.tasks.methods.sparse import Pattern, Patterns
 from tenant.tasks.methods.start import OnOffloadedLayers
 
 
-def _product(module: Any, adapter: str, x: Tensor, places: Tensor, entries: Tensor) -> Tensor:
-    """Multiply rows by the sparse matrix of an adapter. places: integer `[n]` or `[2, n]`, in any order."""
-    shape = module.out_features, module.in_features
+class _Sparse:
+    """What both modules share: a change of the entries of a weight at places, integer `[n]` or `[2, n]`, in any
+    order."""
 
-    def sorted_pattern() -> tuple[Pattern, Tensor]:
-        flat, order = _flat(places, shape).sort()
-        return Pattern(flat, shape), order
+    patterns: Patterns
+    in_features: int
+    out_features: int
 
-    pattern, order = module.patterns.of(adapter, places, sorted_pattern)
-    product: Tensor = pattern.product(x, entries[order])
-    return product
+    def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
+        """Return the places and entries of an adapter; None if the layer does not have the adapter."""
+        raise NotImplementedError
+
+    def pattern(self, adapter: str) -> tuple[Pattern, Tensor] | None:
+        """Return the pattern of an adapter and its entries, in the pattern's order."""
+        if (found := self.sparse(adapter)) is None:
+            return None
+        places, entries = found
+        shape = self.out_features, self.in_features
+
+        def sorted_pattern() -> tuple[Pattern, Tensor]:
+            flat, order = _flat(places, shape).sort()
+            return Pattern(flat, shape), order
+
+        pattern, order = self.patterns.of(adapter, places, sorted_pattern)
+        return pattern, entries[order]
 
 
 def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -44,19 +58,24 @@ def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
     return rows * shape[1] + columns
 
 
-class RemoteShiraLinear(ShiraLinear):
+class RemoteShiraLinear(_Sparse, ShiraLinear):  # type: ignore[misc]
     """PEFT's module around an offloaded layer: it adds a sparse product."""
+
+    def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
+        if adapter not in self.shira_weight:
+            return None
+        entries = self.shira_weight[adapter] * self.scaling[adapter]
+        # not a buffer, so `to(device)` does not move it
+        places = self.shira_indices[adapter] = self.shira_indices[adapter].to(entries.device)
+        return places, entries
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
         for adapter in self.active_adapters:
-            if adapter in self.shira_weight:
-                entries = self.shira_weight[adapter] * self.scaling[adapter]
-                # not a buffer, so `to(device)` does not move it
-                places = self.shira_indices[adapter] = self.shira_indices[adapter].to(x.device)
-                result = result + _product(self, adapter, x, places, entries).to(result.dtype)
+            if (found := self.pattern(adapter)) is not None:
+                result = result + found[0].product(x, found[1]).to(result.dtype)
         return result
 
 
@@ -71,18 +90,22 @@ class RemoteShira(OnOffloadedLayers, ShiraModel):
         vars(module).setdefault("patterns", Patterns())
 
 
-class RemoteSupertuningLinear(SupertuningLinear):
+class RemoteSupertuningLinear(_Sparse, SupertuningLinear):  # type: ignore[misc]
     """PEFT's module around an offloaded layer: it adds a sparse product, and LoRA's."""
+
+    def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
+        if adapter not in self.supertuning_values:
+            return None
+        return self.supertuning_indices[adapter], self.supertuning_values[adapter]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
         for adapter in self.active_adapters:
-            if adapter not in self.supertuning_values:
+            if (found := self.pattern(adapter)) is None:
                 continue
-            values, places = self.supertuning_values[adapter], self.supertuning_indices[adapter]
-            result = result + _product(self, adapter, x, places, values).to(result.dtype)
+            result = result + found[0].product(x, found[1]).to(result.dtype)
             if rank := self.supertuning_rank[adapter]:
                 lora_a, lora_b = self.supertuning_lora_A[adapter], self.supertuning_lora_B[adapter]
                 dropped = self.supertuning_lora_dropout[adapter](x).to(lora_a.weight.dtype)

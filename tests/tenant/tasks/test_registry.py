@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, OFTConfig, VeraConfig
+from peft import LoraConfig, OFTConfig, PeftConfig, ShiraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError, UnsupportedMethodError
+from tenant import MaskBertConfig, RemoteConfig
 from tenant.model.loading import load_model
-from tenant.tasks.folders import check_name
+from tenant.tasks.folders import check_name, memory_of, stored
 from tenant.tasks.registry import TaskId, Tasks
 from tests.adapters import METHODS
 from tests.tenant.tasks.conftest import WriteTask
@@ -204,22 +205,47 @@ def test_tasks_that_do_not_fit_in_memory_are_unloaded_and_loaded(base: Any, fold
     tasks.close()
 
 
-def test_patterns_of_sparse_tasks_count(base: Any, folders: Path) -> None:
-    """A sparse task's first batch makes the patterns of its products."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        METHODS["diff-pruning"],
+        MaskBertConfig(masked_share=0.2, target_modules=["q_proj", "down_proj"]),
+        ShiraConfig(r=4, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_the_memory_of_a_sparse_task_counts_at_load(
+    config: PeftConfig, llama: Path, write_task: WriteTask, tmp_path: Path
+) -> None:
+    """Patterns of sparse products, and MaskBert's weights, are as large as the file or larger."""
+    folder = write_task(tmp_path / "sparse", config)
+    tasks = Tasks(load_model(llama, remote=RemoteConfig(masking="simulate")))
+    tasks.register("sparse", folder)
+    tasks.load("sparse")
+    at_load, needed = tasks.bytes, memory_of(stored(folder))
+    logits(tasks, "sparse")
+    assert tasks.bytes == at_load
+    made = [pattern for layer in tasks._loaded["sparse"].patterns for pattern in layer.values()]
+    assert tasks["sparse"].bytes >= sum(one.pattern.bytes + one.tensor.nbytes for one in made) > 0
+    tasks.unload("sparse")
+    tasks.memory_limit = needed - 1
+    with pytest.raises(TaskError, match="memory_limit"):
+        tasks.load("sparse")
+    assert not tasks.bytes
+    tasks.close()
+
+
+def test_patterns_that_gradients_need_make_room_after_the_batch(base: Any, folders: Path) -> None:
     tasks = Tasks(base)
-    for name in ("first", "second"):
-        tasks.register(name, folders / "diff-pruning")
+    tasks.register_all(folders)
+    for name in ("diff-pruning", "lora"):
         tasks.load(name)
-        before = tasks[name].bytes
-        logits(tasks, name)
-        made = [pattern for layer in tasks._loaded[name].patterns for pattern in layer.values()]
-        assert tasks[name].bytes - before == sum(one.pattern.bytes + one.tensor.nbytes for one in made) > 0
-    tasks.unload("second")
-    tasks.load("second")
-    tasks.memory_limit = tasks.bytes  # without room for the second task's patterns
-    logits(tasks, "second")
-    assert tasks["second"].bytes
-    assert not tasks["first"].bytes
+    tasks.memory_limit = tasks.bytes
+    embedded = tasks.model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with tasks.batch(["diff-pruning"]):
+        tasks.model(inputs_embeds=embedded).logits.sum().backward()
+    assert tasks["diff-pruning"].bytes
+    assert not tasks["lora"].bytes
     tasks.close()
 
 

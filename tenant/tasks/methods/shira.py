@@ -58,7 +58,7 @@ def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
     return rows * shape[1] + columns
 
 
-class RemoteShiraLinear(_Sparse, ShiraLinear):  # type: ignore[misc]
+class RemoteShiraLinear(_Sparse, ShiraLinear):
     """PEFT's module around an offloaded layer: it adds a sparse product."""
 
     def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:

@@ -80,7 +80,7 @@ class Periodic:
     function is given. The thread belongs to one process: a forked child makes its own.
 
     Args:
-        action: returns None, or the seconds until the next call instead of `every_s`. It may call `stop`.
+        action: its result is ignored. It may call `stop`, and set `every_s` for its next call.
         name: name of the thread.
         jitter: pauses are varied at random by up to this share, so that programs that start together do not act
             together.
@@ -89,7 +89,7 @@ class Periodic:
 
     def __init__(
         self,
-        action: Callable[[], float | None],
+        action: Callable[[], object],
         *,
         every_s: float,
         name: str,
@@ -97,7 +97,7 @@ class Periodic:
         at_once: bool = False,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        self._action, self._every_s, self._jitter, self._failed = action, every_s, jitter, failed or self._warn
+        self._action, self.every_s, self._jitter, self._failed = action, every_s, jitter, failed or self._warn
         self._first_s = 0.0 if at_once else every_s
         self._due = threading.Event()
         self._stopped = False
@@ -135,11 +135,11 @@ class Periodic:
             self._due.clear()
             if self._stopped:  # read after the event was cleared, so `stop` is never missed
                 return
-            pause_s = self._every_s
             try:
-                pause_s = self._action() or self._every_s
+                self._action()
             except Exception as error:
                 self._failed(error)
+            pause_s = self.every_s
 
     def _warn(self, error: Exception) -> None:
         # the text of an unexpected error may quote data, so only its type is logged

@@ -26,8 +26,7 @@ from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.core.pads import Pad, RelayedBlock, Share, with_first_rows
 from tenant.core.parts import Part
-from tenant.routing.health import State
-from tenant.routing.route import Route
+from tenant.routing.known_provider import KnownProvider, State
 from tenant.worker import Worker
 
 PARALLEL_CHANNELS: Final = 2
@@ -172,7 +171,7 @@ class ExecutorClient:
         relay: True if effects may be relayed to the executor.
     """
 
-    def __init__(self, route: Route, new_channel: Callable[[], Channel], *, relay: bool) -> None:
+    def __init__(self, route: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
         self.route = route
         self._relay = relay
         self.pool = ChannelPool(new_channel, most=MOST_CHANNELS)

@@ -23,8 +23,7 @@ from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.executor_client import joined, row_limit
 from tenant.core.secret import SessionSecret
-from tenant.routing.health import State
-from tenant.routing.route import Route
+from tenant.routing.known_provider import KnownProvider, State
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
 
@@ -95,7 +94,7 @@ class HelperClient:
 
     def __init__(
         self,
-        route: Route,
+        route: KnownProvider,
         routes: Routes,
         new_channel: Callable[[], Channel],
         secret: SessionSecret,

@@ -17,7 +17,6 @@ answers.
 """
 
 import logging
-import random
 import threading
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from symbiosis_priv.network.addresses import is_internal
 from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, VerifiedDescriptor, verify
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.system.pacing import Periodic
 
 log = logging.getLogger(__name__)
 
@@ -100,21 +100,18 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
         else:
             candidates.append(peer)
             taken.append(own)
-    candidates = _companies_in_turn(federation, candidates)
-    refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in candidates[MAX_FOUND:]}
-    return Discovered(tuple(sorted(candidates[:MAX_FOUND], key=lambda peer: peer.name)), refused)
-
-
-def _companies_in_turn(federation: Federation, peers: Iterable[Peer]) -> list[Peer]:
-    """Order executors: the first of every company, then the second of every company, and so on. Sorted by name, so the
-    order changes only if an executor comes or goes."""
+    # The first executor of every company, then the second of every company, and so on. Sorted by name, so the choice
+    # changes only if an executor comes or goes.
+    candidates.sort(key=lambda peer: peer.name)
     places: Counter[Hashable] = Counter()
-    order = []
-    for peer in sorted(peers, key=lambda peer: peer.name):
+    in_turn = list[tuple[int, Peer]]()
+    for peer in candidates:
         company = federation.company_of(peer.operator)
-        order.append((places[company], peer))
+        in_turn.append((places[company], peer))
         places[company] += 1
-    return [peer for _, peer in sorted(order, key=lambda pair: pair[0])]
+    in_turn.sort(key=lambda pair: pair[0])
+    refused |= {peer.name: f"there are {MAX_FOUND} already" for _, peer in in_turn[MAX_FOUND:]}
+    return Discovered(tuple(sorted((peer for _, peer in in_turn[:MAX_FOUND]), key=lambda peer: peer.name)), refused)
 
 
 class Discovery:
@@ -136,7 +133,6 @@ class Discovery:
         self._registries = federation.registries
         self._trust = Trust.load(self._registries.authority, self._registries.revoked)
         self._changed = changed
-        self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._clock = clock
         self._newest: dict[str, VerifiedDescriptor] = {}
@@ -146,8 +142,8 @@ class Discovery:
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()  # guards the descriptors and the open connections
         self._asking: dict[str, RegistryClient] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._closed = False
+        self._periodic = Periodic(self.refresh, every_s=interval_s, name="asking the registries", jitter=_JITTER)
 
     @property
     def executors(self) -> tuple[Peer, ...]:
@@ -161,7 +157,7 @@ class Discovery:
 
     def start(self) -> None:
         """Start asking periodically in the background."""
-        self._thread.start()
+        self._periodic.start()
 
     def refresh(self) -> tuple[Peer, ...]:
         """Ask all registries in parallel. Returns the executors known after the answers or the deadline."""
@@ -182,24 +178,37 @@ class Discovery:
         rejected: Counter[str] = Counter()
         for data in listed:
             try:
-                self._store(data)
+                one = verify(data, self._trust, now=self._clock())
             except DescriptorError as error:
                 rejected[str(error)] += 1
+                continue
+            with self._lock:
+                known = self._newest.get(one.key)
+                if known is None or one.age >= known.age:
+                    self._newest[one.key] = one
+                else:
+                    rejected["a newer descriptor of the same executor is known"] += 1
         return rejected
 
     def update(self) -> tuple[Peer, ...]:
         """Read the revocation list again. Returns the known executors that are not revoked."""
-        self._read_revoked()
+        if self._registries.revoked is not None:
+            try:
+                revoked = load_revoked(self._registries.revoked, known=self._trust.revoked)
+            except CertificateError as error:
+                log.error("recently revoked executors may still be used: %s", error)
+            else:
+                self._trust = Trust(self._trust.authorities, revoked)
         now = self._clock()
         with self._lock:
             past = round(MS * (now - MEMORY_S))
             self._newest = {key: one for key, one in self._newest.items() if one.descriptor.issued > past}
-            good = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
-            before, found = self._found, admitted(self._federation, good, now=now)
+            valid = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
+            before, found = self._found, admitted(self._federation, valid, now=now)
             self._found = found
         for name in found.refused.keys() - before.refused.keys():
             log.warning("executor %s is not used: %s", name, found.refused[name])
-        if found.executors != before.executors and not self._closed.is_set():
+        if found.executors != before.executors and not self._closed:
             for peer in set(found.executors) - set(before.executors):
                 log.info("executor %s of %s was found, for layers %s", peer.name, peer.operator, peer.layers)
             for peer in set(before.executors) - set(found.executors):
@@ -209,48 +218,29 @@ class Discovery:
 
     def close(self, timeout: float) -> bool:
         """Stop asking. Returns True if the thread has ended within `timeout` seconds."""
-        self._closed.set()
+        self._closed = True
         with self._lock:
             for registry in self._asking.values():
                 registry.shut()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._periodic.close(timeout)
 
     def abandon(self) -> None:
         """Drop the parent's connections in a forked child, without sending a byte."""
-        self._closed.set()
+        self._closed = True
         for registry in self._asking.values():
             registry.close()
-
-    def _read_revoked(self) -> None:
-        if self._registries.revoked is None:
-            return
-        try:
-            revoked = load_revoked(self._registries.revoked, known=self._trust.revoked)
-        except CertificateError as error:
-            log.error("recently revoked executors may still be used: %s", error)
-        else:
-            self._trust = Trust(self._trust.authorities, revoked)
-
-    def _run(self) -> None:
-        while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
-            try:
-                self.refresh()
-            except Exception as error:  # for instance if no thread can be started; the known executors stay
-                log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:
         registry = RegistryClient(address, self._trust, deadline_s=self._deadline_s)
         with self._lock:
-            if self._closed.is_set() or address in self._asking:
+            if self._closed or address in self._asking:
                 return
             self._asking[address] = registry
         try:
             with registry:
                 listed = registry.list(self._federation.model_digest)
         except SymbiosisError as error:
-            if address not in self._silent and not self._closed.is_set():
+            if address not in self._silent and not self._closed:
                 self._silent.add(address)
                 log.warning("registry %s cannot be used now: %s", address, one_line(str(error)))
             return
@@ -266,13 +256,3 @@ class Discovery:
             self._rejected[address] = rejected
             for why, count in rejected.items():
                 log.info("registry %s lists %d invalid descriptors of %d: %s", address, count, len(listed), why)
-
-    def _store(self, data: bytes) -> None:
-        """Store a descriptor. Raises `DescriptorError` if the descriptor is invalid, or older than a known one of its
-        key."""
-        one = verify(data, self._trust, now=self._clock())
-        with self._lock:
-            known = self._newest.get(one.key)
-            if known is not None and one.age < known.age:
-                raise DescriptorError("a newer descriptor of the same executor is known")
-            self._newest[one.key] = one

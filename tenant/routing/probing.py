@@ -16,11 +16,11 @@ from symbiosis_priv.errors import SymbiosisError, UncoveredError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.routing.route import Route
+from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.worker import Worker
 
-Probe = Callable[[Route], wire.Welcome]
+Probe = Callable[[KnownProvider], wire.Welcome]
 _GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that the first products have a choice
 
 
@@ -40,7 +40,7 @@ class Prober:
         routes: Routes,
         manifest: Manifest,
         *,
-        retry: Callable[[Route, Callable[[], bool]], wire.Welcome],
+        retry: Callable[[KnownProvider, Callable[[], bool]], wire.Welcome],
         try_once: Probe,
         closing: threading.Event,
         before: Callable[[], None] = lambda: None,
@@ -50,9 +50,9 @@ class Prober:
         self._lock = threading.Lock()
         self._connecting: Future[None] | None = None
         self._connected = False
-        self._errors: dict[Route, SymbiosisError] = {}
+        self._errors: dict[KnownProvider, SymbiosisError] = {}
         # referenced during a probe only, because executors from registries come and go
-        self._workers: dict[Route, Worker] = {}
+        self._workers: dict[KnownProvider, Worker] = {}
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -83,7 +83,7 @@ class Prober:
         connecting.set_result(None)
         return None
 
-    def reconnect(self, urgent: Collection[Route] = ()) -> None:
+    def reconnect(self, urgent: Collection[KnownProvider] = ()) -> None:
         """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
         for route in self._routes.to_probe(urgent):
             self._probe(route, self._try_once)
@@ -108,7 +108,7 @@ class Prober:
         if not self._enough():
             raise self._missing()
 
-    def _until_enough(self, route: Route) -> wire.Welcome:
+    def _until_enough(self, route: KnownProvider) -> wire.Welcome:
         return self._retry(route, lambda: not self._enough())
 
     def _enough(self) -> bool:
@@ -118,7 +118,7 @@ class Prober:
     def _missing(self) -> SymbiosisError:
         """Return the error to raise for the providers that failed."""
         routes = self._routes
-        needed: tuple[Route, ...] = routes.executors if len(routes.executors) == 1 else ()
+        needed: tuple[KnownProvider, ...] = routes.executors if len(routes.executors) == 1 else ()
         if not (uncovered := routes.uncovered(len(self._manifest.groups))):
             needed = routes.helpers
         for route in needed:
@@ -132,26 +132,26 @@ class Prober:
             f"check` shows the layers of each executor."
         )
 
-    def _state_of(self, route: Route, layers: Sequence[int]) -> str:
+    def _state_of(self, route: KnownProvider, layers: Sequence[int]) -> str:
         if route.welcome is not None:
             served = [layer for group, layer in enumerate(layers) if route.serves(GroupIndex(group))]
             return f"{route} serves {_text(served)}"
         return f"{route} has not answered ({self._errors.get(route, 'it is quarantined')})"
 
-    def _probe(self, route: Route, probe: Probe) -> Future[None] | None:
+    def _probe(self, route: KnownProvider, probe: Probe) -> Future[None] | None:
         with self._lock:
             if route in self._workers:
                 return None
             worker = self._workers[route] = Worker(f"probe-{route.peer.name}")
         return worker.submit(self._run, route, probe)
 
-    def _run(self, route: Route, probe: Probe) -> None:
+    def _run(self, route: KnownProvider, probe: Probe) -> None:
         try:
             welcome = probe(route)
         except SymbiosisError as error:
-            here = {*self._routes.executors, *self._routes.helpers}
+            known = {*self._routes.executors, *self._routes.helpers}
             with self._lock:
-                self._errors = {other: why for other, why in self._errors.items() if other in here} | {route: error}
+                self._errors = {other: why for other, why in self._errors.items() if other in known} | {route: error}
             if not self._closing.is_set():
                 self._routes.failed(route, error)
         else:

@@ -6,9 +6,9 @@ It survives forks: a forked child sends nothing to providers that its parent has
 
 An executor is *able* to take rows if it serves the layer group, is not quarantined, and is admissible: no helper of its
 own company knows a seed of the rows' pads (`Federation.admissible` alone decides that). An able executor is *open* if
-its breaker is closed or its trial is due (`health`). Rows go to the open executor with the lowest measured cost. They
-move away from the present executor only if another one costs clearly less. An executor without a recent measurement
-gets one request as a measurement. If only one executor is able, it is asked even if its breaker is open.
+its breaker is closed or its trial is due (`known_provider`). Rows go to the open executor with the lowest measured
+cost. They move away from the present executor only if another one costs clearly less. An executor without a recent
+measurement gets one request as a measurement. If only one executor is able, it is asked even if its breaker is open.
 """
 
 import functools
@@ -24,14 +24,24 @@ from symbiosis_priv.federation import Federation, Peer, Traits, in_common, trait
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.gate import Quarantine
-from tenant.routing.health import FEW_BYTES, USUAL, ProviderHealth, State, Tolerance
-from tenant.routing.holders import choose_holders
-from tenant.routing.route import ProviderFigures, Route
+from tenant.routing.known_provider import (
+    FEW_BYTES,
+    USUAL,
+    KnownProvider,
+    ProviderFigures,
+    ProviderHealth,
+    State,
+    Tolerance,
+)
 
 log = logging.getLogger(__name__)
 
-_CLEARLY = 0.75  # share of the present executor's cost
-_REMEMBERED = 4096  # limit of cached decisions on rule 8, and of remembered parties from registries
+_WORTH_A_MOVE = 0.75  # rows move to another executor if it costs less than this share of the present one's cost
+_MOST_PARTIES = 4096  # limit of cached decisions on rule 8, and of remembered parties from registries
+_USUAL_EFFECT = 1 << 20  # bytes, to compare the costs of helpers
+
+Admits = Callable[[Peer, tuple[Peer, ...]], bool]
+"""`Federation.admissible`, cached."""
 
 
 class Routes:
@@ -56,16 +66,16 @@ class Routes:
         tolerance: Tolerance = USUAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._route = functools.partial(Route, tolerance=tolerance)
+        self._route = functools.partial(KnownProvider, tolerance=tolerance)
         self.executors = tuple(map(self._route, federation.executors))
         self.helpers = tuple(map(self._route, federation.helpers if with_helpers else ()))
         self.quarantined = Quarantine()
         self.version = 0
         self.all_up = False
         self._federation, self._clock = federation, clock
-        self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
-        self._present: dict[tuple[GroupIndex, bool], Route] = {}
-        self._reputations: deque[tuple[Traits, ProviderHealth]] = deque(maxlen=_REMEMBERED)
+        self._admits = functools.lru_cache(_MOST_PARTIES)(federation.admissible)
+        self._present: dict[tuple[GroupIndex, bool], KnownProvider] = {}
+        self._reputations: deque[tuple[Traits, ProviderHealth]] = deque(maxlen=_MOST_PARTIES)
         self._lock = threading.Lock()
 
     @property
@@ -98,14 +108,13 @@ class Routes:
                     continue
                 parties.append(own)
                 taken.append(peer)
-            self.executors = tuple(known.get(peer) or self._joining(peer) for peer in taken)
+            self.executors = tuple(known.get(peer) or self._joined(peer) for peer in taken)
             self._present = {place: route for place, route in self._present.items() if route in self.executors}
             self.version += 1
             self.all_up = False
 
-    def _joining(self, peer: Peer) -> Route:
-        """Return a route to an executor that has joined. A known executor that announces other layers keeps its
-        health."""
+    def _joined(self, peer: Peer) -> KnownProvider:
+        """Return what is known of an executor that has joined. One that announces other layers keeps its health."""
         own, route = traits(peer), self._route(peer)
         for party, health in self._reputations:
             if in_common(own, party):
@@ -114,14 +123,14 @@ class Routes:
         self._reputations.append((own, route.health))
         return route
 
-    def able(self, index: GroupIndex, holders: Collection[Peer] = ()) -> list[Route]:
+    def able(self, index: GroupIndex, holders: Collection[Peer] = ()) -> list[KnownProvider]:
         """Return the executors that may see a group's rows under pads of these holders."""
         serving = [route for route in self.executors if route.serves(index)]
         if not self.all_up and self.quarantined:
             serving = [route for route in serving if route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
-    def may_be_asked(self, route: Route, index: GroupIndex) -> bool:
+    def may_be_asked(self, route: KnownProvider, index: GroupIndex) -> bool:
         """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
         return route in self.executors and route.serves(index) and route.peer not in self.quarantined
 
@@ -131,9 +140,9 @@ class Routes:
         size: int,
         *,
         holders: Collection[Peer] | None,
-        prefer: Route | None = None,
+        prefer: KnownProvider | None = None,
         relayed_to: Peer | None = None,
-    ) -> Route | None:
+    ) -> KnownProvider | None:
         """Choose the executor of a request. Report the outcome with `answered`, `failed` or `cancelled`.
 
         Args:
@@ -153,25 +162,29 @@ class Routes:
             elif holders is None:
                 able = [route for route in able if len(self._holders(index, route)) == self.helpers_per_pad]
             if able and len(serving) == 1:
-                route: Route | None = able[0]
+                route: KnownProvider | None = able[0]
             else:
                 route = self._best([r for r in able if r.is_open], index, size, prefer, relayed_to)
             if route is not None:
                 route.in_flight += 1
             return route
 
-    def likely(self, index: GroupIndex) -> Route | None:
+    def likely(self, index: GroupIndex) -> KnownProvider | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
         under pads of the helpers that `holders` returns for it."""
         with self._lock:
-            able = [route for route in self.able(index) if self._has_holders(index, route)]
+            able = []
+            for route in self.able(index):
+                holders = tuple(holder.peer for holder in self._holders(index, route))
+                if len(holders) == self.helpers_per_pad and self._admits(route.peer, holders):
+                    able.append(route)
             if len(able) == 1:
                 return able[0]
             open_ones = [route for route in able if route.is_open]
             present = self._present.get((index, True))
             return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
-    def open_for(self, index: GroupIndex, size: int) -> list[Route]:
+    def open_for(self, index: GroupIndex, size: int) -> list[KnownProvider]:
         """Return the executors that may share a large product, the one with the lowest cost first."""
         with self._lock:
             able = self.able(index)
@@ -180,7 +193,7 @@ class Routes:
             open_ones = (route for route in able if route.is_open)
             return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
 
-    def patience_s(self, route: Route, index: GroupIndex, size: int, *, left_s: float) -> float:
+    def patience_s(self, route: KnownProvider, index: GroupIndex, size: int, *, left_s: float) -> float:
         """Return the seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
@@ -201,13 +214,18 @@ class Routes:
         """Return the layer groups below `groups` that no executor serves. Executors in quarantine do not count."""
         return [index for index in map(GroupIndex, range(groups)) if not self.able(index)]
 
-    def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
+    def _admissible(self, executors: Sequence[KnownProvider], holders: Collection[Peer]) -> list[KnownProvider]:
         known = tuple(holders)
         return [route for route in executors if self._admits(route.peer, known)]
 
     def _best(
-        self, open_ones: Sequence[Route], index: GroupIndex, size: int, prefer: Route | None, relayed_to: Peer | None
-    ) -> Route | None:
+        self,
+        open_ones: Sequence[KnownProvider],
+        index: GroupIndex,
+        size: int,
+        prefer: KnownProvider | None,
+        relayed_to: Peer | None,
+    ) -> KnownProvider | None:
         if prefer in open_ones:
             return prefer
         now, few = self._clock(), size <= FEW_BYTES
@@ -218,9 +236,9 @@ class Routes:
         if not open_ones:
             return None
         best = min(open_ones, key=lambda route: route.cost(size))
-        lying = (route for route in open_ones if route.peer == relayed_to)
-        present = next(lying, self._present.get((index, few)))
-        if present is not None and present in open_ones and best.cost(size) > _CLEARLY * present.cost(size):
+        holds_blocks = (route for route in open_ones if route.peer == relayed_to)
+        present = next(holds_blocks, self._present.get((index, few)))
+        if present is not None and present in open_ones and best.cost(size) > _WORTH_A_MOVE * present.cost(size):
             return present
         self._present[index, few] = best
         return best
@@ -228,14 +246,16 @@ class Routes:
     # Helpers
 
     def holders(
-        self, index: GroupIndex, executor: Route | None = None, *, without: Collection[Peer] = ()
-    ) -> list[Route]:
+        self, index: GroupIndex, executor: KnownProvider | None = None, *, without: Collection[Peer] = ()
+    ) -> list[KnownProvider]:
         """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
         there are not enough. `executor` will see the rows; None for any executor that serves the group."""
         with self._lock:
             return self._holders(index, executor, without)
 
-    def _holders(self, index: GroupIndex, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
+    def _holders(
+        self, index: GroupIndex, executor: KnownProvider | None, without: Collection[Peer] = ()
+    ) -> list[KnownProvider]:
         if self._federation.pad_helpers is None:
             return [route for route in self.helpers if route.peer not in without]
         able = self.able(index)
@@ -263,7 +283,9 @@ class Routes:
         others = self.holders(index, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
-    def replacements(self, index: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
+    def replacements(
+        self, index: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float
+    ) -> list[KnownProvider]:
         """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none. A
         helper that is replaced before it counts as late would be chosen again for the next product."""
         if self._federation.pad_helpers is None:
@@ -273,13 +295,9 @@ class Routes:
             return []
         return [route for route in self.helpers if route.peer not in holders]
 
-    def _has_holders(self, index: GroupIndex, executor: Route) -> bool:
-        holders = [route.peer for route in self._holders(index, executor)]
-        return len(holders) == self.helpers_per_pad and self._admits(executor.peer, tuple(holders))
-
     # Outcomes of requests
 
-    def answered(self, route: Route, *, seconds: float, size: int) -> None:
+    def answered(self, route: KnownProvider, *, seconds: float, size: int) -> None:
         """Record that an executor answered. The answer is not checked yet."""
         with self._lock:
             route.requests += 1
@@ -288,7 +306,7 @@ class Routes:
             if route.health.answered(now, seconds=seconds, size=size) and self._others(route):
                 log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
 
-    def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
+    def failed(self, route: KnownProvider, why: object, *, waited_s: float = 0.0) -> None:
         """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
             self.all_up = False
@@ -317,33 +335,33 @@ class Routes:
         asked = (route.health for route in self.helpers if route.peer in holders)
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
-    def _wasted(self, route: Route, waited_s: float) -> float:
+    def _wasted(self, route: KnownProvider, waited_s: float) -> float:
         """Return the seconds of a wait for one provider during which another provider could have answered."""
         same_role = self.helpers if route.peer.role == "helper" else self.executors
         return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 
-    def _others(self, route: Route) -> bool:
+    def _others(self, route: KnownProvider) -> bool:
         """Returns True if another provider could replace this one."""
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
-    def record_verified(self, executor: Route, holders: Collection[Peer]) -> None:
+    def record_verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
         with self._lock:
             executor.verified += 1
             for route in self.helpers if holders else ():
                 route.verified += route.peer in holders
 
-    def cancelled(self, route: Route) -> None:
+    def cancelled(self, route: KnownProvider) -> None:
         """Record that the chosen executor was not asked, or that its answer is not used."""
         with self._lock:
             route.in_flight = max(0, route.in_flight - 1)
 
-    def connected(self, route: Route, welcome: wire.Welcome) -> None:
+    def connected(self, route: KnownProvider, welcome: wire.Welcome) -> None:
         """Record the layers and limits that a provider has stated."""
         with self._lock:
             route.welcome = welcome
             route.health.connected()
 
-    def to_probe(self, urgent: Collection[Route] = ()) -> list[Route]:
+    def to_probe(self, urgent: Collection[KnownProvider] = ()) -> list[KnownProvider]:
         """Return the providers to connect to: those whose pause is over, those that have never answered, and `urgent`
         ones even during their pause, because no other provider can be asked."""
         now, routes = self._clock(), (*self.executors, *self.helpers)
@@ -403,3 +421,52 @@ class Routes:
         self._lock = threading.Lock()
         for route in (*self.executors, *self.helpers):
             route.in_flight = 0
+
+
+def choose_holders(
+    helpers: Sequence[KnownProvider],
+    targets: Sequence[KnownProvider],
+    executors: Sequence[KnownProvider],
+    *,
+    count: int,
+    federation: Federation,
+    admits: Admits,
+) -> list[KnownProvider]:
+    """Choose holders for the first target that has enough healthy helpers, else for the first that has enough.
+
+    The holders belong to different companies, and all of them are admissible with the target. Helpers come first that
+    have answered and whose breaker is closed; then those that are admissible with more of the other executors, so that
+    rows can move to another executor without a new pad; then those with a low cost. The cost of a helper without a
+    measurement counts as 0, so slow helpers are kept as spares.
+
+    Args:
+        targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; whether
+            an executor may see the rows is then decided later.
+        executors: executors that could take over the rows.
+        federation: decides which parties are one company.
+        admits: returns True if an executor may see rows under pads of these holders.
+
+    Returns:
+        The holders; fewer than `count` if there are not enough.
+    """
+
+    def order(route: KnownProvider) -> tuple[bool, bool, int, float]:
+        refused = sum(not admits(executor.peer, (route.peer,)) for executor in executors)
+        return not route.is_open, route.welcome is None, refused, route.health.seconds_for(_USUAL_EFFECT) or 0.0
+
+    sorted_helpers = sorted(helpers, key=order)
+    most: list[KnownProvider] = []
+    for target in targets or (None,):
+        taken: list[KnownProvider] = []
+        for route in sorted_helpers:
+            if (
+                len(taken) < count
+                and (target is None or admits(target.peer, (route.peer,)))
+                and not any(federation.one_company(route.peer, other.peer) for other in taken)
+            ):
+                taken.append(route)
+        if len(taken) == count and all(route.is_open for route in taken):
+            return taken
+        if len(taken) > len(most):
+            most = taken
+    return most

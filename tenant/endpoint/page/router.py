@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from symbiosis_priv.limits import Role
 from tenant.masking.scheme import Scheme
-from tenant.routing.route import ProviderFigures
+from tenant.routing.known_provider import ProviderFigures
 from tenant.session.tally import Ledger
 
 FILES = {

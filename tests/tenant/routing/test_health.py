@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.routing.health import ProviderHealth, State
+from tenant.routing.known_provider import ProviderHealth, State
 
 
 def steady(jitter: float = 0.5) -> ProviderHealth:

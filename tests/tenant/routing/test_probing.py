@@ -12,9 +12,8 @@ from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
-from tenant.routing.health import State, Tolerance
+from tenant.routing.known_provider import KnownProvider, State, Tolerance
 from tenant.routing.probing import Prober
-from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tests.vouching import Vouching
 
@@ -29,7 +28,7 @@ def test_nothing_is_kept_of_executors_that_have_left(
     routes = Routes(new_federation([]), with_helpers=False, tolerance=Tolerance(first_pause_s=0.0, last_pause_s=0.0))
     heard = threading.Semaphore(0)
 
-    def away(route: Route) -> wire.Welcome:
+    def away(route: KnownProvider) -> wire.Welcome:
         heard.release()
         raise ConnectionLostError("nobody there")
 

@@ -15,8 +15,7 @@ from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import PARALLEL_CHANNELS
-from tenant.routing.health import USUAL, State
-from tenant.routing.route import Route
+from tenant.routing.known_provider import USUAL, KnownProvider, State
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
 from tests.tenant.conftest import Identities, NewFederation
@@ -75,7 +74,7 @@ def new_routes(
     return make
 
 
-def hear(route: Route, first: int = 0, end: int = 9) -> None:
+def hear(route: KnownProvider, first: int = 0, end: int = 9) -> None:
     route.welcome = wire.Welcome(
         version=wire.VERSION, model_digest="", first_group=first, end_group=end, max_rows=100, max_payload=1 << 20
     )
@@ -356,7 +355,7 @@ class LargePart:
 def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
     """Simulate parts over executors that take `costs` seconds for each. Returns the parts of each, and the time of
     the last."""
-    routes = [Route(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
+    routes = [KnownProvider(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
     for route, cost in zip(routes, costs, strict=True):
         for now in range(4):
             route.health.answered(float(now), seconds=cost, size=LARGE)
@@ -393,7 +392,7 @@ def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[f
 
 
 def test_each_part_is_taken_once_by_many_threads() -> None:
-    route = Route(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
+    route = KnownProvider(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
     parts = [LargePart() for _ in range(500)]
     queue = PartQueue(parts, [route] * 8)  # type: ignore[arg-type]
     taken: list[object] = []

@@ -28,7 +28,7 @@ from symbiosis_priv.federation import Company
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
-from tenant.routing.health import State, Tolerance
+from tenant.routing.known_provider import State, Tolerance
 from tenant.session.session import Session
 from tests.tenant.conftest import Identities, NewProvider, NewSession
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
@@ -438,7 +438,9 @@ def test_parts_of_one_product_go_to_all_replicas(
     new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No answer comes before four parts have arrived, two at each replica."""
-    monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
+    monkeypatch.setattr(
+        "tenant.routing.known_provider.ProviderHealth.seconds_for", lambda self, size: 1e-3
+    )  # equally fast
     providers = [new_provider(), new_provider()]
     session = new_session("pad", providers, [new_provider()], part_bytes=1024)
     assert all_right(session)

@@ -27,7 +27,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.preparation.prepared import Preparation
-from tenant.routing.health import Tolerance
+from tenant.routing.known_provider import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.tenant.conftest import NewFederation, NewProvider

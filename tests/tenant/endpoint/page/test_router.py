@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from tenant.endpoint.page.router import page_router, sees
 from tenant.masking.registry import registered, scheme_named
-from tenant.routing.route import ProviderFigures
+from tenant.routing.known_provider import ProviderFigures
 from tenant.session.tally import Ledger
 
 FILES = Path(__file__).parents[4] / "tenant/endpoint/page/static"

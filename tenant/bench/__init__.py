@@ -1,22 +1,30 @@
 """`symbiosis-priv bench`: measures the cost of split execution. In each run, split and whole models are measured by
 turns.
 
-Absolute times are valid only for one machine, so compare the ratios.
+Absolute times are valid only for one machine, so compare the ratios. Each module has the command of its benchmark, its
+goals and its measurement; `pyproject.toml` lists the commands, so that `--help` does not wait for torch.
 
 Read in this order:
 
-results           the file of --json, its tables, and goals for its figures
-measured_models   the measured models
-processes         processes of tenants and providers, and what they cost
+report            the file of --json, its tables, and goals for its figures; `bench report`
+measured_models   the measured models, providers of them, and a tenant process
+processes         child processes, and what processes cost
+options           options of the commands, and `measure`, which runs a benchmark
 steps_and_tokens  `bench step` and `bench token`
 scaling           `bench scale`
 masked_linear     `bench linear`
-network           `bench network` (over an emulated link) and `bench bytes`
-many_tenants      `bench provider` and `bench bits`
+link, network     `bench network` (over an emulated link) and `bench bytes`
+many_tenants      `bench provider`, with the tenants of request_load
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
 startup           `bench start`
 kernels           `bench kernels`
 quality           `bench quality`
-cli               the commands; cli_options has their common options
 """
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the cost of split execution, compared with whole-model execution in the same run.",
+)

@@ -1,27 +1,77 @@
-"""Times exact products against float32 products, by kernel, instruction set, shape, row count and direction.
+"""`bench kernels`: times exact products against float32 products, by kernel, shape, row count and direction.
 
 Every repetition measures each product once, so that other work on the machine affects all products alike.
 """
 
 import logging
 import random
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Annotated, Final
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from tenant.bench.results.result_file import Row
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from tenant.bench.measured_models import HALF_THE_CORES, Repeat
+from tenant.bench.options import Json, Rows, Threads, measure, numbers
+from tenant.bench.report import Goal, Row, by, figure, where
 
 log = logging.getLogger(__name__)
 
 _SLOW_S = 0.5  # a product that takes longer is measured once
+_WITH_VNNI: Final = "native-avx512"
+
+
+def kernels(
+    *,
+    rows: Rows = "1,8,64,256",
+    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
+    repeat: Repeat = 10,
+    threads: Threads = HALF_THE_CORES,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+    device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
+    json: Json = None,
+) -> None:
+    """Time every exact kernel and float32 in both directions, and show which kernel is chosen.
+
+    Example: symbiosis-priv bench kernels --rows 1,64 --shape 2048x2048
+    """
+    counts = numbers(rows, "--rows")
+    shapes = [re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", part) for part in shape.split(",")]
+    if None in shapes:
+        raise ConfigError(f"--shape {shape!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
+    torch.set_num_threads(threads)
+    timed = partial(measure_kernels, row_counts=counts, repeat=repeat, weight_bits=weight_bits, device=device)
+    measure(
+        "kernels",
+        json,
+        lambda folder, progress: (
+            row for match in shapes if match for row in timed(inputs=int(match[1]), outputs=int(match[2]))
+        ),
+        goals=goals,
+    )
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench kernels`."""
+    chosen = [row for row in rows if row["chosen"]]
+    for name in by(chosen, "kernel"):
+        for few, at_most in ((True, 0.7), (False, 1.25)):
+            of_size = [row for row in where(chosen, kernel=name) if (figure(row, "rows") <= 8) == few]
+            if of_size:
+                what = f"{name}'s slowest product over float32's, {'up to 8 rows' if few else 'more rows'}"
+                slowest = max(figure(row, "over_float32") for row in of_size)
+                yield Goal(what, slowest, at_most=at_most if name == _WITH_VNNI else 2.2)
 
 
 def measure_kernels(

@@ -10,22 +10,24 @@ answers have the same length, so the figures do not depend on the text.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
+import typer
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
 from torch import Tensor
 from transformers.generation import BaseStreamer
 
-from tenant.bench.cli_options import Effort
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes.providers import provide, relayed, remote_config
-from tenant.bench.results.result_file import Row, percentile
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from tenant.bench.measured_models import Effort, Llama, provide, relayed, remote_config
+from tenant.bench.options import Json, Masking, measure, scheme
+from tenant.bench.report import Goal, Row, figure, percentile, where
+from tenant.cli.options import takes
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.whole import WholeEngine
@@ -50,6 +52,42 @@ _ADAPTERS: Final[dict[str, PeftConfig]] = {
 
 Way = Callable[[list[EngineRequest]], list[list[float]]]
 """A function that answers requests. Returns the times of the tokens of each answer."""
+
+_SHAPE, _ONCE = Llama(width=2048, layers=4, inner=5632), Effort(repeat=1)
+
+
+@takes
+def endpoint(
+    *,
+    shape: Llama = _SHAPE,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint, compared with plain transformers; a random Llama if left out.")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 32,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each answer.")] = 32,
+    masking: Masking = "pad",
+    effort: Effort = _ONCE,
+    json: Json = None,
+) -> None:
+    """Answer many requests together with the endpoint's engine, and one after another with `generate()`.
+
+    Example: symbiosis-priv bench endpoint --streams 8 --width 512
+    """
+    checkpoint, name = None if model is None else resolve(model), scheme(masking)
+
+    def run(folder: Path, progress: Callable[[str], None]) -> Iterator[Row]:
+        sizes = {"streams": streams, "prompt": prompt, "tokens": tokens}
+        return measure_streams(folder, checkpoint or shape, **sizes, masking=name, effort=effort, on_turn=progress)
+
+    measure("endpoint", json, run, goals=goals)
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench endpoint`."""
+    for row in where(rows, variant="all together"):
+        what = f"tokens a second of {row['streams']} answers together over one after another"
+        yield Goal(what, figure(row, "over_one_after_another"), at_least=4)
 
 
 def measure_streams(

@@ -12,21 +12,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
+import typer
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from tenant.bench.cli_options import Effort
-from tenant.bench.measured_models import Bert, QueuedRequests
-from tenant.bench.processes import process_costs
-from tenant.bench.processes.providers import provide, remote_config
-from tenant.bench.results.result_file import Row
+from tenant.bench.measured_models import Bert, Effort, provide, remote_config
+from tenant.bench.options import Json, measure
+from tenant.bench.processes import check_supported, resources
+from tenant.bench.report import Goal, Row, figure, where
+from tenant.cli.options import takes
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
@@ -44,6 +46,56 @@ _METHODS: Final[dict[str, PeftConfig]] = {
     "OFT": OFTConfig(oft_block_size=32, target_modules=["query", "value"]),
     "VERA": VeraConfig(r=256, target_modules=["query", "value"]),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedRequests:
+    """Queued requests, as in the PetS paper: lengths are normally distributed, tasks uniformly."""
+
+    requests: Annotated[int, typer.Option(min=1, help="Queued requests.")] = 256
+    mean: Annotated[float, typer.Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0
+    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of their lengths, in tokens.")] = 8.0
+    size: Annotated[int, typer.Option(min=1, help="Requests in a batch of fixed size.")] = 32
+
+
+_BERT_BASE, _TRAFFIC, _EFFORT = Bert(), QueuedRequests(), Effort()
+
+
+@takes
+def tasks(
+    *,
+    shape: Bert = _BERT_BASE,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
+    traffic: QueuedRequests = _TRAFFIC,
+    effort: Effort = _EFFORT,
+    json: Json = None,
+) -> None:
+    """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS).
+
+    Example: symbiosis-priv bench tasks --tasks 64 --layers 4
+    """
+
+    def run(folder: Path, progress: Callable[[str], None]) -> Iterator[Row]:
+        rows = min(batch, tasks)
+        return measure_tasks(
+            folder, shape, tasks=tasks, batch=rows, tokens=tokens, traffic=traffic, effort=effort, on_turn=progress
+        )
+
+    measure("tasks", json, run, goals=goals)
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench tasks`."""
+    for measurement, variant, what, at_least in (
+        ("memory", "one model", "tasks in the memory of as many full copies", 26),
+        ("batch, whole model", "mixed batch", "time of one task after the other over a mixed batch's, whole", 2),
+        ("batch, split model", "mixed batch", "round trips of one task after the other over a mixed batch's", 10),
+        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.2),
+    ):
+        for row in where(rows, measurement=measurement, variant=variant):
+            yield Goal(what, figure(row, "gain"), at_least=at_least)
 
 
 def measure_tasks(
@@ -67,7 +119,7 @@ def measure_tasks(
     Yields:
         Rows. `gain` is the measured quantity of the first variant divided by that of this variant.
     """
-    process_costs.check_supported()
+    check_supported()
     path = shape.save(directory / "model")
     on_turn("writing tasks")
     repository = write_tasks(directory / "tasks", path, count=tasks)
@@ -121,13 +173,13 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     """Measure the process's resident memory before and after loading, which includes Python objects."""
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
     gc.collect()
-    before = process_costs.resources([os.getpid()]).bytes
+    before = resources([os.getpid()]).bytes
     start = time.perf_counter()
     for name in names:
         tasks.load(name)
     seconds = time.perf_counter() - start
     gc.collect()
-    grown = max(tasks.bytes, process_costs.resources([os.getpid()]).bytes - before)
+    grown = max(tasks.bytes, resources([os.getpid()]).bytes - before)
     row: Row = {"measurement": "memory", "tasks": len(names), "rows": None, "tokens": None, "batches": None}
     whole, shared = len(names) * copies, copies + grown
     yield {**row, "variant": "a full copy per task", "memory_mib": whole / _MIB, **_cost(None), "gain": 1.0}

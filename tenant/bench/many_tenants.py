@@ -1,31 +1,133 @@
-"""Many tenants at one provider: compares batching policies and shardings by turns in one run.
+"""`bench provider`: many tenants at one provider, with each batching policy and sharding by turns in one run.
 
 Each variant has its own provider. All providers serve the same synthetic model, and only one provider is busy at any
 time. Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
-but has no model. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
+but has no model.
+Tenants and providers share one machine, so the CPU time of tenants affects the figures.
 """
 
 import contextlib
 import itertools
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
+
+import typer
 
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import figures
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
-from tenant.bench.measured_models import small_llama
-from tenant.bench.processes.children import Child
-from tenant.bench.processes.providers import provide
-from tenant.bench.processes.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
-from tenant.bench.results.result_file import Row, number, percentile
+from symbiosis_priv.system.files import output_file, write_atomically
+from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
+from tenant.bench.options import Json, Seconds, Threads, measure, names, numbers, refuse_wrong
+from tenant.bench.processes import Child
+from tenant.bench.report import Goal, Row, by, distinct, figure, number, percentile, ratio, where
+from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 
 _CHECKED_S = 2.0
 _POLICIES: Final = ("none", "lockstep", "opportunistic")
+_SHARDINGS: Final = ("columns", "gathered")
+
+
+def provider(
+    *,
+    tenants: Annotated[
+        str, typer.Option(help="How many at once, generating+training, separated by commas.")
+    ] = "1+0,16+0,6+0,6+2,8+4",
+    generating_rows: Annotated[
+        str,
+        typer.Option(
+            help="Rows of generating tenants' requests, in rotation; with slashes, one mix after the other: "
+            "1/2,4,8,16,32,64,128,256 for one row each, then for batches."
+        ),
+    ] = "1",
+    training_rows: Annotated[
+        str, typer.Option(help="Rows of training tenants' requests, in rotation.")
+    ] = "2,16,64,256",
+    adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, in rotation.")] = "8,64",
+    policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(_POLICIES),
+    ranks: Annotated[str, typer.Option(help="Processes that hold the model together, separated by commas.")] = "1",
+    shardings: Annotated[str, typer.Option(help="How ranks divide a product, separated by commas.")] = (
+        ",".join(_SHARDINGS)
+    ),
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
+    seconds: Seconds = 8.0,
+    threads: Threads = HALF_THE_CORES,
+    json: Json = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
+    ] = None,
+) -> None:
+    """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers.
+
+    Status 1 if one bit of an answer differs from the answer that the same tenant received alone.
+
+    Example: symbiosis-priv bench provider --tenants 1+0,6+2 --policies none,opportunistic --hidden 1024
+    """
+    if hidden % 8:
+        raise ConfigError("--hidden: write a multiple of 8")
+    mixes = [
+        Mix(
+            generating_rows=tuple(numbers(rows, "--generating-rows")),
+            training_rows=tuple(numbers(training_rows, "--training-rows")),
+            ranks=tuple(numbers(adapters, "--adapters")),
+        )
+        for rows in generating_rows.split("/")
+    ]
+    counts = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in tenants.split(",")]
+    scenarios = [Scenario(generating=int(count[1]), training=int(count[2])) for count in counts if count is not None]
+    if len(scenarios) < len(counts) or not all(scene.generating + scene.training for scene in scenarios):
+        raise ConfigError(f"--tenants {tenants!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
+    ways = names(shardings, _SHARDINGS, "--shardings")
+    variants = [
+        Variant(policy=policy, ranks=count, sharding=sharding)
+        for policy in names(policies, _POLICIES, "--policies")
+        for count in numbers(ranks, "--ranks")
+        for sharding in (ways if count > 1 else ways[:1])  # a single rank does not divide products
+    ]
+    measured = partial(measure_tenants, scenarios=scenarios, mixes=mixes, variants=variants, hidden=hidden)
+    found = measure(
+        "provider",
+        json,
+        lambda folder, progress: (row for row, _ in measured(folder, layers=layers, seconds=seconds, threads=threads)),
+        goals=goals,
+    )
+    if picture is not None:
+        write_atomically(picture, draw(found).encode())
+    refuse_wrong(found, "wrong")
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench provider`."""
+    for scene in distinct(rows, "generating", "generating_rows", "training", "ranks", "sharding"):
+        policies = by(where(rows, **scene), "policy")
+        ours = policies.get("opportunistic")
+        if ours is None or not (scene["generating"] and scene["training"]):
+            continue
+        sizes = f"{scene['generating']} with rows {scene['generating_rows']}, {scene['training']} train"
+        for other in ("none", "lockstep"):
+            if (theirs := policies.get(other)) is not None:
+                yield Goal(f"tokens a second over {other}'s, {sizes}", ratio(ours, theirs, "tokens_per_s"), at_least=1)
+                yield Goal(f"mean latency over {other}'s, {sizes}", ratio(ours, theirs, "token_mean_ms"), at_most=1)
+    alone = [row for row in rows if row["policy"] == "opportunistic" and not row["training"]]
+    counts = by(alone, "generating")
+    mixed = where(rows, policy="opportunistic", generating=6, training=2)
+    if 6 in counts and mixed:
+        what = "median latency of six tenants with two training ones, over six alone"
+        yield Goal(what, ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
+    if 1 in counts and 16 in counts:
+        tokens = ratio(counts[16], counts[1], "tokens_per_s")
+        yield Goal("tokens of sixteen tenants over those of one", tokens, at_least=4)
+    if 16 in counts:
+        what = "products' share of the executor's busy time, sixteen tenants"
+        yield Goal(what, figure(counts[16], "product_share"), at_least=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,53 +216,27 @@ def measure_tenants(
             yield bench.run(scenario, mix, seconds=seconds)
 
 
-def compare_bits(
-    directory: Path, *, scenarios: Sequence[Scenario], variants: Sequence[Variant], seconds: float
-) -> Iterator[Row]:
-    """Start one small provider after the other and compare the tenants' answers.
-
-    Each answer to a concurrent tenant is compared with the answer that the tenant received alone. The answers received
-    alone are compared with those of the first provider (`tenants_with_other_answers_alone`). Arguments and errors as
-    for `measure_tenants`.
-    """
-    mixes = [Mix(generating_rows=(1, 3, 8), training_rows=(2, 17, 64), ranks=(8,))]
-    measured = partial(measure_tenants, scenarios=scenarios, mixes=mixes, hidden=64, layers=1, seconds=seconds)
-    first: dict[str, str] = {}
-    for variant in variants:
-        folder = directory / str(variant)
-        folder.mkdir()
-        for row, alone in measured(folder, variants=[variant], threads=1):
-            first = {**alone, **first}
-            yield {
-                **{name: row[name] for name in ("policy", "ranks", "sharding")},
-                "tenants": number(row["generating"]) + number(row["training"]),
-                "answers": row["answers"],
-                "wrong": row["wrong"],
-                "tenants_with_other_answers_alone": sum(first[tenant] != digest for tenant, digest in alone.items()),
-            }
-
-
-def picture(rows: Sequence[Row]) -> str:
+def draw(rows: Sequence[Row]) -> str:
     """Draw an SVG: tokens per second above, median milliseconds of a token below, with a bar per policy and number of
     tenants."""
-    titles = {"tokens_per_s": "tokens per second", "token_p50_ms": "milliseconds of a token, median"}
-    return figures.stacked([_bars(rows, title, figure) for figure, title in titles.items()])
 
-
-def _bars(rows: Sequence[Row], title: str, figure: str) -> str:
     def place(row: Row) -> tuple[float, str, int]:
         tenants = number(row["generating"]) + number(row["training"])
         return tenants, str(row["generating_rows"]), _POLICIES.index(str(row["policy"]))
 
-    bars = [
-        figures.Bar(
-            f"{row['policy']}, {row['generating']} x {row['generating_rows']} rows + {row['training']}",
-            number(row[figure] or 0.0),
-            colour=figures.COLOURS[_POLICIES.index(str(row["policy"]))],
-        )
-        for row in sorted(rows, key=place)
-    ]
-    return figures.bars(title, bars, figures.Axis(title, 0.0, max(bar.value for bar in bars) or 1.0))
+    pictures = []
+    for name, title in {"tokens_per_s": "tokens per second", "token_p50_ms": "milliseconds of a token, median"}.items():
+        bars = [
+            figures.Bar(
+                f"{row['policy']}, {row['generating']} x {row['generating_rows']} rows + {row['training']}",
+                number(row[name] or 0.0),
+                colour=figures.COLOURS[_POLICIES.index(str(row["policy"]))],
+            )
+            for row in sorted(rows, key=place)
+        ]
+        axis = figures.Axis(title, 0.0, max(bar.value for bar in bars) or 1.0)
+        pictures.append(figures.bars(title, bars, axis))
+    return figures.stacked(pictures)
 
 
 class _Bench:
@@ -203,7 +279,9 @@ class _Bench:
             seen: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
             after = self._executor()
         row = self._row(scenario, loads, seen, seconds)
-        return {**row, **_executor_figures(before, after), **_compared(seen)}, alone
+        row |= _executor_figures(before, after)
+        row |= {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
+        return row, alone
 
     def _load(self, name: str, kind: Kind, rows: int, rank: int, seconds: float) -> RequestLoad:
         if name not in self._identities:
@@ -267,10 +345,6 @@ def _executor_figures(before: dict[str, Any], after: dict[str, Any]) -> Row:
         "idle_share": grown("idle") / grown("uptime"),
         "resident_mib": after["resident"] / (1 << 20),
     }
-
-
-def _compared(seen: Sequence[LoadResult]) -> Row:
-    return {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
 
 
 def _millis(turns: Sequence[float]) -> Row:

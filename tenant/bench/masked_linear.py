@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -26,10 +28,10 @@ from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.tls import check_pin, server_context
-from tenant.bench.measured_models import HEAD, Llama
-from tenant.bench.processes.children import Child
-from tenant.bench.processes.providers import parsed, provide, relayed
-from tenant.bench.results.result_file import Row, percentile
+from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, Repeat, parsed, provide, relayed
+from tenant.bench.options import Json, Masking, Rows, Threads, measure, numbers, scheme, widths
+from tenant.bench.processes import Child
+from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
@@ -43,17 +45,52 @@ _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
 _HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 
 
+def linear(
+    *,
+    rows: Rows = "1,16,64,256",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
+    masking: Masking = "pad",
+    repeat: Repeat = 50,
+    threads: Threads = HALF_THE_CORES,
+    json: Json = None,
+) -> None:
+    """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
+
+    Pads are drawn before the clock starts. "back to back" is a call with the pads that were drawn during the call
+    before.
+
+    Example: symbiosis-priv bench linear --rows 1,256 --width 2048
+    """
+    counts, sizes, name = numbers(rows, "--rows"), widths(width), scheme(masking)
+    measure(
+        "linear",
+        json,
+        lambda folder, progress: measure_linears(
+            folder, sizes=sizes, row_counts=counts, masking=name, repeat=repeat, threads=threads
+        ),
+        goals=goals,
+    )
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench linear`."""
+    for row in rows:
+        if figure(row, "width") >= 2048:
+            what = f"a masked linear over product and echo, width {row['width']}, rows {row['rows']}"
+            yield Goal(what, figure(row, "masked_over_floor"), at_most=1.3)
+
+
 def measure_linears(
-    directory: Path, *, widths: Sequence[int], row_counts: Sequence[int], masking: str, repeat: int, threads: int
+    directory: Path, *, sizes: Sequence[int], row_counts: Sequence[int], masking: str, repeat: int, threads: int
 ) -> Iterator[Row]:
     """Start providers and an echo server for each width, and measure a `width` x `width` linear.
 
     Args:
-        widths: widths of the layer, multiples of `HEAD`.
+        sizes: widths of the layer, multiples of `HEAD`.
         threads: torch threads of each process, including this one.
     """
     torch.set_num_threads(threads)
-    for width in widths:
+    for width in sizes:
         folder = directory / str(width)
         # the output projection is `width` x `width`, and the other layers are small
         shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)

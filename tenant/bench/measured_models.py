@@ -1,20 +1,50 @@
-"""The shapes of the measured models, which have random weights, and queued requests."""
+"""What benchmarks measure: models with random weights, providers of a model, and a tenant process that trains it and
+generates with it."""
 
-from dataclasses import dataclass
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 from typer import Option
 
 from symbiosis_priv.errors import ConfigError
-
-if TYPE_CHECKING:  # importing torch would delay --help
-    import torch
-    from transformers import LlamaConfig
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.system.files import write_atomically
+from tenant.cli.options import quiet
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_model
+from tenant.model.overlap import overlapped
+from tenant.session.tally import Ledger
+from tenant.session.traffic import Transport
 
 _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
+RELAY = "relay"
+"""Suffix of the name of a masking scheme, after a slash, with which effects are relayed."""
+HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+START_S = 900.0  # providers quantise the model at their start
+
+Repeat = Annotated[int, Option(min=1, help="Repetitions.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Repetitions and resources of a measurement."""
+
+    repeat: Repeat = 3
+    threads: Annotated[int, Option(min=1, help="Torch threads of each process.")] = HALF_THE_CORES
+    pool_memory_mib: Annotated[int, Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +67,8 @@ class Llama:
         if self.heads is None:
             check_width(self.width)
 
-    def config(self) -> "LlamaConfig":
+    def config(self) -> LlamaConfig:
         """Return the configuration, with tied embeddings."""
-        from transformers import LlamaConfig
-
         heads = self.heads or max(1, self.width // HEAD)
         return LlamaConfig(
             hidden_size=self.width,
@@ -52,16 +80,13 @@ class Llama:
             tie_word_embeddings=True,
         )
 
-    def save(self, folder: Path, *, dtype: "torch.dtype | None" = None, shard: str = "50GB") -> Path:
+    def save(self, folder: Path, *, dtype: torch.dtype | None = None, shard: str = "50GB") -> Path:
         """Write a checkpoint with random weights, always the same, and return its folder.
 
         Args:
             dtype: dtype of the weights; float32 if None.
             shard: largest size of one file, such as "50GB".
         """
-        import torch
-        from transformers import AutoModelForCausalLM
-
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
@@ -87,9 +112,6 @@ class Bert:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint with random weights, always the same, and return its folder."""
-        import torch
-        from transformers import BertConfig, BertModel
-
         torch.manual_seed(0)
         config = BertConfig(
             hidden_size=self.width,
@@ -102,17 +124,170 @@ class Bert:
         return folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueuedRequests:
-    """Queued requests, as in the PetS paper: lengths are normally distributed, tasks uniformly."""
-
-    requests: Annotated[int, Option(min=1, help="Queued requests.")] = 256
-    mean: Annotated[float, Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0
-    sigma: Annotated[float, Option(min=0, help="Standard deviation of their lengths, in tokens.")] = 8.0
-    size: Annotated[int, Option(min=1, help="Requests in a batch of fixed size.")] = 32
-
-
 def check_width(width: int) -> None:
     """Raise `ConfigError` unless a width is a multiple of `HEAD`."""
     if width % HEAD:
         raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")
+
+
+def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> LocalFederation:
+    """Return providers of a checkpoint, not yet started, with `threads` torch threads each.
+
+    Args:
+        directory: parent folder of the providers' files.
+    """
+    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
+    return LocalFederation(model, directory / "federation", **given)
+
+
+class Masking(NamedTuple):
+    """A masking scheme, and how matrices are sent."""
+
+    scheme: str
+    transport: Transport
+
+
+def parsed(masking: str) -> Masking:
+    """Parse an option such as `pad`, `pad/24` or `pad/24/relay`, which `options.scheme` has checked."""
+    scheme, *flags = masking.split("/")
+    return Masking(scheme, Transport(ring_bits=24 if "24" in flags else 32, relay=RELAY in flags))
+
+
+def relayed(maskings: Iterable[str]) -> bool:
+    """Returns True if one of these variants relays effects, which providers must then allow."""
+    return any(parsed(masking).transport.relay for masking in maskings)
+
+
+def remote_config(
+    local: LocalFederation, masking: str, effort: Effort, *, federation: Path | None = None
+) -> RemoteConfig:
+    """Return the configuration of a tenant of these providers.
+
+    Args:
+        masking: a scheme, `pad/24` in a ring of 24 bits, or `pad/24/relay` with relayed effects.
+        federation: the federation file; that of the providers if None.
+    """
+    scheme, transport = parsed(masking)
+    file = federation or local.federation
+    if not transport.relay:
+        direct = file.with_name(f"{file.stem}-direct{file.suffix}")
+        write_atomically(direct, file.read_bytes().replace(b"relay = true", b"relay = false"))
+        file = direct
+    return RemoteConfig(
+        federation=file,
+        masking=scheme,
+        ring_bits=transport.ring_bits,
+        cache=local.cache,
+        pool_memory_mib=effort.pool_memory_mib,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Optimizer steps of LoRA on q and v, one after the other.
+
+    Args:
+        parts: number of parts of a batch, each with its own forward and backward pass.
+        overlap: run all parts at the same time (`tenant.overlapped`).
+    """
+
+    batch: int
+    tokens: int
+    steps: int = 1
+    parts: int = 1
+    overlap: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Generate `tokens` tokens greedily after a prompt."""
+
+    prompt: int
+    tokens: int
+
+
+Task = Step | Generate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The cost of one step or one token.
+
+    Args:
+        counted: the increase of the session's ledger; empty for the whole model.
+    """
+
+    seconds: float
+    counted: dict[str, float]
+
+
+class _Tenant:
+    def __init__(self, model: Path, remote: RemoteConfig | None) -> None:
+        torch.manual_seed(0)
+        base = load_model(model, remote=remote, dtype=torch.float32)
+        self._backend = None if remote is None else backend_of(base)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
+        self._model: Any = get_peft_model(base, lora)
+        self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
+
+    def do(self, task: Task) -> list[Cost]:
+        return self._steps(task) if isinstance(task, Step) else self._generate(task)
+
+    def _steps(self, task: Step) -> list[Cost]:
+        self._model.train()
+        batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
+        return [self._cost_of(partial(self._step, parts, overlap=task.overlap)) for parts in batches]
+
+    def _step(self, parts: Sequence[torch.Tensor], *, overlap: bool) -> None:
+        if overlap:
+            overlapped(self._model, self._backward, parts)
+        else:
+            for ids in parts:
+                self._backward(ids)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _backward(self, ids: torch.Tensor) -> None:
+        self._model(input_ids=ids, labels=ids).loss.backward()
+
+    @torch.no_grad()
+    def _generate(self, task: Generate) -> list[Cost]:
+        self._model.eval()
+        self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+        return [self._cost_of(self._next_token) for _ in range(task.tokens)]
+
+    def _next_token(self) -> None:
+        latest = self._output.logits[:, -1:].argmax(-1)
+        self._output = self._model(input_ids=latest, past_key_values=self._output.past_key_values, use_cache=True)
+
+    def _cost_of(self, work: Callable[[], None]) -> Cost:
+        before = self._ledger()
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        counted = since(before, self._ledger())
+        numbers = {name: value for name, value in asdict(counted).items() if isinstance(value, int | float)}
+        return Cost(seconds=seconds, counted=numbers)
+
+    def _ledger(self) -> Ledger:
+        return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()
+
+    def _tokens(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+
+
+@contextmanager
+def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
+    """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens.
+
+    Args:
+        remote: how to split the model; None for the whole model in float32 in this process.
+    """
+    quiet()
+    torch.set_num_threads(threads)
+    with contextlib.closing(_Tenant(model, remote)) as tenant:
+        yield tenant.do

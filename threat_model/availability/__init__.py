@@ -1,9 +1,7 @@
 """Attacks on availability, with provider processes: abuse by other tenants, killed providers, lost ranks.
 
-abuse         `bench abuse`: measures an honest tenant's requests during each abuse
-abusers       the kinds of abuse
-chaos         `bench chaos`: providers are killed while a tenant trains and generates
-ranks         `bench ranks`: a sharded executor loses a rank while tenants send requests
-request_loop  the tenants of `bench ranks`
-cli           the three commands; options has the options of chaos and ranks
+abuse    `bench abuse`: measures an honest tenant's requests during each abuse
+abusers  the kinds of abuse
+chaos    `bench chaos`: providers are killed while a tenant trains and generates
+ranks    `bench ranks`: a sharded executor loses a rank while tenants send requests
 """

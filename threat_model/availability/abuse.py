@@ -9,11 +9,12 @@ before and after each abuse.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind
@@ -22,17 +23,47 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
-from tenant.bench.measured_models import small_llama
-from tenant.bench.processes import process_costs
-from tenant.bench.processes.children import Child
-from tenant.bench.processes.process_costs import Resources
-from tenant.bench.results.result_file import Row, percentile
+from tenant.bench.measured_models import HALF_THE_CORES, small_llama
+from tenant.bench.options import Json, Seconds, Threads, measure, refuse_wrong
+from tenant.bench.processes import Child, Resources, cpu_seconds, resources
+from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.availability.abusers import DEADLINE_S, Abuse, Client, abuses, request_of, serve_abuse
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
 _MIB = 1 << 20
+
+
+def abuse(
+    *,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    seconds: Seconds = 4.0,
+    visits: Annotated[int, typer.Option(min=1, help="Connections of the abuser that connects and leaves.")] = 1000,
+    threads: Threads = HALF_THE_CORES,
+    json: Json = None,
+) -> None:
+    """Measure an honest tenant's requests alone, and while others flood, read slowly, reconnect, or are revoked.
+
+    Status 1 if one bit of an answer to the honest tenant is wrong.
+
+    Example: symbiosis-priv bench abuse --hidden 512 --seconds 2
+    """
+    rows = measure(
+        "abuse",
+        json,
+        lambda folder, progress: measure_abuse(folder, hidden=hidden, seconds=seconds, visits=visits, threads=threads),
+        goals=goals,
+    )
+    refuse_wrong(rows, "wrong")
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench abuse`."""
+    for row in rows:
+        if not str(row["abuse"]).startswith("control"):
+            what = f"an honest tenant's median over alone: {row['abuse']}"
+            yield Goal(what, figure(row, "beside_over_alone"), at_most=1.5)
 
 
 def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, threads: int) -> Iterator[Row]:
@@ -93,7 +124,7 @@ class _Bench:
             beside = self.honest(seconds)
             while abuse.ends and child.ask(None, timeout_s=DEADLINE_S):
                 beside += self.honest(seconds / 4)
-            used = process_costs.cpu_seconds([child.pid])
+            used = cpu_seconds([child.pid])
             peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
         finally:
@@ -153,7 +184,7 @@ class _Bench:
         return status["connections"] == 1 and not status["handshakes"]["present"]
 
     def _held(self) -> Resources:
-        return process_costs.resources([self._local.pid("executor") or 0])
+        return resources([self._local.pid("executor") or 0])
 
     def _left(self, before: Resources) -> Resources:
         """The provider's resources after the abuser's connections have ended."""

@@ -24,7 +24,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
-from tenant.bench.processes import process_costs
+from tenant.bench.processes import lower_own_priority
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
@@ -212,7 +212,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
 @contextmanager
 def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]]:
     """The work of a `Child`: an abuse, with the lowest priority. The answer is True while the abuse runs."""
-    process_costs.lower_own_priority(_NICE)
+    lower_own_priority(_NICE)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
     threads = [threading.Thread(target=abuse.attack, args=(abuser,), daemon=True) for _ in range(abuse.threads)]

@@ -19,25 +19,68 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from typer import Option
 
+from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.wiretaps import AnswerTimes
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes.providers import START_S, provide
-from tenant.bench.results.result_file import Row
+from tenant.bench.measured_models import START_S, Llama, provide
+from tenant.bench.options import Json, Progress, measure
+from tenant.bench.report import Row
+from tenant.cli.options import takes
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
-from threat_model.availability.options import Killing, TenantWork
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
 _SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantWork:
+    """The tenant's work: optimizer steps of LoRA on all linears, and then greedy texts."""
+
+    steps: Annotated[int, Option(min=1, help="Optimizer steps, at least.")] = 200
+    kills: Annotated[int, Option(min=0, help="Continue training until this number of providers was killed.")] = 10
+    generations: Annotated[int, Option(min=0, help="Texts to generate afterwards.")] = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killing:
+    """Numbers of providers, and the schedule of kills. What a killed provider was doing depends on timing."""
+
+    executors: Annotated[int, Option(min=1, help="Number of executors.")] = 3
+    helpers: Annotated[int, Option(min=1, help="Number of helpers.")] = 2
+    pad_helpers: Annotated[int, Option(min=1, help="Helpers that share a pad; the others are spares.")] = 1
+    every: Annotated[float, Option(min=0.1, help="Seconds between two kills, on average.")] = 3.0
+    merciless: Annotated[
+        bool, Option("--merciless", help="Kill also the last provider of a role, and wait until it is back.")
+    ] = False
+    seed: Annotated[int, Option(help="Seed of the choice of providers and times.")] = 0
+
+
+_WORK, _KILLING = TenantWork(), Killing()
+
+
+@takes
+def chaos(*, work: TenantWork = _WORK, killing: Killing = _KILLING, json: Json = None) -> None:
+    """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs.
+
+    Example: symbiosis-priv bench chaos --steps 50 --kills 4 --every 2
+    """
+
+    def run(folder: Path, progress: Progress) -> Iterator[Row]:
+        found = run_chaos(folder, work, killing, on_event=progress)
+        return found.rows(generations=work.generations, every_s=killing.every)
+
+    if measure("chaos", json, run)[0]["bits"] != "identical":
+        raise ProtocolError("the disturbed run has ended with other bits than the undisturbed one")
 
 
 @dataclass(frozen=True, kw_only=True)

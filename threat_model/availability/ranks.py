@@ -12,25 +12,44 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
+import torch
+from typer import Option
 
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.certificates.reading import Identity
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
+from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
-from tenant.bench.measured_models import Llama
-from tenant.bench.processes import process_costs
-from tenant.bench.processes.children import Child
-from tenant.bench.processes.process_costs import Resources
-from tenant.bench.processes.providers import provide
-from tenant.bench.results.result_file import Row
+from symbiosis_priv.limits import GroupIndex
+from tenant.bench.measured_models import Llama, provide
+from tenant.bench.options import Json, Masking, measure, numbers, refuse_wrong, scheme
+from tenant.bench.processes import (
+    Child,
+    Resources,
+    check_supported,
+    descendants,
+    lower_session_priority,
+    resources,
+    sessions,
+)
+from tenant.bench.report import Goal, Row, figure
+from tenant.cli.options import takes
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.registry import session_scheme
-from threat_model.availability.options import Sharding
-from threat_model.availability.request_loop import PATIENCE_S, TimedAnswer, serve_requests
+from tenant.preparation.keys import prepare
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
 """What happens to a rank, and by which signal."""
@@ -38,6 +57,124 @@ LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGS
 _LOOK_S = 0.1
 _NICE = 19
 _MIB = 1 << 20
+PATIENCE_S = 120.0
+_GROUP = GroupIndex(0)  # the group of q, k and v
+_LARGEST = 100  # largest entry of a row, so that the exact product is in the range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Sharded executors, and the tenants that send requests to them.
+
+    Args:
+        pause_s: pause of a tenant between two requests, so that the restarting group gets processor time.
+    """
+
+    ranks: Annotated[int, Option(min=2, help="Processes of each executor.")] = 2
+    tenants: Annotated[int, Option(min=1, help="Tenants that send requests at once.")] = 2
+    rows: Annotated[int, Option(min=1, help="Rows of each request.")] = 1
+    masking: Masking = "pad"
+    seconds: Annotated[float, Option(min=0.1, help="Seconds before each loss and after each restart.")] = 3.0
+    apart: Annotated[
+        bool,
+        Option(
+            "--apart/--together",
+            help="Let a group that starts again leave the cores to another group, as if each had its own machine.",
+        ),
+    ] = True
+    pause_s: float = 0.0
+
+
+_SHAPE, _SHARDING = Llama(width=512, layers=1, inner=1408), Sharding()
+
+
+@takes
+def ranks(
+    *,
+    shape: Llama = _SHAPE,
+    groups: Annotated[str, Option(help="Numbers of executors, separated by commas.")] = "1,2",
+    sharding: Sharding = _SHARDING,
+    json: Json = None,
+) -> None:
+    """Kill and stop ranks of a sharded executor while tenants send requests, with one group and with two groups.
+
+    Status 1 if one bit of the results differs, or if the log does not name the lost rank.
+
+    Example: symbiosis-priv bench ranks --groups 2 --tenants 4
+    """
+    counts = numbers(groups, "--groups")
+    scheme(sharding.masking)
+    found = measure(
+        "ranks",
+        json,
+        lambda folder, progress: measure_ranks(folder, shape, sharding, groups=counts, on_event=progress),
+        goals=goals,
+    )
+    refuse_wrong(found, "wrong")
+    if unnamed := [str(row["lost"]) for row in found if row["named"] != "yes"]:
+        raise ProtocolError(f"the log does not say which rank was lost: {', '.join(unnamed)}")
+
+
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench ranks`."""
+    for row in rows:
+        if figure(row, "groups") > 1:  # with one group of ranks, every tenant waits for its restart
+            what = f"others' median over before: {row['lost']}"
+            yield Goal(what, figure(row, "meanwhile_over_before"), at_most=1.5)
+
+
+class TimedAnswer(NamedTuple):
+    """The times of one answer by `time.monotonic`, a clock that all processes of a machine share."""
+
+    asked: float
+    answered: float
+    right: bool
+
+
+@contextmanager
+def serve_requests(
+    path: Path, model: Path, cache: Path, identity: Identity, options: Sharding
+) -> Iterator[Callable[[None], list[TimedAnswer]]]:
+    """The work of a `Child`: sends requests until the parent's first question. Its reply has the times of all answers.
+
+    Args:
+        options: masking, rows of each request, and the pause between two of them.
+    """
+    torch.set_num_threads(1)
+    federation = replace(load_federation(path), tenant_certificate=identity.certificate, tenant_key=identity.key)
+    store = WeightStore(model, cache=cache)
+    preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=cache)
+    inputs, _ = preparation.facts[_GROUP].entry.columns(FORWARD)
+    rows = torch.randint(-_LARGEST, _LARGEST + 1, (options.rows, inputs), dtype=torch.int32, device="cpu")
+    expected = store.matrix(_GROUP).product(rows)
+    session_options = SessionOptions(masking=options.masking, deadline_s=PATIENCE_S)
+    stopped = threading.Event()
+
+    def ask_repeatedly(session: Session) -> list[TimedAnswer]:
+        answers = []
+        while not stopped.is_set():
+            asked = time.monotonic()
+            product = session.product(_GROUP, FORWARD, rows)
+            answers.append(TimedAnswer(asked, time.monotonic(), torch.equal(product, expected)))
+            if options.pause_s:
+                stopped.wait(options.pause_s)
+        return answers
+
+    with (
+        contextlib.closing(Session(federation, preparation, options=session_options, store=store)) as session,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        session.product(_GROUP, FORWARD, rows)
+        running = thread.submit(ask_repeatedly, session)
+
+        def stop(_: None) -> list[TimedAnswer]:
+            stopped.set()
+            return running.result()
+
+        try:
+            yield stop
+        finally:
+            stopped.set()
 
 
 @dataclass(frozen=True)
@@ -76,7 +213,7 @@ def measure_ranks(
         DeadlineExceededError: a group did not restart in time.
         SymbiosisError: a tenant has failed.
     """
-    process_costs.check_supported()
+    check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}
     for (number, executors), what in itertools.product(enumerate(groups), losses):
@@ -115,25 +252,27 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, logged = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "the provider has just answered"
-    before, ranks, sessions = process_costs.resources([gateway]), _ranks(gateway), process_costs.sessions(gateway)
-    last = max(ranks)
-    if apart:
-        _lower_priority(gateway)
+    before, pids, known = resources([gateway]), _ranks(gateway), sessions(gateway)
+    last = max(pids)
+    if apart:  # the lowest priority for the provider and for the processes that it will start
+        for task in Path(f"/proc/{gateway}/task").iterdir():
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)
     at = time.monotonic()
-    os.kill(ranks[last], LOSSES[what])
+    os.kill(pids[last], LOSSES[what])
     while not ((now := local.status(victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
         if time.monotonic() > at + PATIENCE_S:
             raise DeadlineExceededError(f"{victim} is not back {PATIENCE_S:g} s after {what}")
         if apart:  # Linux divides cores among sessions first, and torchrun starts a session for every rank
-            new = process_costs.sessions(gateway) - sessions
+            new = sessions(gateway) - known
             for leader in new:
-                process_costs.lower_session_priority(leader, _NICE)
-            sessions |= new
+                lower_session_priority(leader, _NICE)
+            known |= new
         time.sleep(_LOOK_S)
     back = time.monotonic()
     time.sleep(seconds)
     named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[logged:]) is not None
-    return _Loss(what, at, back, named, before, process_costs.resources([gateway]))
+    return _Loss(what, at, back, named, before, resources([gateway]))
 
 
 def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, executors: int) -> Row:
@@ -170,17 +309,10 @@ def _requests(status: dict[str, Any]) -> int:
     return sum(tenant["counts"]["requests"] for tenant in status["tenants"])
 
 
-def _lower_priority(gateway: int) -> None:
-    """Give the lowest priority to a provider and to the processes that it will start."""
-    for task in Path(f"/proc/{gateway}/task").iterdir():
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)
-
-
 def _ranks(gateway: int) -> dict[int, int]:
     """The process id of each rank."""
     found = {}
-    for pid in process_costs.descendants([gateway]):
+    for pid in descendants([gateway]):
         with contextlib.suppress(OSError):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
             if name == "rank":  # see `provider.shards.torchrun.show_rank`

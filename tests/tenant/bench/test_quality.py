@@ -8,9 +8,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from tenant.bench.measured_models import Bert
-from tenant.bench.quality import measure_quality
-from tenant.bench.results.goals import goals
-from tenant.bench.results.result_file import number
+from tenant.bench.quality import goals, measure_quality
+from tenant.bench.report import number
 
 
 def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
@@ -30,4 +29,4 @@ def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
     # 4 groups, forward, and forward and backward; the pooler has one row, forward
     assert [row["rows"] for row in rows[1:]] == [30 * 4 * 3 + 2] * 2
     assert rows[2]["repeated_per_million"] == 0  # narrow layers never wrap
-    assert len(goals("quality", rows)) == 2
+    assert len(list(goals(rows))) == 2

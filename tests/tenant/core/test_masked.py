@@ -46,7 +46,7 @@ MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/masking/paper_pool.py": "the tenant's choice",
     "tenant/session/runtime.py": "passes on what the scheme has said",
     "tenant/federation/probe.py": "random rows",
-    "tenant/bench/processes/request_load.py": "random rows",
+    "tenant/bench/request_load.py": "random rows",
 }
 """The tenant's modules that use `UNMASKED_BY_CHOICE`, and their reasons."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from tenant.bench.network.slow_network import explain
+from tenant.bench.network import explain
 from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from tenant.bench.measured_models import Llama
-from tenant.bench.results.result_file import number
-from threat_model.availability.options import Sharding
-from threat_model.availability.ranks import measure_ranks
+from tenant.bench.report import number
+from threat_model.availability.ranks import Sharding, measure_ranks
 
 
 def test_a_lost_rank_delays_no_tenant_that_has_another_executor(tmp_path: Path) -> None:

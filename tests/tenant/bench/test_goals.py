@@ -1,17 +1,17 @@
 """Figures compared with their goals: a figure on its limit reaches the goal, and a figure beyond it does not."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.bench.results import result_file
-from tenant.bench.results.goals import Goal, goals
-from tenant.bench.results.result_file import Row
-from tenant.bench.results.tables import update
+from tenant.bench import kernels, many_tenants, masked_linear, quality, startup
+from tenant.bench.network import bytes_goals, network_goals
+from tenant.bench.report import Goal, Row
+from tenant.bench.steps_and_tokens import step_goals, token_goals
+from threat_model.availability import abuse, ranks
 
 BEYOND = 1.01
 
@@ -122,26 +122,28 @@ def bytes_rows(worse: float) -> list[Row]:
     return [{**figures, "work": "token", "masking": "pad", "over_first_masking": 1.0}, *rows]
 
 
-CASES: list[tuple[str, Callable[[float], Sequence[Row]], int]] = [
-    ("step", step_rows, 3),
-    ("token", token_rows, 2),
-    ("linear", linear_rows, 2),
-    ("kernels", kernel_rows, 3),
-    ("start", start_rows, 2),
-    ("provider", provider_rows, 7),
-    ("abuse", abuse_rows, 1),
-    ("ranks", rank_rows, 1),
-    ("quality", quality_rows, 3),
-    ("network", network_rows, 1),
-    ("bytes", bytes_rows, 2),
+Goals = Callable[[Sequence[Row]], Iterator[Goal]]
+CASES: list[tuple[Goals, Callable[[float], Sequence[Row]], int]] = [
+    (step_goals, step_rows, 3),
+    (token_goals, token_rows, 2),
+    (masked_linear.goals, linear_rows, 2),
+    (kernels.goals, kernel_rows, 3),
+    (startup.goals, start_rows, 2),
+    (many_tenants.goals, provider_rows, 7),
+    (abuse.goals, abuse_rows, 1),
+    (ranks.goals, rank_rows, 1),
+    (quality.goals, quality_rows, 3),
+    (network_goals, network_rows, 1),
+    (bytes_goals, bytes_rows, 2),
 ]
+of_each_benchmark = pytest.mark.parametrize(("goals", "rows", "count"), CASES, ids=[case[1].__name__ for case in CASES])
 
 
-@pytest.mark.parametrize(("benchmark", "rows", "count"), CASES, ids=[case[0] for case in CASES])
+@of_each_benchmark
 def test_a_figure_on_its_limit_reaches_it_and_one_beyond_does_not(
-    benchmark: str, rows: Callable[[float], Sequence[Row]], count: int
+    goals: Goals, rows: Callable[[float], Sequence[Row]], count: int
 ) -> None:
-    good, bad = goals(benchmark, rows(0.999)), goals(benchmark, rows(BEYOND))
+    good, bad = list(goals(rows(0.999))), list(goals(rows(BEYOND)))
     assert len(good) == len(bad) == count
     assert all(goal.reached for goal in good)
     assert not any(goal.reached for goal in bad)
@@ -149,25 +151,20 @@ def test_a_figure_on_its_limit_reaches_it_and_one_beyond_does_not(
 
 
 def test_a_wider_step_has_a_lower_limit_and_a_narrow_one_none() -> None:
-    assert [goal.at_most for goal in goals("step", step_rows(1.0, width=4096))] == [0.2, 1.2, 1.2]
-    assert [goal.at_most for goal in goals("step", step_rows(1.0, width=1024))] == [1.2, 1.2]
+    assert [goal.at_most for goal in step_goals(step_rows(1.0, width=4096))] == [0.2, 1.2, 1.2]
+    assert [goal.at_most for goal in step_goals(step_rows(1.0, width=1024))] == [1.2, 1.2]
 
 
-@pytest.mark.parametrize("benchmark", ["bits", "nonsense"])
-def test_other_benchmarks_have_no_goals(benchmark: str) -> None:
-    assert goals(benchmark, [{"what": "ever"}]) == []
-
-
-@pytest.mark.parametrize(("benchmark", "rows", "count"), CASES, ids=[case[0] for case in CASES])
+@of_each_benchmark
 def test_absent_rows_have_no_goal_and_failed_ones_reach_none(
-    benchmark: str, rows: Callable[[float], Sequence[Row]], count: int
+    goals: Goals, rows: Callable[[float], Sequence[Row]], count: int
 ) -> None:
-    assert goals(benchmark, []) == []
+    assert list(goals([])) == []
     words = {"variant", "kernel", "chosen", "what", "policy", "generating_rows", "sharding", "abuse", "lost"}
     words |= {"condition", "work", "masking", "model"}
     counts = {"width", "layers", "rows", "generating", "training", "ranks", "groups", "ring_bits", "weight_bits"}
     blank = [{name: row[name] if name in words | counts else None for name in row} for row in rows(1.0)]
-    found = goals(benchmark, blank)
+    found = list(goals(blank))
     assert len(found) == count
     assert not any(goal.reached for goal in found)
 
@@ -184,23 +181,3 @@ def test_at_most_and_at_least_are_symmetric(measured: float, limit: float) -> No
         assert (most.reached and least.reached) == (measured == limit)
     assert most.wanted.startswith("at most")
     assert least.wanted.startswith("at least")
-
-
-def test_a_document_has_the_goals_of_the_last_report_of_each_kind(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    kinds = ("goals", "step", "token")
-    page.write_text("".join(f"<!-- bench:{kind}:begin -->\n<!-- bench:{kind}:end -->\n" for kind in kinds) + "rest\n")
-    update(page, [result_file.report("token", token_rows(BEYOND)), result_file.report("step", step_rows(1.0))])
-    before = lines(page)
-    assert [line.split(" | ")[0] for line in before] == ["| step"] * 3 + ["| token"] * 2
-    assert [line.count("missed") for line in before] == [0, 0, 0, 1, 1]
-    update(page, [result_file.report("token", token_rows(0.9))])
-    assert lines(page)[:3] == before[:3]
-    assert all("reached" in line for line in lines(page))
-    assert page.read_text().endswith("rest\n")
-
-
-def lines(page: Path) -> list[str]:
-    """The lines of the table of goals, without its head."""
-    block = page.read_text().partition("<!-- bench:goals:begin -->\n")[2].partition("<!-- bench:goals:end -->")[0]
-    return block.splitlines()[2:]

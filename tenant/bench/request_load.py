@@ -147,7 +147,8 @@ class _Tenant:
             answer = self._ask(*step)
             self._answers += 1
             self._wrong += not torch.equal(answer[compared], expected[compared])
-            self._compute(*step)
+            inputs, outputs = self._columns(*step)
+            _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T  # the adapter's products
 
     def _turn(self) -> Iterator[tuple[int, Direction]]:
         for group in range(len(self._groups)):
@@ -165,8 +166,3 @@ class _Tenant:
         rows = self._rows[inputs]
         request = wire.Execute(nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=len(rows))
         return self._channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=outputs)
-
-    def _compute(self, group: int, direction: Direction) -> None:
-        """Compute the products of this group's LoRA adapter."""
-        inputs, outputs = self._columns(group, direction)
-        _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T

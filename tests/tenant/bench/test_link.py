@@ -6,18 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.network.emulation import open_link
-from tenant.bench.network.link import KINDS, Condition, Kind, Link
-from tenant.bench.network.proxy import DelayLine
-from tenant.bench.processes.children import Child, leave_network
+from tenant.bench.link import Condition, DelayLine, open_link
+from tenant.bench.processes import Child
 
 TIMEOUT_S = 60.0
 PETALS = (
@@ -97,17 +94,6 @@ def echo() -> Iterator[int]:
 
 
 @contextmanager
-def opened(kind: Kind) -> Iterator[Link]:
-    """Open a link, or skip the test if this machine cannot emulate it."""
-    with ExitStack() as held:
-        try:
-            link = held.enter_context(open_link(kind))
-        except ConfigError as error:
-            pytest.skip(str(error))
-        yield link
-
-
-@contextmanager
 def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]:
     """The work of a `Child`: the handler returns the seconds of three exchanges with the echo server, of 1, 1 and
     `size` bytes."""
@@ -127,43 +113,14 @@ def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]
         yield lambda size: [exchange(b"x"), exchange(b"x"), exchange(os.urandom(size))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_arrive_unchanged_and_delayed(kind: Kind, echo: int) -> None:
+def test_bytes_arrive_unchanged_and_delayed(echo: int) -> None:
     """Never earlier than the condition allows; the additional delay depends on the machine."""
     size = 1 << 20
-    with opened(kind) as link:
+    with open_link() as link:
         (port,) = link.ports([echo])
         for condition in (Condition(mbit_per_s=40, round_trip_ms=30), Condition(mbit_per_s=40, loss=0.01)):
             link.apply(condition)
-            with Child("client", serve_client, link.host, port, network=link.network) as client:
+            with Child("client", serve_client, link.host, port) as client:
                 _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
             assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5
             assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at the same time
-
-
-def test_the_best_link_is_chosen_with_a_reason() -> None:
-    with open_link() as link:
-        better = KINDS[: KINDS.index(link.kind)]
-        assert all(f"{kind}: " in link.why_not_better for kind in better)
-        assert bool(link.why_not_better) == bool(better)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_a_child_can_run_in_another_network() -> None:
-    with Child("holder", serve_own_network) as holder:
-        own = holder.ask(None, timeout_s=TIMEOUT_S)
-        network = Path(f"/proc/{holder.pid}/ns/net")
-        with Child("guest", serve_network, network=network) as guest:
-            assert guest.ask(None, timeout_s=TIMEOUT_S) == own != str(Path("/proc/self/ns/net").readlink())
-
-
-@contextmanager
-def serve_own_network() -> Iterator[Callable[[None], str]]:
-    leave_network()
-    with serve_network() as answer:
-        yield answer
-
-
-@contextmanager
-def serve_network() -> Iterator[Callable[[None], str]]:
-    yield lambda _: str(Path("/proc/self/ns/net").readlink())

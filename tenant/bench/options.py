@@ -1,12 +1,10 @@
-"""Common code of the benchmark commands: options, parsers of option values, and the function that runs a
-measurement."""
+"""What the commands of `symbiosis-priv bench` share: options, parsers of their values, and `measure`, which runs a
+benchmark."""
 
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -16,18 +14,12 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.system.files import output_file
-from tenant.bench.measured_models import check_width
-from tenant.bench.results import goals, result_file, tables
-from tenant.bench.results.result_file import Row, number
+from tenant.bench.measured_models import RELAY, check_width
+from tenant.bench.report import Goal, Row, Table, number, this_run, write
 from tenant.cli.options import quiet
-
-RELAY = "relay"
-"""Suffix of the name of a masking scheme, after a slash, with which effects are relayed."""
-
-HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+from tenant.masking.registry import session_scheme
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
-Repeat = Annotated[int, typer.Option(min=1, help="Repetitions.")]
 Json = Annotated[
     Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
 ]
@@ -48,22 +40,9 @@ Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measuremen
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """Repetitions and resources of a measurement."""
-
-    repeat: Repeat = 3
-    threads: Threads = HALF_THE_CORES
-    pool_memory_mib: Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")] = (
-        1024
-    )
-
-
 def scheme(name: str) -> str:
     """Parse the name of a masking scheme that has a session, such as `pad`, `pad/24` in a ring of 24 bits, or
     `pad/24/relay` with relayed effects."""
-    from tenant.masking.registry import session_scheme
-
     masking, *flags = name.strip().split("/")
     known = (*map(str, get_args(RingBits)), RELAY)
     if unknown := set(flags) - set(known):
@@ -108,12 +87,24 @@ def pairs(text: str, option: str) -> list[tuple[int, int]]:
     return counts
 
 
-def measure(benchmark: str, json: Path | None, work: Callable[[Path, Progress], Iterable[Row]]) -> list[Row]:
+def schemes(text: str) -> list[str]:
+    """Parse names of masking schemes between commas, as `scheme` does."""
+    return [scheme(name) for name in text.split(",")]
+
+
+def measure(
+    benchmark: str,
+    json: Path | None,
+    work: Callable[[Path, Progress], Iterable[Row]],
+    *,
+    goals: Callable[[Sequence[Row]], Iterable[Goal]] = lambda _: (),
+) -> list[Row]:
     """Run a benchmark, then show its figures and goals, and write them to the file that --json names.
 
     Args:
         json: file to write; None for no file.
         work: returns the rows; called with an empty folder and a function that shows progress.
+        goals: returns the goals for the rows.
     """
     rows = []
     with measuring() as (folder, progress):
@@ -121,7 +112,7 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Progress], 
             rows.append(row)
             progress(f"{len(rows)} measured")
     show(rows)
-    finish(benchmark, json, rows)
+    finish(benchmark, json, rows, goals=goals)
     return rows
 
 
@@ -139,18 +130,22 @@ def measuring() -> Iterator[tuple[Path, Progress]]:
 
 def show(rows: Sequence[Row]) -> None:
     """Show figures as a table."""
-    table = tables.Table.of(rows)
+    table = Table.of(rows)
     title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
     terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
 
 
-def finish(benchmark: str, path: Path | None, rows: Sequence[Row]) -> None:
+def finish(
+    benchmark: str, path: Path | None, rows: Sequence[Row], *, goals: Callable[[Sequence[Row]], Iterable[Goal]]
+) -> None:
     """Show the goals of a benchmark, and write its figures to the file that --json names, if there is one."""
-    for goal in goals.goals(benchmark, rows):
+    found = list(goals(rows))
+    for goal in found:
         style = "green" if goal.reached else "yellow"
-        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {goal.measured:.3g}, {goal.wanted}")
+        measured = float("nan") if goal.measured is None else goal.measured
+        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
     if path is not None:
-        result_file.write(path, result_file.report(benchmark, rows))
+        write(path, this_run(benchmark, rows, found))
 
 
 def refuse_wrong(rows: Sequence[Row], *counts: str) -> None:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.cli_options import measuring
-from tenant.bench.results import result_file
-from tenant.bench.results.tables import Table, render, update
+from tenant.bench import report
+from tenant.bench.options import measuring
+from tenant.bench.report import Goal, Table, render, this_run
 from tenant.bench.scaling import picture, slope
 from tenant.session import spans
 
-ROWS: list[result_file.Row] = [
+ROWS: list[report.Row] = [
     {"width": 768, "variant": "whole, fp32", "wall_s": 1.25, "helper_cpu_s": None, "tenant_peak_mib": 1650.0},
     {"width": 768, "variant": "split, pad", "wall_s": 0.5, "helper_cpu_s": 3.6, "tenant_peak_mib": 12.34},
 ]
@@ -26,11 +26,11 @@ ROWS: list[result_file.Row] = [
 
 def test_a_report_has_machine_date_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/symbiosis-priv", "bench", "step", "--json", "a file.json"])
-    result_file.write(tmp_path / "r.json", result_file.report("step", ROWS))
-    again = result_file.read(tmp_path / "r.json")
+    report.write(tmp_path / "r.json", this_run("step", ROWS))
+    again = report.read(tmp_path / "r.json")
     assert again.rows == ROWS
     assert again.benchmark == "step"
-    assert again.machine == result_file.this_machine()
+    assert again.machine == report.this_machine()
     assert again.machine.cores == os.cpu_count()
     assert again.versions.keys() >= {"symbiosis-priv", "python", "torch"}
     assert again.command == "symbiosis-priv bench step --json 'a file.json'"
@@ -40,14 +40,14 @@ def test_a_report_has_machine_date_and_command(tmp_path: Path, monkeypatch: pyte
 def test_other_files_are_not_reports(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_bytes(content)
     with pytest.raises(ConfigError, match="not a report of"):
-        result_file.read(tmp_path / "r.json")
+        report.read(tmp_path / "r.json")
 
 
 def test_reports_of_other_releases_are_refused(tmp_path: Path) -> None:
-    newer = msgspec.structs.replace(result_file.report("step", ROWS), schema=result_file.SCHEMA + 1)
-    result_file.write(tmp_path / "r.json", newer)
+    newer = msgspec.structs.replace(this_run("step", ROWS), schema=report.SCHEMA + 1)
+    report.write(tmp_path / "r.json", newer)
     with pytest.raises(ConfigError, match="measure again"):
-        result_file.read(tmp_path / "r.json")
+        report.read(tmp_path / "r.json")
 
 
 def test_values_that_all_rows_share_are_above_the_table() -> None:
@@ -55,28 +55,22 @@ def test_values_that_all_rows_share_are_above_the_table() -> None:
     assert table.shared == {"width": "768"}
     assert table.headings == ["variant", "wall, s", "helper cpu, s", "tenant peak, MiB"]
     assert table.rows == [["whole, fp32", "1.25", "–", "1,650"], ["split, pad", "0.5", "3.6", "12.3"]]
-    shown = render(result_file.report("step", ROWS))
+    shown = render([this_run("step", ROWS, [Goal("it", None, at_most=1), Goal("that", 0.5, at_least=0.4)])])
     assert "In every row: width 768." in shown
     assert "| split, pad | 0.5 | 3.6 | 12.3 |" in shown
+    assert "| it | at most 1 | – | missed |\n| that | at least 0.4 | 0.5 | reached |" in shown
 
 
-def test_a_document_changes_only_between_its_markers(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    text = (
-        "# Benchmarks\n\n<!-- bench:step:begin -->\nold\n<!-- bench:step:end -->\n\n<!-- bench:scale:begin -->\nkept\n"
-    )
-    page.write_text(text + "<!-- bench:scale:end -->\nthe end\n")
-    found = result_file.report("step", ROWS)
-    update(page, [found, found])
-    changed = page.read_text()
-    assert changed.startswith("# Benchmarks\n\n<!-- bench:step:begin -->\n`symbiosis-priv")
-    assert changed.endswith("<!-- bench:scale:begin -->\nkept\n<!-- bench:scale:end -->\nthe end\n")
-    assert "old" not in changed
-    assert changed.count("| split, pad |") == 2
-    update(page, [found])
-    assert page.read_text().count("| split, pad |") == 1
-    with pytest.raises(ConfigError, match="bench:token:begin"):
-        update(page, [result_file.report("token", ROWS)])
+def test_a_page_has_a_section_per_benchmark() -> None:
+    step, token = this_run("step", ROWS), this_run("token", ROWS)
+    page = render([step, token, step])
+    assert [line for line in page.splitlines() if line.startswith("#")] == ["## bench step", "## bench token"]
+    assert page.partition("## bench token")[0].count("| split, pad |") == 2
+
+
+def test_a_figure_that_is_not_a_number_reaches_no_goal_in_the_file(tmp_path: Path) -> None:
+    report.write(tmp_path / "r.json", this_run("step", ROWS, [Goal("it", math.nan, at_least=0)]))
+    assert [(goal.measured, goal.verdict) for goal in report.read(tmp_path / "r.json").goals] == [(None, "missed")]
 
 
 @given(
@@ -97,7 +91,7 @@ def test_a_single_point_has_no_slope() -> None:
 
 
 def test_a_picture_has_a_line_per_variant() -> None:
-    rows: list[result_file.Row] = [
+    rows: list[report.Row] = [
         {"axis": "rows", "at": at, "variant": variant, "tenant_cpu_s": 0.1 * at}
         for variant in ("whole, fp32", "split, pad")
         for at in (64, 128)

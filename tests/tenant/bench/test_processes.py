@@ -1,4 +1,4 @@
-"""Processes that answer questions: answers, errors, and their end with their parent."""
+"""Child processes: answers, errors, and their end with their parent; processor time and memory; low priority."""
 
 import os
 import signal
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, SymbiosisError
-from tenant.bench.processes.children import Child
+from tenant.bench import processes
+from tenant.bench.processes import Child
 
 TIMEOUT_S = 60.0
 
@@ -64,8 +65,8 @@ def test_an_answer_has_a_deadline() -> None:
 
 PARENT = """
 import signal, time
-from tenant.bench.processes.children import Child
-from tenant.bench.network.proxy import serve_proxy
+from tenant.bench.link import serve_proxy
+from tenant.bench.processes import Child
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it
     with Child("proxy", serve_proxy) as child:
@@ -92,3 +93,67 @@ def test_no_child_outlives_its_parent(number: signal.Signals, tmp_path: Path) ->
     while child.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+_LOWER = """
+import os
+from pathlib import Path
+from tenant.bench import processes
+before = os.getpriority(os.PRIO_PROCESS, 0)
+processes.lower_own_priority(7)
+group = Path("/proc/self/autogroup")
+print(os.getsid(0) == os.getpid(), os.getpriority(os.PRIO_PROCESS, 0) - before)
+print(group.read_text().split()[-1] if group.exists() else 7)
+"""
+
+
+def test_a_process_with_low_priority_has_a_session_of_its_own() -> None:
+    """Linux divides cores among sessions first, so a priority within a shared session would not suffice."""
+    told = subprocess.run([sys.executable, "-c", _LOWER], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.split() == ["True", "7", "7"]
+
+
+def test_a_session_that_a_process_has_started_is_one_of_its_sessions() -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as child:
+        assert processes.sessions(os.getpid()) >= {os.getsid(0), child.pid}
+        processes.lower_session_priority(child.pid, 5)
+        group = Path(f"/proc/{child.pid}/autogroup")
+        assert not group.exists() or group.read_text().split()[-1] == "5"
+        child.communicate(b"\n")
+    assert child.pid not in processes.sessions(os.getpid())
+    processes.lower_session_priority(child.pid, 5)  # the process has ended, which is not an error
+
+
+CHILD = """
+import time
+memory = bytearray(128 << 20)
+while time.process_time() < 0.25:  # the system counts in hundredths, rounded down, of several kinds
+    pass
+print("done", flush=True)
+input()
+"""
+
+
+def test_costs_include_children() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        assert 0.2 <= processes.cpu_seconds([process.pid]) < 60
+        assert processes.peak_mib([process.pid]) > 128
+        process.communicate(b"\n")
+    assert processes.cpu_seconds([process.pid]) == 0
+    assert processes.peak_mib([process.pid]) == 0
+
+
+def test_the_resources_of_a_process_are_counted(tmp_path: Path) -> None:
+    before = processes.resources([os.getpid()])
+    with (tmp_path / "file").open("wb"):
+        after = processes.resources([os.getpid()])
+    assert after.files == before.files + 1
+    assert after.threads >= 1
+    assert after.bytes > 1 << 20

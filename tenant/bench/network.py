@@ -1,0 +1,316 @@
+"""`bench network`: times a step and a token over an emulated link, and compares them with a prediction. `bench bytes`:
+the bytes that a tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B.
+
+The prediction is the time of the same work over a link without limits, plus the number of turns times the round trip,
+plus the bytes divided by the bandwidth, as if computing and transfers never took place at the same time. The parts of
+an overlapped batch share their round trips. Each condition uses a new tenant process, because TCP keeps an estimate of
+the link's state.
+
+`bench bytes` computes the bytes from the shapes (`session.traffic`). `bench network` counts the bytes of smaller models
+at the socket, and its test requires that both are equal.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Final
+
+import typer
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.checkpoints.discovery.skeleton import traced
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConfigError
+from tenant.bench.link import Condition, open_link
+from tenant.bench.measured_models import (
+    Cost,
+    Effort,
+    Generate,
+    Llama,
+    Step,
+    Task,
+    parsed,
+    provide,
+    relayed,
+    remote_config,
+    serve_tenant,
+)
+from tenant.bench.options import Batch, Json, Maskings, Tokens, finish, measure, measuring, schemes, show
+from tenant.bench.processes import Child, check_supported, cpu_seconds
+from tenant.bench.report import Goal, Row, figure, where
+from tenant.bench.steps_and_tokens import TURN_S
+from tenant.cli.options import takes
+from tenant.session.traffic import PredictedTraffic, of_pass, of_step, of_token
+
+WARM_UP = 2
+"""Number of steps or tokens before the measured ones, while connections are opened and pools filled."""
+MODELS: Final = {
+    "Llama-2-7B": Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
+    "Llama-3-8B": Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
+}
+"""The models of `bench bytes`, without their LM heads."""
+_SHAPE, _FIVE_TIMES = Llama(width=512, layers=4, inner=1408), Effort(repeat=5)
+_NARROW_AND_RELAYED = "pad/24/relay"
+_STEP_ROWS: Final = 512
+_WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
+    "token": (1, (FORWARD,)),
+    f"step of {_STEP_ROWS} tokens": (_STEP_ROWS, (FORWARD, BACKWARD)),
+    "its forward pass": (_STEP_ROWS, (FORWARD,)),
+    "its backward pass": (_STEP_ROWS, (BACKWARD,)),
+}
+
+
+@takes
+def network(
+    *,
+    condition: Annotated[
+        str, typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas.")
+    ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
+    shape: Llama = _SHAPE,
+    batch: Batch = 2,
+    tokens: Tokens = 64,
+    overlap: Annotated[
+        int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
+    ] = 2,
+    masking: Maskings = "pad,pad/24/relay",
+    effort: Effort = _FIVE_TIMES,
+    json: Json = None,
+) -> None:
+    """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
+
+    The tenant's link is emulated on loopback with a bandwidth, a delay and losses.
+
+    Example: symbiosis-priv bench network --layers 3 --condition 100mbit/10ms
+    """
+    if batch % overlap:
+        raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
+    conditions, maskings = [Condition.parse(text) for text in condition.split(",")], schemes(masking)
+    with measuring() as (folder, progress):
+        rows = measure_network(
+            folder,
+            shape,
+            batch=batch,
+            tokens=tokens,
+            parts=overlap,
+            conditions=conditions,
+            maskings=maskings,
+            effort=effort,
+            on_turn=progress,
+        )
+    for work in dict.fromkeys(row["work"] for row in rows):
+        show([{name: row[name] for name in row if name != "difference"} for row in where(rows, work=work)])
+    for row in rows:
+        if row["difference"] is not None:
+            what = f"{row['condition']}, {row['work']}, {row['masking']}"
+            terminal.console().print(f"{what}: {row['difference']}", soft_wrap=True)
+    finish("network", json, rows, goals=network_goals)
+
+
+def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench network`."""
+    for row in where(rows, masking=_NARROW_AND_RELAYED):
+        if str(row["condition"]).startswith("100 Mbit/s") and str(row["work"]).endswith("overlapped"):
+            what = f"an overlapped step over today's, {row['condition']}"
+            yield Goal(what, figure(row, "over_first"), at_most=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One kind of work under one condition.
+
+    Args:
+        first_s: seconds of the first step or token, which uses new connections.
+        emulation_s: CPU seconds of the emulation per step or token.
+    """
+
+    first_s: float
+    costs: Sequence[Cost]
+    emulation_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of one step or token."""
+        return fmean(cost.seconds for cost in self.costs)
+
+    def counted(self, name: str) -> float:
+        """Return the mean of a count of the session's ledger."""
+        mean = fmean(cost.counted[name] for cost in self.costs)
+        return int(mean) if mean.is_integer() else mean
+
+
+def measure_network(
+    directory: Path,
+    shape: Llama,
+    *,
+    batch: int,
+    tokens: int,
+    parts: int,
+    conditions: Sequence[Condition],
+    maskings: Sequence[str],
+    effort: Effort,
+    on_turn: Callable[[str], None],
+) -> list[Row]:
+    """Measure, and return a row per condition, kind of work and masking.
+
+    The link without limits comes first. `over_first` is the time divided by that of a whole batch, or of a token, with
+    the first masking.
+
+    Args:
+        batch, tokens: size of a fine-tuning step.
+        parts: number of parts of a batch, which are measured one after the other and overlapped; 1 for whole batches
+            only.
+        effort: number of steps and generated tokens of each measurement, threads, and the tenant's memory for pads.
+    """
+    check_supported()
+    model = shape.save(directory / "model")
+    steps = WARM_UP + effort.repeat
+    step = Step(batch=batch, tokens=tokens, steps=steps)
+    work: dict[str, Task] = {"step": step}
+    if parts > 1:
+        work[f"step, {parts} parts"] = replace(step, parts=parts)
+        work[f"step, {parts} parts overlapped"] = replace(step, parts=parts, overlap=True)
+    work["token"] = Generate(prompt=8, tokens=steps)
+    with ExitStack() as stack:
+        link = stack.enter_context(open_link())
+        local = stack.enter_context(
+            provide(model, directory, threads=effort.threads, host=link.host, relay=relayed(maskings))
+        )
+        groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
+        found: dict[tuple[Condition, str], list[Row]] = {}
+        free: dict[tuple[str, str], Measured] = {}
+        first: dict[tuple[Condition, str], float] = {}
+        for condition, masking in product((Condition(), *conditions), maskings):
+            on_turn(f"{masking}: {condition}")
+            link.apply(condition)
+            remote = remote_config(local, masking, effort, federation=federation)
+            with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
+                for name, task in work.items():
+                    measured = _measure(tenant, task, link.emulator)
+                    unlimited = free.setdefault((name, masking), measured)
+                    row = _row(condition, _design(groups, task, masking), measured, unlimited)
+                    first_s = first.setdefault((condition, name.partition(",")[0]), measured.seconds)
+                    labels: Row = {"condition": str(condition), "work": name, "masking": masking}
+                    rows_of_work = found.setdefault((condition, name), [])
+                    rows_of_work.append({**labels, **row, "over_first": measured.seconds / first_s})
+        shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
+        return [{**shared, "tokens": tokens, **row} for rows in found.values() for row in rows]
+
+
+def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> PredictedTraffic:
+    transport = parsed(masking).transport
+    if isinstance(task, Generate):
+        return of_token(groups, transport)
+    part = of_step(groups, task.batch // task.parts * task.tokens, transport)
+    whole = sum([part] * task.parts, PredictedTraffic())
+    return replace(whole, turns=part.turns) if task.overlap else whole
+
+
+def _measure(tenant: Child[Task, list[Cost]], task: Task, emulator: int) -> Measured:
+    before = cpu_seconds([emulator])
+    costs = tenant.ask(task, timeout_s=TURN_S)
+    emulation_s = (cpu_seconds([emulator]) - before) / len(costs)
+    return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
+
+
+def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:
+    up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
+    effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
+    latency_s = design.turns * condition.round_trip_ms / 1e3
+    transfer_s, effects_s = (up + down) / condition.bytes_per_s, effects / condition.bytes_per_s
+    predicted_s = free.seconds + latency_s + transfer_s + effects_s
+    difference_s = found.seconds - predicted_s
+    return {
+        "per_second": 1 / found.seconds,
+        "round_trips": found.counted("executor_round_trips"),
+        "round_trips_by_design": design.round_trips,
+        "bytes_up": round(up),
+        "bytes_up_by_design": design.up,
+        "bytes_down": round(down),
+        "bytes_down_by_design": design.down,
+        "bytes_of_effects": round(effects),
+        "bytes_of_effects_by_design": design.effects,
+        "without_limits_s": free.seconds,
+        "latency_s": latency_s,
+        "transfer_s": transfer_s,
+        "effects_s": effects_s,
+        "predicted_s": predicted_s,
+        "measured_s": found.seconds,
+        "measured_over_predicted": found.seconds / predicted_s,
+        "first_s": found.first_s,
+        "difference": explain(difference_s, effects_s, turns=design.turns, emulation_s=found.emulation_s)
+        if found is not free
+        else None,
+    }
+
+
+def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: float) -> str:
+    """Explain the difference between a measured time and the prediction.
+
+    Args:
+        effects_s: predicted seconds for the bytes of effects.
+    """
+    if difference_s >= 0:
+        each = f"{_time(difference_s / turns)} more per turn"
+        return f"{each}; the emulation takes {_time(emulation_s / turns)} of CPU" if emulation_s else each
+    hidden = min(-difference_s, effects_s)
+    noise = -difference_s - hidden
+    parts = [f"{_time(hidden)} of effects arrive while rows are sent"] if hidden else []
+    return "; ".join([*parts, f"{_time(noise)} is noise"] if noise else parts)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.095 else f"{1e3 * seconds:.2g} ms"
+
+
+def bytes_(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -> None:
+    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B.
+
+    Example: symbiosis-priv bench bytes --masking pad,pad/24/relay
+    """
+    maskings = schemes(masking)
+    measure("bytes", json, lambda folder, progress: moved_bytes(maskings), goals=bytes_goals)
+
+
+def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench bytes`."""
+    for row in where(rows, masking=_NARROW_AND_RELAYED):
+        if not str(row["work"]).startswith("its"):
+            what = f"{row['model']}, {row['work']}: bytes over"
+            yield Goal(f"{what} today's", figure(row, "over_first_masking"), at_most=0.46)
+            yield Goal(f"{what} float16's without masks", figure(row, "over_float16_unmasked"), at_most=1.55)
+
+
+def moved_bytes(maskings: Sequence[str]) -> Iterator[Row]:
+    """Yield a row per model, work and masking, and the ratio to unmasked rows and answers in float16.
+
+    Args:
+        maskings: schemes with a helper; the others are compared with the first one.
+    """
+    for model, shape in MODELS.items():
+        config = replace(shape, layers=1).config()
+        config.architectures = ["LlamaForCausalLM"]
+        groups = [GroupEntry(digest="", **vars(group)) for group in traced(config).groups] * shape.layers
+        for work, (rows, directions) in _WORK.items():
+            plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in groups[d == BACKWARD :])
+            first = None
+            for masking in maskings:
+                transport = parsed(masking).transport
+                traffic = sum((of_pass(groups, d, rows, transport) for d in directions), PredictedTraffic())
+                moved = traffic.up + traffic.down + traffic.effects
+                first = first or moved
+                yield {
+                    "model": model,
+                    "work": work,
+                    "masking": masking,
+                    "up_mb": traffic.up / 1e6,
+                    "down_mb": traffic.down / 1e6,
+                    "effects_mb": traffic.effects / 1e6,
+                    "moved_mb": moved / 1e6,
+                    "over_first_masking": moved / first,
+                    "over_float16_unmasked": moved / plain,
+                }

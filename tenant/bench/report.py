@@ -1,0 +1,279 @@
+"""The figures of a benchmark: the file that --json writes, its tables, the goals for its figures, and `bench report`.
+
+The name of a figure ends in its unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); a figure without a unit is a ratio,
+a count or a word. A goal is a limit for a ratio of figures of one run, so that it means the same on every machine; it
+was chosen for two cores that all processes share. Each benchmark states its goals beside its measurement. Rows that a
+benchmark has not measured have no goals.
+"""
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+import numpy as np
+import torch
+import typer
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import UNDECODABLE, write_atomically
+
+SCHEMA = 1
+_DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
+# kernels are chosen by CPU features
+_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")
+_UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB", "_mb": " MB"}
+
+Value = float | int | str | None
+Row = dict[str, Value]
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """A limit for one figure.
+
+    Args:
+        measured: the figure; None if it could not be measured.
+        at_most, at_least: the limit. One of them is None.
+    """
+
+    what: str
+    measured: float | None
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The limit as text."""
+        return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
+
+    @property
+    def reached(self) -> bool:
+        """True if the figure is within its limit; False for NaN and None."""
+        if self.measured is None:
+            return False
+        if self.at_most is not None:
+            return self.measured <= self.at_most
+        return self.at_least is not None and self.measured >= self.at_least
+
+    @property
+    def verdict(self) -> str:
+        """`reached` as text."""
+        return "reached" if self.reached else "missed"
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The machine on which the figures were measured."""
+
+    cpu: str
+    cores: int
+    instructions: tuple[str, ...]
+    memory_gib: float
+    gpu: str | None
+    system: str
+
+
+class ResultFile(msgspec.Struct, frozen=True):
+    """A file of figures.
+
+    Args:
+        date: UTC, ISO 8601.
+        machine, versions: the machine, and the versions of the packages.
+        rows: figures by name; all rows of a file have the same names.
+        goals: the goals for these figures.
+    """
+
+    schema: int
+    benchmark: str
+    date: str
+    command: str
+    machine: Machine
+    versions: dict[str, str]
+    rows: list[Row]
+    goals: list[Goal] = []
+
+
+def number(value: Value) -> float:
+    """Return the value, which must be a number."""
+    assert isinstance(value, int | float)
+    return value
+
+
+def percentile(seconds: Sequence[float], q: float, *, unit: float = 1.0) -> float:
+    """Return the q-th percentile of some times, in units of `unit` seconds."""
+    return float(np.percentile(seconds, q)) / unit
+
+
+def this_run(benchmark: str, rows: Sequence[Row], goals: Sequence[Goal] = ()) -> ResultFile:
+    """Return the result file of this run."""
+    return ResultFile(
+        schema=SCHEMA,
+        benchmark=benchmark,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["symbiosis-priv", *sys.argv[1:]]),
+        machine=this_machine(),
+        versions={"python": platform.python_version(), **{name: version(name) for name in _DISTRIBUTIONS}},
+        rows=list(rows),
+        goals=list(goals),
+    )
+
+
+def this_machine() -> Machine:
+    """Return a description of this machine."""
+    facts = _cpu_facts()
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    return Machine(
+        cpu=facts.get("model name") or platform.processor() or platform.machine(),
+        cores=os.cpu_count() or 1,
+        instructions=tuple(name for name in _INTERESTING if name in flags),
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        system=f"{platform.system()} {platform.release()}",
+    )
+
+
+def _cpu_facts() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def write(path: Path, figures: ResultFile) -> None:
+    """Write a result file as indented JSON.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def read(path: Path) -> ResultFile:
+    """Read a result file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a result file, or was written by another release.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=ResultFile)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UNDECODABLE as error:
+        raise ConfigError(f"{path} is not a report of `symbiosis-priv bench`: {error}") from error
+    if found.schema != SCHEMA:
+        raise ConfigError(f"{path} is of schema {found.schema}; this release reads schema {SCHEMA}: measure again")
+    return found
+
+
+def distinct(rows: Sequence[Row], *names: str) -> list[Row]:
+    """Return the different combinations of values in these columns, in order."""
+    return [
+        dict(zip(names, values, strict=True)) for values in dict.fromkeys(tuple(map(row.get, names)) for row in rows)
+    ]
+
+
+def where(rows: Sequence[Row], **values: Value) -> list[Row]:
+    """Return the rows with these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
+
+
+def by(rows: Sequence[Row], name: str) -> dict[Value, Row]:
+    """Return the rows by their value in a column."""
+    return {row[name]: row for row in rows}
+
+
+def figure(row: Row, name: str) -> float:
+    """Return a figure for a goal: NaN if it was not measured."""
+    value = row[name]
+    return float("nan") if value is None or isinstance(value, str) else float(value)
+
+
+def ratio(row: Row, other: Row, name: str) -> float:
+    """Return the ratio of a figure of two rows: NaN if one was not measured, or the second is 0."""
+    over = figure(other, name)
+    return figure(row, name) / over if over else float("nan")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a report as text. `shared` has the columns with the same value in all rows."""
+
+    shared: dict[str, str]
+    headings: list[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Make the table of at least one row."""
+        shared = [name for name in rows[0] if len(rows) > 1 and len({row.get(name) for row in rows}) == 1]
+        shown = [name for name in rows[0] if name not in shared]
+        return cls(
+            {_heading(name): _cell(rows[0][name]) for name in shared},
+            [_heading(name) for name in shown],
+            [[_cell(row.get(name)) for name in shown] for row in rows],
+        )
+
+
+def render(reports: Sequence[ResultFile]) -> str:
+    """Format result files as a page: a section per benchmark, with command, machine, table and goals of each file."""
+    page = ""
+    for benchmark in dict.fromkeys(report.benchmark for report in reports):
+        page += f"\n## bench {benchmark}\n"
+        for report in reports:
+            if report.benchmark == benchmark:
+                page += "\n" + _render(report)
+    return page.lstrip("\n")
+
+
+def _render(report: ResultFile) -> str:
+    machine, table = report.machine, Table.of(report.rows)
+    head = (
+        f"{report.date[:10]}, {machine.cpu}, {machine.cores} cores "
+        f"({', '.join(machine.instructions) or 'no extensions'}), {machine.memory_gib:g} GiB, "
+        f"{machine.gpu or 'no GPU'}, "
+        f"{', '.join(f'{name} {number}' for name, number in report.versions.items())}"
+    )
+    lines = [f"`{report.command}`", "", head + ".", ""]
+    if table.shared:
+        lines += [f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.", ""]
+    text = "\n".join(lines) + "\n" + _table(table.headings, table.rows)
+    if report.goals:
+        goals = [[goal.what, goal.wanted, _cell(goal.measured), goal.verdict] for goal in report.goals]
+        text += "\n" + _table(("goal", "wanted", "measured", ""), goals)
+    return text
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = (headings, ["---"] * len(headings), *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _heading(name: str) -> str:
+    unit = next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
+    words = name.removesuffix(unit).replace("_", " ")
+    return f"{words}{',' if unit and unit != '_per_s' else ''}{_UNITS.get(unit, '')}"
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value.replace("|", "\\|")
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def report(files: Annotated[list[Path], typer.Argument(help="What --json has written.")]) -> None:
+    """Print --json files as tables in Markdown.
+
+    Example: symbiosis-priv bench report step.json token.json > figures.md
+    """
+    typer.echo(render([read(file) for file in files]), nl=False)

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from provider.scheduler.policy import Policy, PolicyName
 from symbiosis_priv.certificates.naming import NAME
 from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import ConfigError
@@ -36,6 +35,7 @@ DEFAULT_LISTEN = "127.0.0.1:7401"
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
+PolicyName = Literal["none", "lockstep", "opportunistic"]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
@@ -230,16 +230,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
     lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
-    def as_policy(self) -> Policy:
-        return Policy(
-            name=self.policy,
-            max_batch_rows=self.max_batch_rows,
-            slice_s=self.slice_ms / 1000,
-            wait_share=self.wait_share,
-            max_wait_s=self.max_wait_ms / 1000,
-            lockstep_wait_s=self.lockstep_wait_ms / 1000,
-            inference_weight=self.inference_weight,
-        )
+    @property
+    def slice_s(self) -> float:
+        return self.slice_ms / 1000
+
+    @property
+    def max_wait_s(self) -> float:
+        return self.max_wait_ms / 1000
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,14 +9,14 @@ Rows for one expert of a stack are sorted by expert first, so several tenants' r
 Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
 layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
-Rows are handled as bytes (`row_bytes`), and become a matrix for the product only. Every torch operation releases the
+Rows are handled as bytes (`rows`), and become a matrix for the product only. Every torch operation releases the
 GIL, and waiting for the GIL took a third of this thread's time when sixteen tenants sent requests.
 
 Waking a thread takes 20 to 50 µs, and a small product takes no longer than two wake-ups. So a gateway thread in this
 process that sends a few rows to an idle executor computes the product itself, while it holds the executor's lock
 (`_serve_inline`). The gateway thread takes in no other message, and leaves the rest to the executor's own thread.
 
-Requests come from the gateway's threads, in this process or another one (`queues`), as `envelope` defines them. The
+Requests come from the gateway's threads, in this process or another one (`queues`), as `ProductRequest`. The
 gateway has checked them. A request that is late, or whose tenant has left, is answered at once without a product. The
 executor keeps nothing of an answered request. An answer that is a small part of a large product is copied, so that a
 tenant that reads slowly keeps its own rows in memory only.
@@ -41,11 +41,21 @@ from torch import Tensor
 
 from provider import logs
 from provider.config.schema import ProviderConfig, SchedulerConfig
-from provider.executor import envelope
-from provider.executor.envelope import ExecutorReport
-from provider.executor.keystream_maker import KeystreamMaker
-from provider.executor.queues import AddressedAnswer, ExecutorAnswer, Inbox, InboxMessage
-from provider.executor.row_bytes import copy_of, empty, fill, joined
+from provider.executor.queues import (
+    AddressedAnswer,
+    Cancel,
+    Envelope,
+    ExecutorAnswer,
+    ExecutorReport,
+    Inbox,
+    InboxMessage,
+    ProductRequest,
+    ReportRequest,
+    Stop,
+    Wake,
+    row_load,
+)
+from provider.executor.rows import KeystreamMaker, copy_of, empty, fill, joined
 from provider.products.model import ServedModel, open_store
 from provider.products.operands import Operands
 from provider.scheduler.jobs import Job, Key, Piece
@@ -104,7 +114,7 @@ class Executor:
         self._model = model
         self._inbox = inbox
         self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
-        self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
+        self._scheduler: Scheduler[_Job] = Scheduler(scheduling)
         served = model.served
         self._report = ExecutorReport(first_group=served.start, groups=len(served), rows_by_group=[0] * len(served))
         self._jobs: dict[Hashable, _Job] = {}  # by sender: each sender has one request at a time
@@ -121,7 +131,7 @@ class Executor:
     def run(self) -> None:
         """Serve until `stop`. Every request that arrived before `stop` is answered."""
         with contextlib.closing(self._inbox), torch.no_grad():
-            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(envelope.Wake()))
+            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(Wake()))
             try:
                 while (pause := self._take_turn()) is not None:
                     if pause:
@@ -132,7 +142,7 @@ class Executor:
 
     def stop(self) -> None:
         """Ask `run` to end. Can be called from any thread."""
-        self._inbox.post(envelope.Stop())
+        self._inbox.post(Stop())
 
     def _take_turn(self) -> float | None:
         """Run one step in the executor's own thread. Returns the seconds to wait for messages, or None at the end."""
@@ -202,7 +212,7 @@ class Executor:
                 wakes = self._resting_until
                 self._rest(time.monotonic())
                 if self._resting_until < wakes:  # the executor's own thread would otherwise sleep past the new deadline
-                    self._inbox.post(envelope.Wake())
+                    self._inbox.post(Wake())
         except BaseException as error:
             self._end_with(error)
         finally:
@@ -223,7 +233,7 @@ class Executor:
     def _end_with(self, error: BaseException) -> None:
         """Let the executor's own thread raise an exception of another thread, and end."""
         self._broken = error
-        self._inbox.post(envelope.Wake())
+        self._inbox.post(Wake())
 
     # Messages
 
@@ -233,20 +243,20 @@ class Executor:
 
     def _take_in(self, message: InboxMessage) -> None:
         match message.envelope:
-            case envelope.ProductRequest():
+            case ProductRequest():
                 self._accept(self._job_of(message))
-            case envelope.Cancel():
+            case Cancel():
                 self._cancel(message.sender)
-            case envelope.ReportRequest():
+            case ReportRequest():
                 self._answer_report(message.sender)
-            case envelope.Wake():
+            case Wake():
                 self._take_keystream()
-            case envelope.Stop():
+            case Stop():
                 self._stopped = True
 
     def _job_of(self, message: InboxMessage) -> _Job:
         work = message.envelope
-        assert isinstance(work, envelope.ProductRequest)
+        assert isinstance(work, ProductRequest)
         request = work.request
         key = Key(request.group, request.direction, request.arithmetic, request.counts is not None)
         row_work, row_cost = self._load_of(key, type(request), wire.may_be_relayed(request))
@@ -269,7 +279,7 @@ class Executor:
 
     def _row_load(self, key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
         entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
-        return envelope.row_load(request, entry.columns(key.direction), relayed=relayed)
+        return row_load(request, entry.columns(key.direction), relayed=relayed)
 
     def _accept(self, job: _Job) -> None:
         self._jobs[job.sender] = job
@@ -444,9 +454,9 @@ def _matrices(counts: Counts | None) -> int:
     return 1 if counts is None else sum(count > 0 for count in counts)
 
 
-def _may_be_inline(message: envelope.Envelope) -> bool:
+def _may_be_inline(message: Envelope) -> bool:
     return (
-        isinstance(message, envelope.ProductRequest)
+        isinstance(message, ProductRequest)
         and message.stage == "inference"
         and isinstance(message.request, wire.Execute)  # the keystream of an effect is made by another thread
     )

@@ -20,12 +20,11 @@ import zmq
 
 from provider import logs
 from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
-from provider.executor.client import ExecutorRequester
+from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
 from provider.executor.executor import build
-from provider.executor.handle import STARTUP_S, ExecutorHandle
 from provider.executor.queues import Context, LocalInbox, RequestChannel, SocketChannel
 from provider.refusal import Refusal
-from provider.shards.rendezvous import FOLDER_VARIABLE
+from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
 from symbiosis_priv.system import processes as start
 from symbiosis_priv.system.private import PrivateFolder

@@ -16,7 +16,7 @@ import numpy as np
 
 from provider import logs
 from provider.executor.client import ExecutorRequester
-from provider.executor.envelope import ProductRequest
+from provider.executor.queues import ProductRequest
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
 from provider.gateway.shapes import Sizes, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.slots import Slot

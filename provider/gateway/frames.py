@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from provider import logs
 from provider.config.schema import MIB, Limits, ProviderConfig
 from provider.executor.client import CachedReport
-from provider.executor.envelope import Stages
+from provider.executor.queues import Stages
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.credentials import Party
 from provider.gateway.quota import QuotaGate

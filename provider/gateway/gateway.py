@@ -15,9 +15,8 @@ import time
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig
-from provider.executor.client import ExecutorRequester
-from provider.executor.envelope import Stages
-from provider.executor.handle import ExecutorHandle
+from provider.executor.client import ExecutorHandle, ExecutorRequester
+from provider.executor.queues import Stages
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.connection import Connection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity

@@ -3,7 +3,7 @@
 from typing import NamedTuple, NoReturn
 
 from provider.config.schema import MIB, ProviderConfig
-from provider.executor.envelope import row_load
+from provider.executor.queues import row_load
 from provider.refusal import Refusal
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.arithmetic.segments import check_counts

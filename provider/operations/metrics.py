@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from provider import logs
-from provider.executor.envelope import ExecutorReport, Histogram
+from provider.executor.queues import ExecutorReport, Histogram
 from provider.gateway.reception import Handshakes
 from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedListener
 from provider.gateway.usage import COUNTED

@@ -6,9 +6,8 @@ import msgspec
 
 from provider.announce.announcer import Announcer
 from provider.config.reload import Reloader
-from provider.executor.client import ExecutorRequester
-from provider.executor.envelope import ExecutorReport
-from provider.executor.handle import ExecutorHandle
+from provider.executor.client import ExecutorHandle, ExecutorRequester
+from provider.executor.queues import ExecutorReport
 from provider.gateway.gateway import Gateway
 from provider.gateway.reception import Handshakes
 from provider.gateway.usage import BilledRole, UsageCounts

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from provider.executor.envelope import Histogram
+from provider.executor.queues import Histogram
 from provider.operations.status import Status
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line

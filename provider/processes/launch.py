@@ -33,8 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from provider.shards.rendezvous import FOLDER_VARIABLE
-from provider.shards.torchrun import limit_memory
+from provider.shards.rank_group import FOLDER_VARIABLE, limit_memory
 
 _BACKEND = "symbiosis-priv"
 _LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.executor.executor import build
 from provider.executor.queues import SocketInbox
 from provider.products.model import open_store
-from provider.shards import rendezvous, torchrun
+from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.system.parent_watch import when_stdin_closes
@@ -32,8 +32,8 @@ def main() -> None:
     """Run one rank. Exits with status 1 if the group cannot be formed or has lost a rank."""
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
-    torchrun.end_with_torchrun()
-    torchrun.show_rank()
+    rank_group.end_with_torchrun()
+    rank_group.show_rank()
     path: Path | None = parser.parse_args().config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")
@@ -56,7 +56,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    rendezvous.join(
+    rank_group.join(
         "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
     )
     if dist.get_rank() == 0:

@@ -1,19 +1,28 @@
-"""The interface of a policy: it picks the next job and the rows of its product. `Discipline` itself is policy
-`none`."""
+"""The interface of a policy, which picks the next job and the rows of its product; and two policies for comparison.
 
+`none` (`Discipline` itself) multiplies every job separately. With `lockstep`, all tenants go through the model in step:
+the scheduler waits until every tenant that was active within `lockstep_wait_ms` has a request here, and multiplies all
+requests for one layer group. Layer groups follow in the order of a training step (forward, then backward) and start
+again at the first one. A tenant that is ahead therefore waits for the tenants behind, and starts its next pass through
+the model when the other tenants have finished theirs.
+"""
+
+from collections.abc import Hashable
 from typing import Generic
 
-from provider.scheduler.jobs import J, Piece
-from provider.scheduler.pace import Pace
-from provider.scheduler.policy import Policy
+from provider.config.schema import SchedulerConfig
+from provider.scheduler.jobs import J, Key, Pace, Piece
 from provider.scheduler.waiting import RunnableJobs
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.network import wire
 
 
 class Discipline(Generic[J]):
     """Multiplies every job separately, in order of fair shares."""
 
-    def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
-        self._policy = policy
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        self._config = config
+        self._slice_s, self._max_wait_s = config.slice_s, config.max_wait_s
         self._waiting = waiting
         self._pace = pace
 
@@ -39,7 +48,7 @@ class Discipline(Generic[J]):
         return [Piece.next_of(leader, self._room(leader))]
 
     def _room(self, leader: J) -> int:
-        return min(self._policy.max_batch_rows, self._pace.rows(leader))
+        return min(self._config.max_batch_rows, self._pace.rows(leader))
 
 
 def whole(jobs: list[J], room: int) -> list[Piece[J]]:
@@ -51,3 +60,41 @@ def whole(jobs: list[J], room: int) -> list[Piece[J]]:
             pieces.append(piece)
             room -= piece.rows
     return pieces
+
+
+class Lockstep(Discipline[J]):
+    """The policy `lockstep`; see the module docstring."""
+
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        super().__init__(config, waiting, pace)
+        self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
+        self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
+
+    def arrived(self, job: J) -> None:
+        self._awaited.pop(job.tenant, None)
+
+    def departed(self, job: J, now: float) -> None:
+        self._awaited[job.tenant] = now + self._config.lockstep_wait_ms / 1000
+
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
+        self._awaited = {tenant: until for tenant, until in self._awaited.items() if until > now}
+        keys = sorted(self._waiting.keys(), key=lambda key: (_place(key) < self._at, _place(key)))
+        if not keys:
+            return None, None
+        leader = self._waiting.of_key(keys[0])[0]
+        if self._awaited and not leader.taken:
+            return None, max(self._awaited.values())
+        return leader, None
+
+    def batch(self, leader: J) -> list[Piece[J]]:
+        self._at = _place(leader.key)
+        room = self._room(leader)
+        first = Piece.next_of(leader, room)
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        return [first, *whole(others, room - first.rows)]
+
+
+def _place(key: Key) -> tuple[bool, int, wire.Arithmetic, bool]:
+    """Position of a layer group in a training step: forward from the first group, then backward from the last."""
+    forward = key.direction == FORWARD
+    return not forward, key.group if forward else -key.group, key.arithmetic, key.by_expert

@@ -19,16 +19,94 @@
 * **Inference beside fine-tuning.** When inference is due, fine-tuning waits up to `max_wait_s` for an inference tenant
   that is about to ask for its next layer group or waits to be batched. Otherwise one row of inference would wait for a
   slice of fine-tuning, which takes many times longer.
+
+`Absent` predicts the next requests of tenants whose requests are all answered: tenants go through a model in the same
+order, and the pause of a tenant between two requests takes about as long as its previous pause.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from provider.scheduler.absent import Absent, Expected
+from provider.config.schema import SchedulerConfig
 from provider.scheduler.discipline import Discipline, whole
-from provider.scheduler.jobs import J, Key, Piece, Stage
-from provider.scheduler.pace import Pace
-from provider.scheduler.policy import Policy
+from provider.scheduler.jobs import J, Key, Pace, Piece, Stage
 from provider.scheduler.waiting import RunnableJobs
+
+_LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
+
+
+class Expected(NamedTuple):
+    """When requests for one layer group are expected: from `first` until `until`, in seconds of the scheduler's
+    clock."""
+
+    first: float
+    until: float
+
+
+_NONE_EXPECTED = Expected(math.inf, -math.inf)
+
+
+class _Absence(NamedTuple):
+    stage: Stage
+    key: Key
+    since: float
+
+
+class Absent:
+    """The absent tenants, and what they are expected to request.
+
+    Args:
+        horizon_s: a tenant that has been absent for longer is not expected any more.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_s = horizon_s
+        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # in order of their last answers
+        self._pauses: dict[Hashable, float] = {}
+        self._next: dict[tuple[Stage, Key], Key] = {}
+
+    def departed(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """Record that all requests of the tenant are answered; the last one had this key."""
+        self._absent.pop(tenant, None)
+        self._absent[tenant] = _Absence(stage, key, now)
+        while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
+            del self._absent[oldest]
+            self._pauses.pop(oldest, None)
+
+    def arrived(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """Record that the tenant asks for this key, and learn its pause and the order of keys."""
+        absence = self._absent.pop(tenant, None)
+        if absence is not None and absence.stage == stage:
+            pause = max(0.0, now - absence.since)
+            self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
+            self._next[stage, absence.key] = key
+
+    def is_only(self, tenant: Hashable) -> bool:
+        """Returns True if no other tenant is absent."""
+        return len(self._absent) == (tenant in self._absent)
+
+    def after(self, stage: Stage, key: Key) -> Iterator[Key]:
+        """Yield the known keys that follow a key. Never ends if the order of keys is a cycle."""
+        while (found := self._next.get((stage, key))) is not None:
+            yield (key := found)
+
+    def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
+        """The requests that are expected between `now` and `by`, for each stage and key."""
+        found: dict[tuple[Stage, Key], Expected] = {}
+        for tenant, (stage, key, since) in reversed(self._absent.items()):
+            if since < now - self._horizon_s:
+                break
+            pause = self._pauses.get(tenant)
+            first = since + (pause or 0.0)
+            until = since + (self._horizon_s if pause is None else _LATE * pause)
+            if first <= by and now < until:
+                coming = stage, self._next.get((stage, key), key)
+                others = found.get(coming, _NONE_EXPECTED)
+                found[coming] = Expected(min(max(now, first), others.first), max(until, others.until))
+        return found
+
 
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
 _HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
@@ -38,9 +116,9 @@ _MAX_LEAD = 8  # layer groups: the largest lead that counts
 class Opportunistic(Discipline[J]):
     """The policy `opportunistic`; see the module docstring."""
 
-    def __init__(self, policy: Policy, waiting: RunnableJobs[J], pace: Pace) -> None:
-        super().__init__(policy, waiting, pace)
-        self._absent = Absent(_HORIZON_WAITS * policy.max_wait_s)
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        super().__init__(config, waiting, pace)
+        self._absent = Absent(_HORIZON_WAITS * config.max_wait_s)
         self._idle_since = 0.0  # end of the last product
 
     def arrived(self, job: J) -> None:
@@ -59,7 +137,7 @@ class Opportunistic(Discipline[J]):
         waiting: list[float] = []
         if not self._waiting:
             return None, None
-        expected = self._absent.expected(now, now + self._policy.max_wait_s)
+        expected = self._absent.expected(now, now + self._max_wait_s)
         for stage, firsts in self._waiting.in_turn():
             times = self._go_times(stage, firsts, now, expected)
             may_go = [job for job, time in zip(firsts, times, strict=True) if time <= now]
@@ -76,7 +154,7 @@ class Opportunistic(Discipline[J]):
         """For each job, the time until which it waits to be batched, or waits for inference."""
         held_back = now
         if stage == "fine_tuning" and self._waiting.inference_is_due():
-            limit = self._idle_since + self._policy.max_wait_s
+            limit = self._idle_since + self._max_wait_s
             coming = [e for (kind, _), e in expected.items() if kind == "inference" and e.first <= limit]
             held_back = max([now, *(min(limit, e.until) for e in coming)])
         times = []
@@ -99,8 +177,8 @@ class Opportunistic(Discipline[J]):
         seconds = self._pace.seconds
         rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
         saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
-        patience = self._policy.wait_share * seconds(job, job.rows)
-        return min(saved / self._tenants(job.key), patience, self._policy.max_wait_s)
+        patience = self._config.wait_share * seconds(job, job.rows)
+        return min(saved / self._tenants(job.key), patience, self._max_wait_s)
 
     def _tenants(self, key: Key) -> int:
         """Number of tenants with a job for this key."""
@@ -110,10 +188,10 @@ class Opportunistic(Discipline[J]):
         """Pick the job that leads the next product, from the jobs that need not wait."""
         if len(may_go) == 1:
             return may_go[0]
-        most = self._waiting.charged(may_go[0]) + self._policy.max_wait_s
+        most = self._waiting.charged(may_go[0]) + self._max_wait_s
         near = [job for job in may_go if self._waiting.charged(job) <= most]
         longest = min(near, key=lambda job: job.offered)
-        if now - longest.offered >= self._policy.slice_s:
+        if now - longest.offered >= self._slice_s:
             return longest
         heads: dict[Key, J] = {}  # the first job of each key, in order of fair shares
         for job in near:
@@ -160,7 +238,7 @@ class Opportunistic(Discipline[J]):
 
     def _is_near_its_turn(self, job: J) -> bool:
         """True if the tenant was charged at most one slice more than the next tenant of its stage."""
-        return self._waiting.charged(job) <= self._waiting.least_charged(job.stage) + self._policy.slice_s
+        return self._waiting.charged(job) <= self._waiting.least_charged(job.stage) + self._slice_s
 
 
 def _filling(jobs: list[J], room: int) -> list[Piece[J]]:

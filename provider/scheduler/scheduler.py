@@ -6,25 +6,22 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import Generic
 
-from provider.scheduler.discipline import Discipline
-from provider.scheduler.jobs import J, Piece, Stage
-from provider.scheduler.lockstep import Lockstep
+from provider.config.schema import PolicyName, SchedulerConfig
+from provider.scheduler.discipline import Discipline, Lockstep
+from provider.scheduler.jobs import TELLING_ROWS, J, Pace, Piece, Stage
 from provider.scheduler.opportunistic import Opportunistic
-from provider.scheduler.pace import TELLING_ROWS, Pace
-from provider.scheduler.policy import Policy, PolicyName
 from provider.scheduler.waiting import RunnableJobs
 
 
 class Scheduler(Generic[J]):
     """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.pace = Pace(policy.slice_s)
-        self._waiting: RunnableJobs[J] = RunnableJobs(policy.inference_weight)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.pace = Pace(config.slice_s)
+        self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight)
         disciplines: dict[PolicyName, type[Discipline[J]]]
         disciplines = {"none": Discipline, "lockstep": Lockstep, "opportunistic": Opportunistic}
-        self._discipline = disciplines[policy.name](policy, self._waiting, self.pace)
+        self._discipline = disciplines[config.policy](config, self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()

@@ -17,7 +17,7 @@ Directions here are those of the packed weights, which may be a transposed stack
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the parts of
 their experts in its shard. The sum of the ranks' results is the product.
 
-A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
+A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`rank_group`) long before the
 group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
 ends. The other ranks end too, and the supervisor restarts the whole group. The ranks trust each other, and
 torch.distributed does not authenticate: run all ranks on one machine or one private network.
@@ -42,8 +42,8 @@ from torch.distributed.fsdp import fully_shard
 
 from provider import logs
 from provider.products.operands import Operands
-from provider.shards import rendezvous, torchrun
-from provider.shards.heartbeats import Heartbeats
+from provider.shards import rank_group
+from provider.shards.rank_group import Heartbeats
 from provider.shards.unit import Unit
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts
@@ -119,7 +119,7 @@ class ShardedOperands(Operands):
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
         self._step = "the start"
         self._heartbeats = Heartbeats(
-            rank=self._rank, world=self._world, counters=rendezvous.counters(), lost=self._end
+            rank=self._rank, world=self._world, counters=rank_group.counters(), lost=self._end
         )
         self._require_one_model(
             f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
@@ -367,9 +367,9 @@ class ShardedOperands(Operands):
 
     def _kill_machine(self, absent: Collection[int], reason: str) -> None:
         """Kill all ranks of this machine if one of them is absent: torchrun would wait for that rank."""
-        if any(map(torchrun.is_here, absent)):
+        if any(map(rank_group.is_here, absent)):
             log.warning("rank_lost", reason=reason)
-            torchrun.kill()
+            rank_group.kill_torchrun()
 
     def _name_of(self, plan: _Plan) -> str:
         return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"

@@ -2,12 +2,9 @@
 
 checkpoint  tensors of a checkpoint folder, read from safetensors
 vetting     what a checkpoint folder may not contain
-metadata    the operations that read a tensor's metadata and none of its values
 layers      layer groups, and layers (transformer blocks)
 discovery   finds the linears of a model, and which of them share an input
-manifest    the digest that pins a quantised model
-stacks      the matrices of all experts of a layer as one matrix
-facts       widths, scales and bounds of a layer group
+manifest    the digest that pins a quantised model; widths, scales and bounds of a layer group; stacks of experts
 weights     quantised weights by layer group
 packed      packed weights on disk, mapped into memory
 """

@@ -2,18 +2,34 @@
 
 A manifest lists every layer group with the SHA-256 of its integers, scales and bias; `federation.toml` pins the digest
 of the manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
+
+A tenant keeps public facts of a layer group instead of the weights (`GroupFacts`). They come from one pass over the
+checkpoint, layer by layer, and are cached under the manifest's digest. They are not secret. A wrong fact can make a
+product wrong, but cannot reveal a row.
+
+A model holds a stack of experts, the matrices of all experts of a layer, as `[experts, out, in]`, or transposed as
+`[experts, in, out]`. A layer group holds it as one matrix `[o, d]` (`join`), so that products, masks, checks and
+quantisation are those of a linear. Gate and up are joined along the outputs: every row is multiplied by every expert.
+Down is joined along the inputs: its product is the sum over experts, and a row has zeros where an expert does not take
+part.
 """
 
 import functools
 import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Self
 
 import msgspec
+import torch
+from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import Direction, Widths
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction, Widths
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.layers import GroupSpec, Joined, layers_of
-from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.errors import CheckpointError, RangeError
+from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
 from symbiosis_priv.system.files import UNDECODABLE
 
 MANIFEST_VERSION = 1
@@ -111,3 +127,93 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if manifest.version != MANIFEST_VERSION:
             raise CheckpointError(f"manifest version {manifest.version} is not {MANIFEST_VERSION}; upgrade both sides")
         return manifest
+
+
+def join(stack: Tensor, *, joined: Joined, transposed: bool) -> Tensor:
+    """The dense matrix `[o, d]` of a stack `[experts, out, in]` (`[experts, in, out]` if `transposed`). Shares the
+    stack's memory where the layout allows it."""
+    matrices = stack.transpose(1, 2) if transposed else stack
+    return matrices.flatten(0, 1) if joined == "outputs" else matrices.transpose(0, 1).flatten(1)
+
+
+def separate(matrix: Tensor, *, experts: int, joined: Joined, transposed: bool) -> Tensor:
+    """The stack of a dense matrix `[o, d]`: the inverse of `join`."""
+    matrices: Tensor
+    if joined == "outputs":
+        matrices = matrix.unflatten(0, (experts, -1))
+    else:
+        matrices = matrix.unflatten(1, (experts, -1)).transpose(0, 1)
+    return matrices.transpose(1, 2) if transposed else matrices
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Public facts of one layer group.
+
+    Args:
+        entry: names and widths, from the manifest.
+        channel_scale: float64 `[o]`, the weight scales.
+        bias: float64 `[o]` or None; the tenant adds it.
+        bounds: limits of input rows, per direction.
+        by_expert: the facts for rows that each belong to one expert of a stack, with `channel_scale` and `bias`
+            `[experts, o]`; None if the group is not a stack.
+    """
+
+    entry: GroupEntry
+    channel_scale: Tensor
+    bias: Tensor | None
+    bounds: dict[Direction, Bound]
+    by_expert: "GroupFacts | None" = None
+
+    @classmethod
+    def of(cls, entry: GroupEntry, group: QuantisedGroup) -> Self:
+        bias = None if group.bias is None else group.bias.to(torch.float64)
+        facts = cls(entry, group.channel_scale, bias, group.bounds())
+        if entry.experts == 1:
+            return facts
+        return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.transposed))
+
+    def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
+        """A copy of these facts of a stack, with `by_expert` set.
+
+        Args:
+            bounds: limits of rows for one expert.
+        """
+        experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
+        scale, bias = self.channel_scale, self.bias
+        if self.entry.transposed:  # each expert has as many outputs as the whole matrix
+            scale, bias = scale.expand(experts, outputs), None
+        else:
+            scale, bias = scale.view(experts, outputs), None if bias is None else bias.view(experts, outputs)
+        return replace(self, by_expert=GroupFacts(self.entry.by_expert, scale, bias, bounds))
+
+    def for_rows(self, counts: Counts | None) -> "GroupFacts":
+        """The facts for rows with these counts: of the whole matrix, or of one expert's. Raises `RangeError`: there are
+        counts, and the group is not a stack of experts."""
+        if counts is None:
+            return self
+        if self.by_expert is None:
+            raise RangeError(f"{self.entry.name} is not a stack of experts; leave out the counts")
+        return self.by_expert
+
+    def narrowed(self, ring_bits: RingBits, *, headroom_bits: int = 0) -> Self:
+        """A copy for products of which `ring_bits` bits are sent, with rows scaled down by `headroom_bits` more
+        bits."""
+        bounds = {way: bound.narrowed(ring_bits).with_headroom(headroom_bits) for way, bound in self.bounds.items()}
+        by_expert = self.by_expert and self.by_expert.narrowed(ring_bits, headroom_bits=headroom_bits)
+        return replace(self, bounds=bounds, by_expert=by_expert)
+
+    @cached_property
+    def columns(self) -> dict[Direction, Widths]:
+        """Width of an input row and of an answer row, per direction."""
+        return {direction: self.entry.columns(direction) for direction in DIRECTIONS}
+
+    @cached_property
+    def widest(self) -> int:
+        return max(self.columns[FORWARD])
+
+    def inputs(self, direction: Direction) -> int:
+        return self.columns[direction].rows
+
+    def outputs(self, direction: Direction) -> int:
+        return self.columns[direction].result

@@ -26,8 +26,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope, layers_of
-from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
-from symbiosis_priv.checkpoints.stacks import join
+from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest, join
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex

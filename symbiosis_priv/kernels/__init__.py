@@ -4,20 +4,20 @@ A kernel packs a weight matrix once and multiplies in both directions with that 
 weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
 
     native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
-    int32      torch's integer matmul, which wraps (plain)
-    fp64       float64 matmul on integers below 2^53 (plain)
+    int32      torch's integer matmul, which wraps (torch_kernels)
+    fp64       float64 matmul on integers below 2^53 (torch_kernels)
     triton     int8 tensor cores of a GPU, one fused pass (triton_kernel)
-    limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (limbs)
+    limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (torch_kernels)
 """
 
+from symbiosis_priv.kernels.choice import KERNELS as KERNELS
 from symbiosis_priv.kernels.choice import Choice as Choice
 from symbiosis_priv.kernels.choice import choose as choose
+from symbiosis_priv.kernels.choice import is_exact as is_exact
+from symbiosis_priv.kernels.choice import kernel_of as kernel_of
+from symbiosis_priv.kernels.choice import probe_rows as probe_rows
+from symbiosis_priv.kernels.choice import self_test as self_test
 from symbiosis_priv.kernels.choice import tune as tune
 from symbiosis_priv.kernels.kernel import Kernel as Kernel
 from symbiosis_priv.kernels.kernel import Packed as Packed
 from symbiosis_priv.kernels.matrix import RingMatrix as RingMatrix
-from symbiosis_priv.kernels.registry import KERNELS as KERNELS
-from symbiosis_priv.kernels.registry import is_exact as is_exact
-from symbiosis_priv.kernels.registry import kernel_of as kernel_of
-from symbiosis_priv.kernels.registry import probe_rows as probe_rows
-from symbiosis_priv.kernels.registry import self_test as self_test

@@ -16,9 +16,8 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
-from symbiosis_priv.kernels.choice import Choice, choose
+from symbiosis_priv.kernels.choice import KERNELS, Choice, choose, kernel_of
 from symbiosis_priv.kernels.kernel import Kernel, Packed
-from symbiosis_priv.kernels.registry import KERNELS, kernel_of
 
 _CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
 

@@ -60,7 +60,7 @@ def check(
     with loading():
         import torch
 
-        from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
+        from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
         from tenant.model.hf import RemoteConfig, backend_of
         from tenant.model.loading import (
             check_reads_text,
@@ -111,8 +111,7 @@ def check(
 
 
 def _division_table(folder: Path, *, tied_head: bool, federation: Federation | None) -> Table:
-    from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
-    from symbiosis_priv.checkpoints.discovery.skeleton import discover
+    from symbiosis_priv.checkpoints.discovery.skeleton import build, discover, load_config
     from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
     from symbiosis_priv.checkpoints.manifest import GroupEntry
     from tenant.model.division import division

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex

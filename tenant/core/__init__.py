@@ -13,7 +13,7 @@ promise. Read it in this order:
     blame       finds whose result was wrong, after a refused product
 
 Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group (widths, scales, bounds) are in
-`symbiosis_priv.checkpoints.facts`, keystreams and modular arithmetic in `symbiosis_priv.arithmetic`.
+`symbiosis_priv.checkpoints.manifest`, keystreams and modular arithmetic in `symbiosis_priv.arithmetic`.
 `tenant.preparation` makes the keys and stores them.
 
 The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):

@@ -26,7 +26,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Keystream, Seed, mask_key, relay_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex

@@ -20,7 +20,7 @@ from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.core.verifier import V
 

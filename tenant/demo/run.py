@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.discovery.architecture import load_config
+from symbiosis_priv.checkpoints.discovery.skeleton import load_config
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import cached_base_model
 from symbiosis_priv.harness.local import LocalFederation

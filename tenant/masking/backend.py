@@ -20,7 +20,7 @@ from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, pick, segments
 from symbiosis_priv.arithmetic.wraps import uncorrectable
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels import RingMatrix

@@ -7,7 +7,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex

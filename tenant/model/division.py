@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from symbiosis_priv.checkpoints.discovery.experts import experts_of, routed_modules
-from symbiosis_priv.checkpoints.discovery.linears import is_linear
+from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_linear, routed_modules
 from symbiosis_priv.checkpoints.discovery.skeleton import task_heads
 from symbiosis_priv.checkpoints.layers import is_offloaded
 

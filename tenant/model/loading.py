@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
+from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from symbiosis_priv.checkpoints.metadata import called, is_metadata
+from symbiosis_priv.checkpoints.discovery.linears import called, is_metadata
 from symbiosis_priv.errors import UnsupportedMethodError
 
 # Operations that copy a parameter (the copy has no values either), and operations that switch gradients.

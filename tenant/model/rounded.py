@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.checkpoints.layers import Scope
-from symbiosis_priv.checkpoints.stacks import separate
+from symbiosis_priv.checkpoints.manifest import separate
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from tenant.model.experts.modes import choose_mode

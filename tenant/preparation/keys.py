@@ -34,8 +34,7 @@ from symbiosis_priv.arithmetic.keystream import derive
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction, bounds_of
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.facts import GroupFacts
-from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.checkpoints.manifest import GroupEntry, GroupFacts, Manifest
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix

@@ -5,8 +5,8 @@ from functools import cached_property
 from pathlib import Path
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.facts import GroupFacts
 from symbiosis_priv.checkpoints.layers import Scope
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError

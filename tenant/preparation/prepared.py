@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from symbiosis_priv.checkpoints.facts import GroupFacts
-from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.manifest import GroupFacts, Manifest
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
 

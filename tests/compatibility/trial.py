@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.checkpoints.discovery.experts import experts_of
+from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant import RemoteConfig, rounded_model
 from tenant.model.loading import load_model

@@ -145,7 +145,7 @@ def transfers(options: Options) -> Iterator[Row]:
     """Products of rows in host memory: with the copies, and the product alone."""
     import torch
 
-    from provider.products.transfers import Transfers
+    from provider.products.operands import Transfers
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.kernels import RingMatrix, probe_rows
 
@@ -203,7 +203,7 @@ def nccl(options: Options) -> Iterator[Row]:
     import torch.distributed as dist
 
     from provider.products.operands import LocalOperands
-    from provider.shards import rendezvous
+    from provider.shards import rank_group
     from provider.shards.sharded import ShardedOperands
     from symbiosis_priv.arithmetic.ring import DIRECTIONS
     from symbiosis_priv.checkpoints.weights import WeightStore
@@ -212,11 +212,11 @@ def nccl(options: Options) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {rendezvous.FOLDER_VARIABLE: folder, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {rank_group.FOLDER_VARIABLE: folder, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         backend = "nccl" if options.device.startswith("cuda") else "gloo"
         if backend == "nccl":
             torch.cuda.set_device(0)
-        rendezvous.join(backend, timeout=timedelta(seconds=20))
+        rank_group.join(backend, timeout=timedelta(seconds=20))
         store = WeightStore(model, cache=Path(folder, "cache"), device=options.device, shardable=True)
         local = LocalOperands(store)
         for sharding in ("columns", "gathered"):

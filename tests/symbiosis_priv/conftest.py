@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.kernels import KERNELS, registry
+from symbiosis_priv.kernels import KERNELS, choice
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,9 +25,9 @@ def _interpreter_without_unused_checks() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _slow_self_test_is_run_once() -> Iterator[None]:
     """In Triton's interpreter, the self-test takes seconds; `test_triton_kernel.py` runs it once."""
-    real = registry.self_test
+    real = choice.self_test
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "self_test", lambda kernel, device: kernel.name == "triton" or real(kernel, device))
+        patch.setattr(choice, "self_test", lambda kernel, device: kernel.name == "triton" or real(kernel, device))
         yield
 
 

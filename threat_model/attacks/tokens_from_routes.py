@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.discovery.experts import experts_of
+from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth

@@ -315,6 +315,6 @@ def _ranks(gateway: int) -> dict[int, int]:
     for pid in descendants([gateway]):
         with contextlib.suppress(OSError):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
-            if name == "rank":  # see `provider.shards.torchrun.show_rank`
+            if name == "rank":  # see `provider.shards.rank_group.show_rank`
                 found[int(number)] = pid
     return found

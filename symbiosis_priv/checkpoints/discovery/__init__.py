@@ -1,13 +1,10 @@
 """Finds the linears of a model that are offloaded, and groups those that share an input. Read in this order:
 
-linears       which modules compute a linear's product
-experts       finds the parts of a mixture of experts that can be offloaded
+linears       which modules compute a linear's product, and the parts of a mixture of experts that can be offloaded
 known_values  runs a model without its weights, on tensors that have shapes and few values
-architecture  the model class of a checkpoint, built without weights
 stored_names  the parameter of each stored tensor
-inputs        small inputs of a model: text, images, sound
-tracing       runs the model and records the calls of linears and experts, with their inputs
-skeleton      `discover`: the layer groups of a checkpoint
+tracing       runs the model on small inputs and records the calls of linears and experts
+skeleton      the model class of a checkpoint, built without weights, and `discover`: its layer groups
 
 Both sides run the discovery on the checkpoint's config alone: the architecture is built without memory for its weights
 and run on small inputs. Linears of one block that receive the *same tensor* form one layer group, whatever their names

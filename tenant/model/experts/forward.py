@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from symbiosis_priv.checkpoints.discovery.experts import stacks_in
+from symbiosis_priv.checkpoints.discovery.linears import stacks_in
 from tenant.model.experts.dispatch import AsRouted, Dispatch, Everywhere, Flat
 from tenant.model.experts.stack import OffloadedStack
 from tenant.options import Experts

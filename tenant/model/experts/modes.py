@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from symbiosis_priv.checkpoints.discovery.experts import experts_of
+from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant.options import Experts

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.discovery.experts import experts_of, is_stacked, stacks_of
+from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_stacked, stacks_of
 from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import GroupEntry

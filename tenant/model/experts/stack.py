@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from symbiosis_priv.checkpoints.metadata import called
+from symbiosis_priv.checkpoints.discovery.linears import called
 from tenant.model import torch_compile
 from tenant.model.offloaded import OffloadedWeight, describe_reader
 from tenant.model.remote_linear import LayerGroup

@@ -14,14 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from provider.config.schema import SchedulerConfig
-from provider.executor import envelope
-from provider.executor.envelope import ExecutorReport
+from provider.config.schema import PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
-from provider.executor.queues import LocalInbox, RequestChannel
+from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
-from provider.scheduler.policy import PolicyName
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
@@ -64,7 +61,7 @@ class Asker:
     def send(self, rows: int, stage: Stage = "inference") -> None:
         now = time.monotonic()
         request = execute(0, rows)
-        message = envelope.ProductRequest(
+        message = ProductRequest(
             tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
         )
         self.channel.send(message, wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
@@ -74,7 +71,7 @@ class Asker:
         assert self.channel.receive(TIMEOUT_S) is not None
 
     def report(self) -> ExecutorReport:
-        self.channel.send(envelope.ReportRequest())
+        self.channel.send(ReportRequest())
         answer = self.channel.receive(TIMEOUT_S)
         assert answer is not None
         return msgspec.json.decode(answer.payload, type=ExecutorReport)

@@ -1,4 +1,4 @@
-"""Messages between senders and the executor, in one process and between two."""
+"""Messages between senders and the executor, in one process and between two; the stage of a request."""
 
 import contextlib
 import os
@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-from provider.executor.envelope import ReportRequest
-from provider.executor.queues import Context, ExecutorAnswer, LocalInbox, SocketChannel, SocketInbox
+from provider.executor.queues import (
+    Context,
+    ExecutorAnswer,
+    LocalInbox,
+    ReportRequest,
+    SocketChannel,
+    SocketInbox,
+    Stages,
+)
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
 
 _MANY = 1100  # more descriptors than select supports
 
@@ -59,3 +69,27 @@ def test_every_sender_of_a_product_gets_its_answer_and_none_is_lost_at_the_end()
     received = [channel.receive(0.0) for channel in channels]
     assert {answer.failure for answer in received if answer is not None} in ({b"\0", b"\1", b"\2"}, {b"\2", b"\1"})
     assert channels[0].receive(0.0) is not None
+
+
+def ask(direction: Direction, rows: int) -> wire.Execute:
+    return wire.Execute(nonce=bytes(16), group=0, direction=direction, arithmetic="ring", rows=rows)
+
+
+ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
+
+
+def test_few_rows_forward_are_inference_unless_their_tenant_trains() -> None:
+    stages = Stages(16)
+    assert stages.of(ALICE, ask("forward", 2), 0.0) == "inference"  # no earlier request
+    assert stages.of(ALICE, ask("backward", 2), 1.0) == "fine_tuning"
+    assert stages.of(ALICE, ask("forward", 2), 2.0) == "fine_tuning"
+    assert stages.of(BOB, ask("forward", 2), 2.0) == "inference"
+    assert stages.of(BOB, ask("forward", 17), 2.0) == "fine_tuning"
+    assert stages.of(BOB, ask("forward", 16), 3.0) == "inference"
+
+
+@pytest.mark.parametrize(("later", "stage"), [(59.0, "fine_tuning"), (61.0, "inference")])
+def test_a_tenant_that_has_stopped_training_counts_as_inference_again(later: float, stage: str) -> None:
+    stages = Stages(16)
+    stages.of(ALICE, ask("backward", 2), 0.0)
+    assert stages.of(ALICE, ask("forward", 1), later) == stage

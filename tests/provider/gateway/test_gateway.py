@@ -18,7 +18,7 @@ import torch
 
 from provider.config.schema import MIB, Limits
 from provider.executor.client import ExecutorRequester
-from provider.executor.envelope import ExecutorReport
+from provider.executor.queues import ExecutorReport
 from provider.gateway.admission import ByteBudget
 from provider.gateway.connection import Connection
 from provider.products.model import ServedModel

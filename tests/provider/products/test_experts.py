@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from provider.executor import envelope
+from provider.executor.queues import ProductRequest
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -192,7 +192,7 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
 
         def send(channel: int, counts: Counts | None, rows: Tensor) -> None:
             request = by_expert(execute(group, len(rows)), counts) if counts else execute(group, len(rows))
-            message = envelope.ProductRequest(
+            message = ProductRequest(
                 tenant=TenantIdentity(str(channel), authority="sha256:1"),
                 stage="fine_tuning",
                 weight=1.0,
@@ -226,7 +226,7 @@ def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(store
     rows = rows_for(entry, "forward", counts)
     with running(model, max_batch_rows=512) as (inbox, _):
         channel = inbox.open_channel()
-        message = envelope.ProductRequest(
+        message = ProductRequest(
             tenant=TenantIdentity("alice", authority="sha256:1"),
             stage="fine_tuning",
             weight=1.0,

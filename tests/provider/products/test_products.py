@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from provider.config.schema import ExecutorConfig, SchedulerConfig
-from provider.executor import envelope
+from provider.config.schema import ExecutorConfig, PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
-from provider.executor.queues import LocalInbox, RequestChannel
+from provider.executor.queues import LocalInbox, ProductRequest, RequestChannel
 from provider.products.model import ServedModel
-from provider.scheduler.policy import PolicyName
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -150,10 +148,10 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
         assert report.batch_requests.total == sum(report.batch_requests.counts)
 
 
-def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.ProductRequest:
+def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> ProductRequest:
     now = time.monotonic()
     identity = TenantIdentity(tenant, authority="sha256:1")
-    return envelope.ProductRequest(
+    return ProductRequest(
         tenant=identity, stage="fine_tuning", weight=1.0, arrival=now, deadline=now + 60, request=request
     )
 

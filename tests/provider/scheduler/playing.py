@@ -1,12 +1,12 @@
 """Runs schedulers with jobs of all sizes, including the smallest, and a simulated executor and clock."""
 
-from dataclasses import replace
 from typing import Any, get_args
 
+import msgspec
 from hypothesis import strategies as st
 
+from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.policy import Policy, PolicyName
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
@@ -15,7 +15,7 @@ STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8
 RATE = 2e9  # the scheduler's initial assumption
-POLICY = Policy(slice_s=SLICE_ROWS * ROW_WORK / RATE, max_wait_s=0.002)
+POLICY = SchedulerConfig(slice_ms=1000 * SLICE_ROWS * ROW_WORK / RATE, max_wait_ms=2.0)
 
 
 def job(
@@ -47,8 +47,11 @@ def job(
 
 
 def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **changes: Any) -> Scheduler[Job]:
-    """A scheduler that has learned how long reading weights takes."""
-    subject: Scheduler[Job] = Scheduler(replace(POLICY, name=name, **changes))
+    """A scheduler that has learned how long reading weights takes. Times may be given in seconds."""
+    for time in ("slice", "max_wait"):
+        if f"{time}_s" in changes:
+            changes[f"{time}_ms"] = 1000 * changes.pop(f"{time}_s")
+    subject: Scheduler[Job] = Scheduler(msgspec.structs.replace(POLICY, policy=name, **changes))
     for direction in DIRECTIONS:
         for _ in range(60 if reading else 0):  # each measurement halves the distance
             subject.pace.record(Key(0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key
-from provider.scheduler.policy import Policy
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def rehearse(
-    policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
+    config: SchedulerConfig, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
 ) -> Outcome:
     """Let the tenants send requests; their `turns` hold their times afterwards.
 
@@ -108,7 +108,7 @@ def rehearse(
         held_up: share of requests before which a tenant is delayed, for `HOLD_UP` on average.
     """
     chance, order = random.Random(seed), itertools.count()
-    subject: Scheduler[Job] = Scheduler(policy)
+    subject: Scheduler[Job] = Scheduler(config)
     by_name = {tenant.name: tenant for tenant in tenants}
     coming = [(chance.uniform(0, 0.01), next(order), tenant) for tenant in tenants]
     heapq.heapify(coming)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from provider.scheduler.policy import Policy
+from provider.config.schema import SchedulerConfig
 from tests.provider.scheduler.playing import POLICIES
 from tests.provider.scheduler.rehearsal import Outcome, Tenant, rehearse
 
@@ -27,7 +27,7 @@ def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[
     found: dict[str, Outcome] = {}
     for name in POLICIES:
         tenants = all_of(generating, training)
-        found[name] = rehearse(Policy(name=name), tenants, seconds=40)
+        found[name] = rehearse(SchedulerConfig(policy=name), tenants, seconds=40)
         assert all(tenant.turns for tenant in tenants), "somebody starves"
     batched = found["opportunistic"]
     for other in (found["none"], found["lockstep"]):
@@ -36,19 +36,19 @@ def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[
 
 
 def test_training_tenants_hardly_delay_generating_ones() -> None:
-    alone = rehearse(Policy(), all_of(ONE_ROW[:6], ()))
-    beside = rehearse(Policy(), all_of(ONE_ROW[:6], (2, 16)))
+    alone = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], ()))
+    beside = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], (2, 16)))
     assert beside.latency < 1.25 * alone.latency
 
 
 def test_a_single_tenant_is_served_equally_by_every_policy() -> None:
     """A single tenant never waits, because no other tenant can come."""
-    found = {rehearse(Policy(name=name), all_of((1,), ())).latency for name in POLICIES}
+    found = {rehearse(SchedulerConfig(policy=name), all_of((1,), ())).latency for name in POLICIES}
     assert len(found) == 1
 
 
 def test_sixteen_tenants_share_the_reading_of_the_weights() -> None:
-    one, sixteen = (rehearse(Policy(), all_of((1,) * count, ())).tokens_per_s for count in (1, 16))
+    one, sixteen = (rehearse(SchedulerConfig(), all_of((1,) * count, ())).tokens_per_s for count in (1, 16))
     assert sixteen > 4 * one
 
 
@@ -57,7 +57,7 @@ def test_tenants_meet_and_stay_together(layers: int) -> None:
     """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer
     groups, where tenants would rarely meet by chance."""
     tenants = [Tenant(f"generating-{i}", 1, layers=layers) for i in range(16)]
-    outcome = rehearse(Policy(), tenants, seconds=20, held_up=0.1)
+    outcome = rehearse(SchedulerConfig(), tenants, seconds=20, held_up=0.1)
     assert outcome.batch_requests > 5
     assert outcome.idle < 0.05
     slowest = max(max(tenant.turns) for tenant in tenants)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from provider.config.schema import PolicyName
 from provider.scheduler.jobs import Job
-from provider.scheduler.policy import PolicyName
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
 
 
@@ -37,7 +37,7 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
 def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
     """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
     subject = scheduler(name)
-    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_s, "lockstep": POLICY.lockstep_wait_s}[name]
+    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_s, "lockstep": POLICY.lockstep_wait_ms / 1000}[name]
     end = 0.0
     for begun, pieces in run(subject, arriving):
         if begun > end:  # it was idle until now

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from provider.config.schema import PolicyName
 from provider.scheduler.jobs import Key
-from provider.scheduler.policy import PolicyName
 from tests.provider.scheduler.playing import POLICIES, SLICE_ROWS, job, scheduler
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from provider.products.operands import LocalOperands
-from provider.shards import rendezvous
+from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
@@ -90,7 +90,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
 
 def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
     """`experts`: a mixture of experts. `large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
-    rendezvous.join("gloo", timeout=timedelta(seconds=60))
+    rank_group.join("gloo", timeout=timedelta(seconds=60))
     options: dict[str, Any] = {"weight_bits": int(weight_bits), "kernel": kernel, "shardable": True}
     served = LayerRange.parse(layers) if layers else None
     with torch.no_grad():

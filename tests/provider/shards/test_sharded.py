@@ -26,7 +26,7 @@ from provider.config.schema import ExecutorConfig, ProviderConfig
 from provider.executor import supervisor
 from provider.executor.supervisor import GroupExecutor
 from provider.serve import Provider
-from provider.shards import rendezvous
+from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -49,7 +49,7 @@ def run_group(ranks: int, folder: Path, *arguments: object) -> list[str]:
     """Return the lines that rank 0 of a group prints. Every rank runs `SCRIPT`; the ranks meet in an empty folder."""
 
     def run_rank(rank: int) -> list[str]:
-        environment = {"GLOO_SOCKET_IFNAME": "lo", rendezvous.FOLDER_VARIABLE: str(folder)}
+        environment = {"GLOO_SOCKET_IFNAME": "lo", rank_group.FOLDER_VARIABLE: str(folder)}
         environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
         environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         words = [sys.executable, str(SCRIPT), *map(str, arguments)]
@@ -161,10 +161,10 @@ def test_the_models_digest_is_broadcast_with_gloo(
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(rendezvous.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(rank_group.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(dist, "broadcast", noted)
-    rendezvous.join("gloo", timeout=timedelta(seconds=30))
+    rank_group.join("gloo", timeout=timedelta(seconds=30))
     try:
         operands = ShardedOperands(WeightStore(store.path, cache=tmp_path / "cache", shardable=True))
         assert groups

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.discovery.architecture import load_config
-from symbiosis_priv.checkpoints.discovery.skeleton import discover
+from symbiosis_priv.checkpoints.discovery.skeleton import discover, load_config
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, on_this_machine, read_json, vet, vet_adapter
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError

@@ -20,7 +20,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
-from symbiosis_priv.kernels import KERNELS, RingMatrix, registry
+from symbiosis_priv.kernels import KERNELS, RingMatrix, choice
 from symbiosis_priv.kernels.compiled import CompiledKernel
 from tests import drawn
 
@@ -238,7 +238,7 @@ def test_a_result_tensor_of_another_shape_is_refused(out: Tensor) -> None:
 
 def test_the_default_dtype_of_torch_does_not_matter() -> None:
     """transformers changes it while it loads a checkpoint."""
-    registry.passes_self_test.cache_clear()
+    choice.passes_self_test.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

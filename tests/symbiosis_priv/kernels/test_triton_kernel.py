@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, RingMatrix, triton_kernel
-from symbiosis_priv.kernels.registry import passes_self_test, probe_rows
+from symbiosis_priv.kernels.choice import passes_self_test, probe_rows
 from symbiosis_priv.kernels.triton_kernel import LEAST_MEMORY, MAX_TERMS, TILES, Tile, TritonKernel, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tests.stacks import expert_product

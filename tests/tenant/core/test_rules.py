@@ -866,7 +866,7 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
     monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
     monkeypatch.setattr("tenant.model.hf.vet", lambda folder: {})
     monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.vet", lambda folder: {})
-    monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.architecture.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.skeleton.vet", lambda folder: {})
     assert not masked_rows_reach(executor, folder, remote)
 
 

@@ -48,8 +48,7 @@ from transformers import (
 )
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
-from symbiosis_priv.checkpoints.discovery.skeleton import discover
+from symbiosis_priv.checkpoints.discovery.skeleton import architecture, discover, load_config
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError, UnsupportedMethodError
 from symbiosis_priv.federation import Federation

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing

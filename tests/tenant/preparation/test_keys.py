@@ -18,8 +18,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import dot
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.facts import GroupFacts
-from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.manifest import GroupFacts, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.limits import GroupIndex

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.wraps import Corrector
-from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex

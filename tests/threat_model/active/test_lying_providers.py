@@ -59,7 +59,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
     for module in (
         "tenant.model.hf",
         "symbiosis_priv.checkpoints.checkpoint",
-        "symbiosis_priv.checkpoints.discovery.architecture",
+        "symbiosis_priv.checkpoints.discovery.skeleton",
     ):
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
     monkeypatch.setattr("tenant.model.hf._check_not_redirected", lambda folder, config: None)

@@ -45,9 +45,8 @@ from transformers import (
 )
 
 from symbiosis_priv.checkpoints.discovery import known_values, skeleton
-from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
-from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, check_builds, discover, traced
+from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, check_builds, discover, load_config, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
 from symbiosis_priv.errors import UnsupportedModelError
 

@@ -1,18 +1,56 @@
-"""Expands the keystream for helpers' effects in a separate thread, so that products do not wait for it.
+"""The rows of requests: joined and copied as bytes, or expanded from helpers' seeds.
 
-The thread serves tenants in round-robin order, one slice at a time: a small effect does not wait for another tenant's
-large effect. AES runs without the GIL.
+Bytes are joined without torch, because every torch operation releases the GIL, and waiting for the GIL takes longer
+than copying a few rows. Keystreams are expanded in a thread of their own, so that products do not wait for them. The
+thread serves tenants in round-robin order, one slice at a time: a small effect does not wait for another tenant's large
+effect. AES runs without the GIL.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from provider.fairness.round_robin import RoundRobin
+
+_BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
+
+
+def joined(parts: Sequence[memoryview]) -> memoryview:
+    """The concatenation of all parts. Not a copy if only one part is not empty."""
+    if len(parts) > 1:
+        parts = [part for part in parts if part]
+    if len(parts) == 1:
+        return parts[0]
+    whole, start = empty(sum(map(len, parts))), 0
+    for part in parts:
+        fill(whole[start : start + len(part)], part)
+        start += len(part)
+    return whole
+
+
+def copy_of(part: memoryview) -> memoryview:
+    own = empty(len(part))
+    fill(own, part)
+    return own
+
+
+def fill(target: memoryview, source: memoryview) -> None:
+    """Copy `source` to `target`, which has the same size."""
+    if len(source) <= _BRIEF_BYTES:
+        target[:] = source
+    else:  # numpy releases the GIL during the copy
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
+def empty(size: int) -> memoryview:
+    """Uninitialised bytes (a bytearray would be cleared)."""
+    return np.empty(size, dtype=np.uint8).data
+
 
 J = TypeVar("J")
 

@@ -1,4 +1,4 @@
-"""Policy `lockstep`: all tenants are at the same layer group."""
+"""The policies for comparison. `lockstep`: all tenants are at the same layer group."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_lockstep_waits_for_recently_active_tenants() -> None:
     subject.done(subject.take(0.0), now=1.0, seconds=1.0)
     subject.put(job("alice", arrival=0.5))  # while that product was computed
     assert subject.take(1.0) == []
-    assert subject.next_deadline(1.0) == pytest.approx(1.0 + POLICY.lockstep_wait_s)
+    assert subject.next_deadline(1.0) == pytest.approx(1.0 + POLICY.lockstep_wait_ms / 1000)
     subject.put(job("bob", arrival=1.05))
     assert {p.job.tenant for p in subject.take(1.05)} == {"alice", "bob"}
 

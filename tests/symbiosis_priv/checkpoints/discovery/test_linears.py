@@ -10,7 +10,7 @@ from transformers.core_model_loading import MergeModulelist
 
 from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.checkpoints.layers import GroupSpec
-from symbiosis_priv.checkpoints.stacks import join
+from symbiosis_priv.checkpoints.manifest import join
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
 from tests.experts import DBRX, FAMILIES, SIZES, write

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from provider.executor.keystream_maker import KeystreamMaker
+from provider.executor.rows import KeystreamMaker
 
 
 def collect(maker: KeystreamMaker[str], count: int, woken: threading.Semaphore) -> list[tuple[str, object]]:

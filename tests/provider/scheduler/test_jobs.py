@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from provider.config.schema import PolicyName
 from provider.scheduler.jobs import Job, Key
-from provider.scheduler.policy import PolicyName
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler
 

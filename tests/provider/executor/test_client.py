@@ -5,9 +5,8 @@ import errno
 import msgspec
 import zmq
 
-from provider.executor.envelope import ExecutorReport
-from provider.executor.handle import ExecutorHandle
-from provider.executor.queues import ExecutorAnswer, InboxMessage, LocalInbox, RequestChannel
+from provider.executor.client import ExecutorHandle
+from provider.executor.queues import ExecutorAnswer, ExecutorReport, InboxMessage, LocalInbox, RequestChannel
 from tests.provider.conftest import Configure
 from tests.waiting import until
 

@@ -1,6 +1,7 @@
 """Ranks on one machine meet in a folder; heartbeats last as long as a rank's process; a rank that ends its group kills
 its own torchrun with all of its ranks, and no other process.
 """
+
 import os
 import signal
 import subprocess

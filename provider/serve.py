@@ -27,7 +27,7 @@ from provider.products.model import open_store
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import write_atomically
-from symbiosis_priv.system.parent_watch import when_stdin_closes
+from symbiosis_priv.system.processes import when_stdin_closes
 
 if TYPE_CHECKING:  # set in `start`
     from provider.operations.metrics import MetricsServer

@@ -10,9 +10,8 @@ from typing import Any
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.registry.descriptor import MS, VerifiedDescriptor, describe, verify
-from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import MS, Trust, VerifiedDescriptor, describe, verify
+from symbiosis_priv.registry.protocol import RegistryClient
 
 DIGEST = "sha256:" + "7" * 64
 DEADLINE_S = 20.0

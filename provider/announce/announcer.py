@@ -15,9 +15,8 @@ from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.registry.descriptor import MS, describe, verify
-from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import MS, Trust, describe, verify
+from symbiosis_priv.registry.protocol import RegistryClient
 
 log = logs.EventLog(__name__)
 

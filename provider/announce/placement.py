@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.registry.coverage import coverage, most_needed
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest_of
-from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.protocol import RegistryClient
 
 log = logs.EventLog(__name__)
 

@@ -27,7 +27,7 @@ from provider.refusal import Refusal
 from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
 from symbiosis_priv.system import processes as start
-from symbiosis_priv.system.private import PrivateFolder
+from symbiosis_priv.system.files import PrivateFolder
 
 log = logs.EventLog(__name__)
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from symbiosis_priv.system.files import UNDECODABLE
-from symbiosis_priv.system.locks import lock
+from symbiosis_priv.system.files import UNDECODABLE, lock
 
 _SLOT_BYTES, _SLOTS = 512, 1024
 _SIZE = _SLOT_BYTES * _SLOTS

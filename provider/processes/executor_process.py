@@ -15,7 +15,7 @@ from provider.config.schema import from_json
 from provider.executor.executor import build
 from provider.executor.queues import SocketInbox
 from symbiosis_priv.errors import SymbiosisError
-from symbiosis_priv.system.parent_watch import when_stdin_closes
+from symbiosis_priv.system.processes import when_stdin_closes
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from provider.products.model import open_store
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
-from symbiosis_priv.system.parent_watch import when_stdin_closes
+from symbiosis_priv.system.processes import when_stdin_closes
 
 
 def main() -> None:

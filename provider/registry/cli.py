@@ -41,7 +41,7 @@ def serve(
     from provider import logs
     from provider.registry.server import RegistryServer
     from symbiosis_priv.system.files import write_atomically
-    from symbiosis_priv.system.parent_watch import when_stdin_closes
+    from symbiosis_priv.system.processes import when_stdin_closes
 
     config = RegistryConfig(
         certificate=certificate, key=key, authority=authority, revoked=revoked, listen=listen, database=database
@@ -67,9 +67,8 @@ def show(
     revoked: Revoked = None,
 ) -> None:
     """Show the executors that a registry lists, as tenants see them: every signature is checked."""
-    from symbiosis_priv.registry.descriptor import MS, newest_of
-    from symbiosis_priv.registry.queries import RegistryClient
-    from symbiosis_priv.registry.trust import Trust
+    from symbiosis_priv.registry.descriptor import MS, Trust, newest_of
+    from symbiosis_priv.registry.protocol import RegistryClient
 
     trust = Trust.load(authority, revoked)
     with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:

@@ -28,8 +28,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import registry_server_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.descriptor import MAX_BYTES, verify
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust, verify
 
 log = logs.EventLog(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
-from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.federation.parties import plain
 from symbiosis_priv.registry.descriptor import MEMORY_S, MS, VerifiedDescriptor
 from symbiosis_priv.registry.protocol import MAX_LISTED
 

@@ -22,8 +22,7 @@ from cryptography import x509
 from symbiosis_priv.certificates.pem import create_file, make_folder
 from symbiosis_priv.certificates.reading import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.system.files import read_limited, write_atomically
-from symbiosis_priv.system.locks import lock
+from symbiosis_priv.system.files import lock, read_limited, write_atomically
 
 _MAX_BYTES = 64 << 20  # space for half a million marks
 _PATIENCE_S = 10.0

@@ -30,8 +30,7 @@ from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Ma
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
-from symbiosis_priv.system.files import default_cache, read_limited, replace_atomically, write_atomically
-from symbiosis_priv.system.private import PrivateFolder
+from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, replace_atomically, write_atomically
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
     from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton

@@ -4,17 +4,15 @@ Modules:
 
     federation_toml   reads `federation.toml`
     federation        the checked file; decides which executor may receive rows under which pads (rule 8)
-    parties           decides which entries are one party; refuses duplicates and conflicting roles (rules 8 and 11)
-    peers             dataclasses for a provider, a company and the registries
-    spelling          normal forms of names and hosts, for comparison
+    parties           providers, companies and registries; refuses duplicates and conflicting roles (rules 8 and 11)
 """
 
 from symbiosis_priv.federation.federation import Federation as Federation
 from symbiosis_priv.federation.federation_toml import load_federation as load_federation
+from symbiosis_priv.federation.parties import Company as Company
+from symbiosis_priv.federation.parties import Peer as Peer
+from symbiosis_priv.federation.parties import Registries as Registries
 from symbiosis_priv.federation.parties import Traits as Traits
 from symbiosis_priv.federation.parties import check_parties as check_parties
 from symbiosis_priv.federation.parties import in_common as in_common
 from symbiosis_priv.federation.parties import traits as traits
-from symbiosis_priv.federation.peers import Company as Company
-from symbiosis_priv.federation.peers import Peer as Peer
-from symbiosis_priv.federation.peers import Registries as Registries

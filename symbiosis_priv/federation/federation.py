@@ -14,9 +14,7 @@ from pathlib import Path
 
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.federation.parties import Parties
-from symbiosis_priv.federation.peers import Company, Peer, Registries
-from symbiosis_priv.federation.spelling import is_this_machine
+from symbiosis_priv.federation.parties import Company, Parties, Peer, Registries, is_this_machine
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import client_context

@@ -47,9 +47,7 @@ import msgspec
 from symbiosis_priv.checkpoints.layers import LayerRange, Scope
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation.federation import Federation, check_choice
-from symbiosis_priv.federation.parties import check_parties
-from symbiosis_priv.federation.peers import Company, Peer, Registries
-from symbiosis_priv.federation.spelling import check_spelling, plain
+from symbiosis_priv.federation.parties import Company, Peer, Registries, check_parties, check_spelling, plain
 from symbiosis_priv.limits import (
     DEFAULT_RING_BITS,
     DEFAULT_WEIGHT_BITS,

@@ -1,18 +1,175 @@
-"""Decides which entries of a federation are one party, and refuses duplicates and conflicting roles (rules 8 and 11).
+"""The providers, companies and registries of a federation, and which of them are one party (rules 8 and 11).
 
 Rule 11: the parties of a federation are pairwise distinct in certificate, public key and address. Without rule 11, one
-party could appear as two helpers, and an executor that is listed twice could be asked again after its quarantine.
+party could appear as two helpers, and an executor that is listed twice could be asked again after its quarantine. Names
+and hosts are compared in normal form, so that different spellings of one name are one name.
 """
 
+import ipaddress
 import itertools
+import socket
+import ssl
+import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates.reading import fingerprint, key_fingerprint, load_pin
+from symbiosis_priv.certificates.reading import Pin, fingerprint, key_fingerprint, load_pin
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.federation.peers import Company, Peer
-from symbiosis_priv.federation.spelling import plain, plain_host
+from symbiosis_priv.limits import Role
+
+_THIS_MACHINE = "127.0.0.1"
+# Characters that remain after NFKC and are invisible, but have a visible category: fillers, joiners, selectors, blanks.
+_BLANK_SYMBOLS = (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x1D159, 0x13441, 0x13442, 0x16FE4)
+_BLANK_RANGES = (range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0000, 0xE1000))
+_BLANK = frozenset(map(chr, itertools.chain(_BLANK_SYMBOLS, *_BLANK_RANGES)))
+_LOOK_LATIN = str.maketrans(  # Cyrillic, Greek and Latin letters whose small or capital form looks like a Latin letter
+    "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442"
+    "\u0443\u0445\u0456\u0458\u0455\u0501\u04bb\u04cf\u051b\u051d"
+    "\u03b1\u03b2\u03b5\u03b6\u03b7\u03b9\u03ba\u03bc\u03bd\u03bf\u03c1\u03c4\u03c5\u03c7\u0131\u0251\u0261",
+    "abekmhopctyxijsdhlqwabezhikmnoptyxiag",
+)
+_WRITTEN_TOGETHER = (  # Unicode Technical Standard 39, "highly restrictive"
+    frozenset({"LATIN", "CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"}),
+    frozenset({"LATIN", "CJK", "BOPOMOFO"}),
+    frozenset({"LATIN", "CJK", "HANGUL"}),
+)
+
+
+@lru_cache(maxsize=1024)  # called for every pad that is drawn
+def plain(name: str) -> str:
+    """The normal form of a name: NFKC, case folded, without blank and control characters, and with Latin letters in
+    place of letters that look like them. Two names with one normal form are the same name."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    visible = "".join(c for c in folded if unicodedata.category(c)[0] not in "CZ" and c not in _BLANK)
+    return visible.translate(_LOOK_LATIN)
+
+
+def check_spelling(name: str) -> None:
+    """Raises `ConfigError` for a name without visible characters, and for a name that mixes scripts which are not
+    written together: with a Cyrillic letter among Latin letters, two different names look alike."""
+    if not plain(name):
+        raise ConfigError(f"the name {name!r} has no visible characters: write a name")
+    # with the marks of letters: many fonts show nothing for a mark of another script
+    letters = [c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c)[0] in "LM" and c not in _BLANK]
+    scripts = {unicodedata.name(c, "UNKNOWN").split()[0] for c in letters} - {"MODIFIER", "COMBINING"}
+    if len(scripts) > 1 and not any(scripts <= together for together in _WRITTEN_TOGETHER):
+        raise ConfigError(
+            f"the name {name!a} mixes letters of {' and '.join(sorted(scripts))}, which can look alike: type it "
+            f"again in one script"
+        )
+
+
+def plain_host(host: str) -> str:
+    """The normal form of a host: lower case, no trailing dot, IDNA, one form of an IP address, and 127.0.0.1 for names
+    and unspecified addresses of this machine. Sends no DNS query."""
+    host = host.casefold().rstrip(".")
+    with suppress(UnicodeError):
+        host = host.encode("idna").decode("ascii")
+    with suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))  # 127.1 and 0x7f000001, as the resolver reads them
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return _THIS_MACHINE if host == "localhost" or host.endswith(".localhost") else host
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    return _THIS_MACHINE if address.is_unspecified or str(address) == "::1" else str(address)
+
+
+def is_this_machine(host: str) -> bool:
+    """Returns True for a loopback address and for a name of this machine. Sends no DNS query."""
+    try:
+        return ipaddress.ip_address(plain_host(host)).is_loopback
+    except ValueError:
+        return False
+
+
+if TYPE_CHECKING:
+    from symbiosis_priv.network.dial import ClientConnection
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One provider in one role, as the tenant pinned it.
+
+    Args:
+        certificate: the pinned certificate: a file that holds nothing else, or the certificate itself for an executor
+            that a registry listed.
+        next_certificate: file of the pinned successor while the provider rotates.
+        layers: layers that it must serve at least; None if the file does not say.
+        remote_only: its host may not resolve to an address of this machine, of its link or of a metadata service. True
+            for executors that a registry listed, unless the federation is local.
+    """
+
+    name: str
+    operator: str
+    role: Role
+    host: str
+    port: int
+    certificate: Pin
+    next_certificate: Path | None = None
+    layers: LayerRange | None = None
+    remote_only: bool = False
+
+    def __hash__(self) -> int:
+        """Hash of role and name only: every request looks peers up several times, and hashing all fields is slow."""
+        return hash((self.role, self.name))
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pinned certificates: two during a rotation."""
+        return (self.certificate,) if self.next_certificate is None else (self.certificate, self.next_certificate)
+
+    @property
+    def label(self) -> str:
+        """Role, name and address, for messages."""
+        return f"{self.role} {self.name!r} at {self.host}:{self.port}"
+
+    def connection(self, context: ssl.SSLContext, **options: Any) -> "ClientConnection":
+        """A connection to this peer, which is not open yet. `context` is a `tls.client_context` for `pins`; `options`
+        are `traffic` and `waiting` of `ClientConnection`."""
+        from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
+
+        options |= {"provider": self.name, "host": self.host, "port": self.port, "pins": self.pins}
+        options |= {"remote_only": self.remote_only, "context": context}
+        return ClientConnection(self.label, **options)
+
+    @property
+    def key_fingerprint(self) -> str:
+        """Fingerprint of the public key in `certificate`. Name and key together identify a party (rule 11)."""
+        return key_fingerprint(load_pin(self.certificate))
+
+
+@dataclass(frozen=True)
+class Company:
+    """Providers that count as one party although their operators have different names. The providers of `operators` may
+    be in the file or come from registries. The company's own name is an operator too."""
+
+    name: str
+    members: tuple[str, ...]
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Registries:
+    """The registries that list more executors, and the authority that signs these executors' certificates.
+
+    Args:
+        addresses: `host:port` of registries; all of them are asked.
+        authority: file with the authority's certificate, or several while one replaces another.
+        revoked: list of revoked certificates; None revokes nothing.
+    """
+
+    addresses: tuple[str, ...]
+    authority: Path
+    revoked: Path | None = None
 
 
 def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), pad_helpers: int | None = None) -> None:

@@ -28,9 +28,8 @@ from symbiosis_priv.harness.managed_process import ManagedProcess
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.wire import Role
-from symbiosis_priv.registry.descriptor import verify
-from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import Trust, verify
+from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.files import write_atomically
 
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}

@@ -4,8 +4,7 @@ wire             the messages, and how they are framed
 encoding         packs a matrix into a payload, and unpacks it
 block_statement  what a helper signs for a block of relayed effects
 tls              contexts that trust only pinned certificates
-records          TLS records in memory
-stream           exact sizes and deadlines, for both sides
-dial             opens a connection to a provider
+stream           TLS with many records per system call, exact sizes and deadlines, for both sides
+dial             the client: opens a connection to a provider, and asks
 addresses        `host:port`, and sockets that listen there
 """

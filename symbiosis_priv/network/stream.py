@@ -1,21 +1,216 @@
-"""Reads and writes of exact sizes over TLS, with deadlines that a slow peer cannot extend, for clients and servers.
+"""TLS over a socket, for clients and servers: many records per system call (`RecordStream`), and frames of exact sizes
+with deadlines that a slow peer cannot extend (`FrameStream`).
 
-Every read of TLS releases the GIL, and with many connections the thread waits to get the GIL back. So a request's
-prefix, header and first rows, which arrive as one TLS record, are read with one call.
+`ssl.SSLSocket` makes two system calls for every record that it reads and one for every record that it writes. A record
+carries 16 KiB, so one step of fine-tuning has tens of thousands of records. This module keeps records in memory between
+TLS and the socket, and sends all of them with one system call. Errors and timeouts are those of `ssl.SSLSocket`. After
+a timeout the same call may be repeated, and continues where it stopped.
+
+The kernel enforces the timeout of the blocking socket. (Python's own timeout needs one system call to wait and another
+one to read.) The TLS object is read only if it may have bytes: otherwise it raises an error, and raising the error
+takes longer than decrypting a row. Every read of TLS releases the GIL, and with many connections the thread waits to
+get the GIL back. So a request's prefix, header and first rows, which arrive as one TLS record, are read with one call.
 """
 
 import contextlib
 import math
 import select
 import socket
+import ssl
+import struct
+import threading
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
+import numpy as np
+
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.records import RecordStream
+
+_CHUNK: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
+_CHUNK_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
+_PARTIAL_RECORD: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
+_GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes have arrived
+_TIMEVAL: Final = struct.Struct("@ll")
+_TIMED_OUT: Final = "timed out"
+
+
+class _Arrived(threading.local):
+    """Each thread's memory for bytes that have arrived and are fed to TLS at once."""
+
+    def __init__(self) -> None:
+        self.buffer = np.empty(_CHUNK, dtype=np.uint8).data  # not cleared, as a bytearray would be
+
+
+_arrived = _Arrived()
+
+
+class RecordStream:
+    """A TLS connection, for one thread at a time. The timeout of a call, in seconds, covers the whole call. With a
+    timeout of 0, a call does not wait.
+
+    Args:
+        raw: a connected socket. The caller closes it.
+        context: a client's or a server's context.
+        host: name that the server's certificate must carry; None on the server's side.
+    """
+
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
+        raw.settimeout(None)
+        self.raw = raw
+        self._timeout = -1.0  # timeout of the socket
+        self._flags = 0
+        self._chunk = _CHUNK_SERVER if host is None else _CHUNK
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
+        """The negotiated TLS parameters; not for reading or writing."""
+        self._arrival = select.poll()
+        self._arrival.register(raw, select.POLLIN)
+        self._to_send = memoryview(b"")
+        self._awaited = 1  # number of bytes for which the socket waits
+        self._encrypted = 0  # the caller's bytes in `_to_send`
+        self._exhausted = False  # TLS has returned all bytes that can be decrypted so far
+        self.records = 0
+        """Number of records that were read."""
+
+    def handshake(self, timeout: float) -> None:
+        """Make the TLS handshake. Raises `OSError`: as `ssl.SSLSocket.do_handshake`. After a TimeoutError, another call
+        continues the handshake."""
+        until = self._begin(timeout)
+        try:
+            while not self._try_handshake():
+                self._flush(until)
+                _check_time(until)
+                if not self._take_in():
+                    self._incoming.write_eof()  # the next attempt raises the error
+        except ssl.SSLError:
+            with contextlib.suppress(OSError):
+                self._flush(until)  # the alert that tells the other side the reason
+            raise
+        self._flush(until)
+
+    def recv_into(self, buffer: memoryview, timeout: float) -> int:
+        """Read at least one byte, and all that have arrived. Returns the number of bytes; 0 at the end of the stream.
+        Raises `OSError`: as `ssl.SSLSocket.recv_into`; after a TimeoutError no byte is lost."""
+        size, done, until = len(buffer), 0, self._begin(timeout)
+        if self._exhausted and not self._take_in(promised=size):
+            return 0
+        while True:
+            try:
+                self._exhausted = False
+                while done < size and (count := self.tls.read(size - done, buffer[done:])):
+                    done += count  # type: ignore[operator]  # with a buffer it is a number
+                    self.records += 1
+                    if done < size and not self._incoming.pending:  # one read returns a whole record
+                        self._exhausted = True
+                        break
+                return done
+            except ssl.SSLWantReadError:
+                self._exhausted = True
+                if done:
+                    return done
+                _check_time(until)
+                if not self._take_in(promised=size):
+                    return 0
+
+    def send(self, data: memoryview, timeout: float) -> int:
+        """Send some of the bytes. Returns their number. Raises `OSError`: as `ssl.SSLSocket.send`. After a TimeoutError
+        the same bytes must be passed again."""
+        until = self._begin(timeout)
+        if not self._encrypted:
+            part = data[: self._chunk // 2]
+            while self._encrypted < len(part):
+                self._encrypted += self.tls.write(part[self._encrypted :])
+        self._flush(until)
+        sent, self._encrypted = self._encrypted, 0
+        return sent
+
+    @property
+    def unsent(self) -> bool:
+        """True if encrypted bytes wait to be sent."""
+        return bool(self._to_send or self._outgoing.pending)
+
+    def close(self) -> None:
+        """Send close_notify without waiting for the peer's, and close the socket."""
+        with contextlib.suppress(OSError, ValueError):
+            self._begin(0.0)
+            with contextlib.suppress(ssl.SSLWantReadError):
+                self.tls.unwrap()
+            self._flush(math.inf)
+        self.raw.close()
+
+    def _try_handshake(self) -> bool:
+        try:
+            self.tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def _begin(self, timeout: float) -> float:
+        """The deadline of a call that begins now. The timeout covers the whole call, not each byte."""
+        if not timeout:
+            self._timeout, self._flags = timeout, socket.MSG_DONTWAIT
+            return math.inf
+        if self._timeout != timeout:  # setting it is a system call, and there are thousands of records
+            self._timeout, self._flags = timeout, 0
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self.raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+        return time.monotonic() + timeout
+
+    def _take_in(self, *, promised: int = 1) -> int:
+        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream. If many bytes are
+        `promised`, the call waits up to `_GATHER_S` until a full read has arrived: waking the thread for a few bytes
+        costs more than the wait."""
+        to_arrive = promised - self._incoming.pending - _PARTIAL_RECORD
+        much = to_arrive >= self._chunk
+        if (size := self._chunk if much else 1) != self._awaited:
+            self._await(size)
+        # After a partial read, the kernel waits for `size` bytes again, which may never come. So wait here until all
+        # have arrived, but not for long: a peer whose window is full sends no more before a read makes room.
+        until = time.monotonic() + self._timeout
+        while much and not self._arrival.poll(1e3 * min(_GATHER_S, self._timeout)):
+            with contextlib.suppress(BlockingIOError):
+                return self._feed(socket.MSG_DONTWAIT)
+            _check_time(until)
+        try:
+            return self._feed(self._flags)
+        except BlockingIOError as error:
+            raise TimeoutError(_TIMED_OUT) from error
+
+    def _feed(self, flags: int) -> int:
+        count = self.raw.recv_into(_arrived.buffer, self._chunk, flags)
+        self._incoming.write(_arrived.buffer[:count])
+        return count
+
+    def _await(self, size: int) -> None:
+        """Make the socket readable only after `size` bytes, or the end of the stream, have arrived (SO_RCVLOWAT)."""
+        self._awaited = size
+        with contextlib.suppress(OSError):  # not supported by this system
+            self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+    def _flush(self, until: float) -> None:
+        while self.unsent:
+            if not self._to_send:
+                self._to_send = memoryview(self._outgoing.read())
+            try:
+                self._to_send = self._to_send[self.raw.send(self._to_send, self._flags) :]
+            except BlockingIOError as error:
+                raise TimeoutError(_TIMED_OUT) from error
+            if self._to_send:
+                _check_time(until)
+
+
+def _timeval(seconds: float) -> bytes:
+    """A `struct timeval`, at least one microsecond: the kernel reads 0 as no timeout."""
+    return _TIMEVAL.pack(*divmod(max(1, int(1e6 * seconds)), 1_000_000))
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError(_TIMED_OUT)
+
 
 T = TypeVar("T")
 SLICE_S: Final = 2.0

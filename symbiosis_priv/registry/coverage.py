@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.federation.parties import plain
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor
 
 _ENOUGH_OPERATORS: Final = 2

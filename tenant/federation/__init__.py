@@ -1,4 +1,4 @@
 """`symbiosis-priv federation`: writes and checks a tenant's federation.
 
-Read in this order: `init` (writes the file), `probe` (asks providers), `gaps` (what is missing), `cli`.
+Read in this order: `init` (writes the file), `probe` (asks providers, and finds what is missing), `cli`.
 """

@@ -178,7 +178,7 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
 def _show(
     federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Discovered
 ) -> None:
-    from tenant.federation.gaps import find_gaps
+    from tenant.federation.probe import find_gaps
 
     headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
     rows = [[escape(cell) for cell in _cells(finding, preparation)] for finding in findings]

@@ -39,9 +39,7 @@ from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex
-from symbiosis_priv.system.files import default_cache, storing, write_atomically
-from symbiosis_priv.system.locks import lock
-from symbiosis_priv.system.private import PrivateFolder
+from symbiosis_priv.system.files import PrivateFolder, default_cache, lock, storing, write_atomically
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation.key_files import open_blame_keys, read_keys, tensors_of

@@ -27,11 +27,10 @@ from typing import Final
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
-from symbiosis_priv.federation.spelling import plain_host
+from symbiosis_priv.federation.parties import plain_host
 from symbiosis_priv.network.addresses import is_internal
-from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, VerifiedDescriptor, verify
-from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, Trust, VerifiedDescriptor, verify
+from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.pacing import Periodic
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ import msgspec
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, read_limited, storing
-from symbiosis_priv.system.locks import lock
+from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, lock, read_limited, storing
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
-from symbiosis_priv.system.locks import lock
-from symbiosis_priv.system.parent_watch import when_stdin_closes
+from symbiosis_priv.system.files import lock
+from symbiosis_priv.system.processes import when_stdin_closes
 from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
 

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
-from symbiosis_priv.system.files import UNDECODABLE
-from symbiosis_priv.system.locks import lock
+from symbiosis_priv.system.files import UNDECODABLE, lock
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.jobs.child import Report, Work

@@ -12,8 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.system.files import UNDECODABLE, storing, write_atomically
-from symbiosis_priv.system.private import PrivateFolder
+from symbiosis_priv.system.files import UNDECODABLE, PrivateFolder, storing, write_atomically
 from tenant.endpoint.api.errors import ApiError
 
 _PIECE = 1 << 20

@@ -20,7 +20,7 @@ from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import Trust
 from tests.provider.clients import failure
 from tests.provider.conftest import Configure, Connect, Keys
 from tests.provider.operations.test_metrics import get

@@ -36,9 +36,8 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.descriptor import MAX_BYTES
-from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.trust import Trust
+from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust
+from symbiosis_priv.registry.protocol import RegistryClient
 from tests.provider.registry.conftest import Serve
 from tests.registries import registry_config
 from tests.vouching import DEADLINE_S, DIGEST, Vouching

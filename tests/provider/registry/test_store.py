@@ -93,7 +93,7 @@ def test_operators_share_the_limit_of_executors(vouching: Vouching) -> None:
 
 
 def _operators(store: Store, vouching: Vouching, now: float) -> list[str]:
-    from symbiosis_priv.federation.spelling import plain
+    from symbiosis_priv.federation.parties import plain
     from symbiosis_priv.registry.descriptor import verify
 
     return [plain(verify(data, vouching.trust, now=now).operator) for data in store.listed(DIGEST, now=now)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import check_parties, load_federation
-from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.federation.parties import plain
 from tests.symbiosis_priv.federation.conftest import Write
 
 

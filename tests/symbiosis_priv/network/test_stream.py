@@ -3,9 +3,13 @@
 import contextlib
 import select
 import socket
+import ssl
+import struct
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +17,233 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.stream import FrameStream, within
+from symbiosis_priv.network.stream import FrameStream, RecordStream, within
 from tests.symbiosis_priv.network.pairs import LARGE, TIMEOUT_S, Contexts, tcp_pair
+
+_SIZE = struct.Struct(">I")
+
+
+@contextlib.contextmanager
+def connected(
+    contexts: Contexts,
+    serve: Callable[[ssl.SSLSocket], object],
+    *,
+    client: ssl.SSLContext | None = None,
+    pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+) -> Iterator[tuple[RecordStream, Future[object]]]:
+    """A stream, and a future with the result of its server."""
+    ours, theirs = pair()
+    for end in (ours, theirs):
+        end.settimeout(TIMEOUT_S)
+
+    def run() -> object:
+        with contexts.server.wrap_socket(theirs, server_side=True, suppress_ragged_eofs=False) as connection:
+            return serve(connection)
+
+    with ThreadPoolExecutor(1) as pool, ours:
+        yield RecordStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
+
+
+def take(connection: ssl.SSLSocket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    return bytes(data)
+
+
+def returns_what_it_gets(connection: ssl.SSLSocket) -> None:
+    """Receives a size and that many bytes, and sends the bytes back; ends at size 0."""
+    while size := _SIZE.unpack(take(connection, _SIZE.size))[0]:
+        connection.sendall(take(connection, size))
+
+
+def send_all(
+    stream: RecordStream, data: bytes, *, timeout: float = TIMEOUT_S, on_timeout: Callable[[], object] = lambda: None
+) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[stream.send(view, timeout) :]
+        except TimeoutError:
+            on_timeout()
+
+
+def read_all(
+    stream: RecordStream,
+    size: int,
+    *,
+    step: int = 1 << 20,
+    timeout: float = TIMEOUT_S,
+    on_timeout: Callable[[], object] = lambda: None,
+) -> bytes:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        try:
+            count = stream.recv_into(view[:step], timeout)
+        except TimeoutError:
+            on_timeout()
+            continue
+        assert count
+        view = view[count:]
+    return bytes(buffer)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(1, 1 << 20) | st.sampled_from([1, 16_384, 16_385, 1 << 17]), min_size=1, max_size=4),
+    step=st.sampled_from([1 << 20, 70_000, 16_384, 1000]),
+)
+def test_sent_bytes_come_back(contexts: Contexts, sizes: list[int], step: int) -> None:
+    with connected(contexts, returns_what_it_gets) as (stream, server):
+        stream.handshake(TIMEOUT_S)
+        for size in sizes:
+            send_all(stream, _SIZE.pack(size) + LARGE[:size])
+            assert read_all(stream, size, step=step) == LARGE[:size]
+        send_all(stream, _SIZE.pack(0))
+        server.result(TIMEOUT_S)
+
+
+def test_no_wait_is_for_more_than_the_expected_bytes(contexts: Contexts) -> None:
+    """If the last bytes of a payload are fewer than a usual read, by more or less than a record."""
+    sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
+    with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, server):
+        stream.handshake(TIMEOUT_S)
+        begun = time.monotonic()
+        for size in sizes:
+            send_all(stream, _SIZE.pack(size) + LARGE[:size])
+            assert read_all(stream, size) == LARGE[:size]
+        send_all(stream, _SIZE.pack(0))
+        server.result(TIMEOUT_S)
+    assert time.monotonic() - begun < TIMEOUT_S
+
+
+def test_a_large_payload_in_two_parts_is_read_when_it_has_arrived(contexts: Contexts) -> None:
+    """And not at the timeout: after a read has taken the first part, the kernel wakes it only after as many bytes
+    again."""
+    first, rest = LARGE[: 200 << 10], LARGE[200 << 10 : 400 << 10]
+    read = threading.Event()
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        take(connection, 1)
+        connection.sendall(first)
+        time.sleep(0.2)  # until it has been read, or is being waited for
+        connection.sendall(rest)
+        return read.wait(TIMEOUT_S / 2)
+
+    with connected(contexts, serve, pair=tcp_pair) as (stream, served):
+        stream.handshake(TIMEOUT_S)
+        send_all(stream, b"!")
+        assert read_all(stream, len(first) + len(rest)) == first + rest
+        read.set()
+        assert served.result(TIMEOUT_S)
+
+
+def test_a_part_of_a_large_payload_is_read_when_the_peer_pauses(contexts: Contexts) -> None:
+    """The peer may wait for this read: while the receive window was full, the peer has stopped to send, and the kernel
+    asks for room only after seconds."""
+    read = threading.Event()
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        connection.sendall(LARGE[: 50 << 10])
+        return read.wait(TIMEOUT_S / 2)
+
+    with connected(contexts, serve, pair=tcp_pair) as (stream, served):
+        stream.handshake(TIMEOUT_S)
+        data = memoryview(bytearray(1 << 20))
+        count = 0
+        while count < 50 << 10:
+            count += stream.recv_into(data[count:], TIMEOUT_S / 4)
+        assert data[:count] == LARGE[: 50 << 10]
+        read.set()
+        assert served.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
+def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
+    """One byte at a time, each within the timeout: the total time is still limited."""
+    slow = threading.Event()
+
+    def trickling_pair() -> tuple[socket.socket, socket.socket]:
+        (ours, near), (far, theirs) = socket.socketpair(), socket.socketpair()
+
+        def pass_on(source: socket.socket, to: socket.socket, *, may_trickle: bool) -> None:
+            with contextlib.suppress(OSError), source, to:
+                while data := source.recv(1 if may_trickle and slow.is_set() else 1 << 16):
+                    to.sendall(data)
+                    if may_trickle and slow.is_set():
+                        time.sleep(0.02)
+
+        for source, to, may_trickle in ((far, near, True), (near, far, False)):
+            passing = partial(pass_on, source, to, may_trickle=may_trickle)
+            threading.Thread(target=passing, daemon=True).start()
+        return ours, theirs
+
+    if not shaken:
+        slow.set()
+    with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, _):
+        if shaken:
+            stream.handshake(TIMEOUT_S)
+            slow.set()
+        read = partial(stream.recv_into, memoryview(bytearray(1 << 16)))
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            for _ in iter(partial(read if shaken else stream.handshake, 0.2), None):
+                pass
+        assert time.monotonic() - begun < TIMEOUT_S
+
+
+def test_timeouts_lose_nothing(contexts: Contexts) -> None:
+    """Neither while the other side does not read, nor while it does not write, nor in the handshake."""
+    goes_on = [threading.Event() for _ in range(2)]
+
+    def serve(connection: ssl.SSLSocket) -> bytes:
+        assert goes_on[0].wait(TIMEOUT_S)
+        data = take(connection, len(LARGE))
+        assert goes_on[1].wait(TIMEOUT_S)
+        connection.sendall(data)
+        return data
+
+    with connected(contexts, serve) as (stream, server):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                stream.handshake(0.001)
+                break
+        send_all(stream, LARGE, timeout=0.001, on_timeout=goes_on[0].set)
+        assert goes_on[0].is_set()  # the timeout passed, because the other side did not read
+        assert read_all(stream, len(LARGE), timeout=0.001, on_timeout=goes_on[1].set) == LARGE
+        assert server.result(TIMEOUT_S) == LARGE
+
+
+def test_every_kind_of_end_is_reported(contexts: Contexts) -> None:
+    for farewell in (ssl.SSLSocket.unwrap, ssl.SSLSocket.detach):
+
+        def serve(connection: ssl.SSLSocket, farewell: Callable[[ssl.SSLSocket], object] = farewell) -> None:
+            connection.sendall(b"last words")
+            with contextlib.suppress(OSError):
+                left = farewell(connection)
+                socket.socket(fileno=left).close() if isinstance(left, int) else None
+
+        with connected(contexts, serve) as (stream, _server):
+            stream.handshake(TIMEOUT_S)
+            assert read_all(stream, 10) == b"last words"
+            assert stream.recv_into(memoryview(bytearray(1)), TIMEOUT_S) == 0
+
+
+def test_the_other_side_receives_the_reason_of_a_refusal(contexts: Contexts) -> None:
+    with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, server):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            stream.handshake(TIMEOUT_S)
+        with pytest.raises(ssl.SSLError, match=r"(?i)alert"):
+            server.result(TIMEOUT_S)
+
+
+def test_a_server_that_goes_away_in_the_handshake(contexts: Contexts) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        with pytest.raises((ssl.SSLEOFError, BrokenPipeError)):
+            RecordStream(ours, contexts.client, host="localhost").handshake(TIMEOUT_S)
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ from symbiosis_priv.registry.descriptor import (
     MAX_LIFETIME_S,
     MS,
     Descriptor,
+    Trust,
     newest,
     sign,
     verify,
 )
-from symbiosis_priv.registry.trust import Trust
 
 DIGEST = "sha256:" + "0" * 64
 DOMAIN = b"symbiosis-priv descriptor 1\0"

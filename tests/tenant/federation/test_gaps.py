@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import Role
-from tenant.federation.gaps import ServedGroups, find_gaps, layer_text
+from tenant.federation.probe import ServedGroups, find_gaps, layer_text
 
 LAYERS = (0, 0, 1, 1, 2, 2)
 ALL = range(len(LAYERS))

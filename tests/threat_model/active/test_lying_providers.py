@@ -9,8 +9,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.registry.trust import Trust
-from symbiosis_priv.system.private import PrivateFolder
+from symbiosis_priv.registry.descriptor import Trust
+from symbiosis_priv.system.files import PrivateFolder
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.loading import load_language_model
@@ -108,7 +108,7 @@ def test_lying_registries_are_refused_by_the_checks_of_descriptors(
     with monkeypatch.context() as patch:
         for module in (
             "symbiosis_priv.certificates.revocation",
-            "symbiosis_priv.registry.trust",
+            "symbiosis_priv.registry.descriptor",
             "tenant.routing.discovery",
         ):
             patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")

@@ -1,13 +1,15 @@
-"""The options of a split model. `RemoteConfig` (`tenant.model.hf`) has the same fields and checks their values."""
+"""The options of a split model, and those of its session. `RemoteConfig` (`tenant.model.hf`) has the fields of
+`Options` and checks their values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from symbiosis_priv.limits import RingBits
-from tenant.connections.channel import Wiretap
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from tenant.connections.channel import DEADLINE_OPTION, Wiretap
 from tenant.core.blame import DEFAULT_COLUMNS
+from tenant.routing.known_provider import USUAL, Tolerance
 
 Experts = Literal["all", "flat", "counts", "local"]
 """Where the experts of a mixture run."""
@@ -79,3 +81,31 @@ class Options:
         if self.surface == "python":
             return f"RemoteConfig({name}={'...' if example is None else repr(example)})"
         return f"--{name.replace('_', '-')}" + (f" {example}" if example else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """Options of a session.
+
+    Args:
+        masking: the name of a `SessionScheme`.
+        deadline_s: maximum duration of one request, reconnecting included.
+        deadline_option: the option that sets `deadline_s`, for messages.
+        pool_memory: bytes for pads that are drawn ahead.
+        row_bucket: row counts are rounded up to a multiple of this before anything is sent.
+        ring_bits: bits of the integers on the wire (`tenant.options`).
+        part_bytes: products of more than twice this size, rows and answers together, are sent in parts of about this
+            size, over several connections.
+        tolerance: when a provider counts as late, and how long a failed provider is not asked.
+        wiretap: an observer of every frame (tests, reviewers), or None.
+    """
+
+    masking: str = "pad"
+    deadline_s: float = 120.0
+    deadline_option: str = DEADLINE_OPTION
+    pool_memory: int = 256 << 20
+    row_bucket: int = 1
+    ring_bits: RingBits = DEFAULT_RING_BITS
+    part_bytes: int = 4 << 20
+    tolerance: Tolerance = USUAL
+    wiretap: Wiretap | None = None

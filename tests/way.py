@@ -80,8 +80,8 @@ def _measure(folder: Path) -> tuple[Way, Way]:
     from symbiosis_priv.federation import Federation, Peer
     from symbiosis_priv.limits import Role
     from tenant.masking.backend import RingBackend
+    from tenant.options import SessionOptions
     from tenant.preparation.keys import prepare
-    from tenant.session.options import SessionOptions
     from tenant.session.session import Session
 
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}

@@ -34,11 +34,11 @@ from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tenant.session.spans import SPANS, recorded
+from tenant.session.tally import SPANS, recorded
 
 _WARM_UP = 3
 _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
@@ -175,7 +175,7 @@ class _Bench:
     def _wait_for_pads(self, rows: int) -> None:
         """Wait for the pads of the next two calls, if the scheme has pads, so that no pads are drawn during the first
         call."""
-        self._session.runtime.order(GroupIndex(self._index), FORWARD, 2 * rows)
+        self._session.runtime.pads.order(GroupIndex(self._index), FORWARD, 2 * rows)
         deadline = time.monotonic() + _PREFETCH_DEADLINE_S
         while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
             if time.monotonic() > deadline:

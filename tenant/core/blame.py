@@ -144,7 +144,7 @@ class BlameKeys:
 def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> tuple[list[Peer], bool]:
     """Check the answer and every effect of a refused product.
 
-    For a relayed answer, pass the product that `tenant.session.evidence` restores.
+    For a relayed answer, pass the product that `tenant.session.refused` restores.
 
     Args:
         executor: the provider of the answer.

@@ -15,8 +15,8 @@ from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.wire import Role
+from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 _ROWS = 4

@@ -6,9 +6,8 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from tenant.masking.backend import Backend, RingBackend
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
-from tenant.options import Options
+from tenant.options import Options, SessionOptions
 from tenant.preparation.opening import Opening
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 

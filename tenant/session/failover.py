@@ -1,121 +1,213 @@
-"""What a product does when a provider fails: ask another executor, or replace pads.
+"""What a request does after something has failed: another executor, other pads, or an error that says why.
 
 If an executor is lost, late, busy or refuses, another executor that may see rows under the same pads gets identical
 bytes. If there is no such executor, or if an effect is lost or late and another helper could compute one, the rows get
-fresh pads and are sent again. `retry.RetryState` records the failures and the deadline.
+fresh pads and are sent again. A provider whose result is wrong is quarantined before the next request leaves;
+`tenant.core.blame` finds out who it is.
+
+`product.send_part` has the only loop. It makes a `Recovery` for a part when something has failed, and from then on the
+`Recovery` chooses each executor, and holds all that the request remembers: failures, faults, pauses, the deadline.
 
 This module cannot weaken a promise: rows leave only as `MaskedRows` and through the gate, and results are checked.
 """
 
+import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from typing import Any
 
 from symbiosis_priv.errors import (
     CertificateError,
+    CheckpointError,
     DeadlineExceededError,
     ProtocolError,
     ProviderError,
     QuarantinedError,
     TransportError,
+    UncoveredError,
+    VerificationError,
 )
-from tenant.connections.executor_client import NoFreeChannelError, blocks_of, fetch_effects
+from symbiosis_priv.federation import Peer
+from tenant.connections.executor_client import Answer, NoFreeChannelError, fetch_effects
+from tenant.core.blame import attribute
 from tenant.core.pads import Pad, Share, with_first_rows
 from tenant.core.parts import Part
-from tenant.routing.route import Route
-from tenant.routing.routes import Routes
-from tenant.session.faults import Faults
-from tenant.session.options import SessionOptions
-from tenant.session.pools import is_lost
-from tenant.session.retry import RetryState
+from tenant.routing.known_provider import KnownProvider
+from tenant.session.refused import restore_product
 from tenant.session.runtime import Runtime
-from tenant.session.tally import Tally
+from tenant.session.supply import is_lost
 from tenant.worker import Promise
 
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+_MANY_REDRAWS = 4  # after more redraws, all helpers fail, and retrying without a pause does not help
 _LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
+_jitter = secrets.SystemRandom().random
 
 
-@dataclass(frozen=True)
-class Failover:
-    """Decides which executor is asked next, and under which pads.
+class Recovery:
+    """The state of one request after a failure, and the decision what is tried next.
 
     Args:
-        routes: the providers that may be asked.
+        part: the rows of the request.
+        preferred: the executor to ask if it is open.
+        began, deadline: start of the first attempt and end of the last, by `time.monotonic`.
     """
 
-    options: SessionOptions
-    routes: Routes
-    runtime: Runtime
-    tally: Tally
-    faults: Faults
+    def __init__(
+        self, runtime: Runtime, part: Part, preferred: KnownProvider | None, *, began: float, deadline: float
+    ) -> None:
+        self._runtime, self._routes, self._tally = runtime, runtime.routes, runtime.tally
+        self._part, self._preferred = part, preferred
+        self._began, self._deadline = began, deadline
+        self._pause_s = _FIRST_PAUSE_S
+        # executors that were lost, late or busy, or refused, with the time of their first failure; the last one
+        self._failed: dict[KnownProvider, float] = {}
+        self._last: KnownProvider | None = None
+        self._error: Exception | None = None
+        self._refused: set[KnownProvider] = set()  # executors that answered with an error
+        self._declined: set[Peer] = set()  # helpers that answered with an error
+        self._late: set[Peer] = set()  # helpers whose effects have not come in time
+        self._effect_error: BaseException | None = None
+        self._redraws = 0
+        self._fault: Exception | None = None  # to be raised if no provider is left
+        self._faults = 0
 
-    def choose(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
-        """Choose the executor to ask. Waits until an executor is available. Replaces pads if no executor may see rows
-        under the present ones.
+    # The next executor
 
-        Args:
-            preferred: the executor to ask if it is open.
+    def choose(self) -> KnownProvider:
+        """Choose the executor to ask. Waits until an executor is available. Replaces pads if an effect of them was
+        lost, or if no executor may see rows under them.
 
         Raises:
             DeadlineExceededError: no executor came back in time.
             SymbiosisError: the error of the last executor that was asked.
         """
-        if self.routes.all_up and retry.asked_at == retry.began:  # the common case: nothing has failed
-            retry.asked_at = time.monotonic()
-            if (usual := self._open_for(part, preferred)) is not None:
-                return usual
         while True:
-            self._replace_spoilt_pads(part, retry)
-            route = self._next(part, preferred, retry)
-            if self.routes.may_be_asked(route, part.index):
-                retry.asked_at = time.monotonic()
+            self._replace_spoilt_pads()
+            route = self._next()
+            if self._routes.may_be_asked(route, self._part.index):
                 return route
-            self.routes.cancelled(route)
+            self._routes.cancelled(route)
 
-    def after(self, error: BaseException, route: Route, part: Part, retry: RetryState) -> None:
+    def succeeded(self, route: KnownProvider) -> None:
+        """Count a takeover if another executor had failed before this one answered."""
+        if failed := [(since, other) for other, since in self._failed.items() if other is not route]:
+            since, other = min(failed, key=lambda pair: pair[0])
+            seconds = time.monotonic() - since
+            self._tally.add(takeovers=1, takeover_s=seconds)
+            log.info("%s took over from %s within %.2f s", route, other, seconds)
+
+    def _next(self) -> KnownProvider:
+        part = self._part
+        while True:
+            self._runtime.prober.reconnect()
+            self._check()
+            route = self._runtime.choose(part, self._preferred)
+            other = None if route else self._routes.choose(part.index, part.size, holders=None)
+            if route is None and other is None:
+                self._runtime.prober.reconnect(urgent=self._routes.executors)
+            try:
+                if other is not None:
+                    self._replace_pads(other, spoilt=lambda pad: True)
+                self._before_request(pause=route is self._last if route else other is None)
+            except BaseException:
+                if taken := route or other:
+                    self._routes.cancelled(taken)
+                raise
+            if taken := route or other:
+                return taken
+
+    def _before_request(self, *, pause: bool) -> None:
+        """Check the deadline before each request; wait first if `pause` is True, or if pads are replaced again and
+        again."""
+        pause = pause or self._redraws > _MANY_REDRAWS
+        wait_s = self._pause_s if pause else 0.0
+        if time.monotonic() + wait_s >= self._deadline:
+            raise self._too_late()
+        if not pause:
+            return
+        if self._last is not None:
+            self._runtime.notices.waiting(
+                self._last.peer.label, since=self._began, until=self._deadline, why=str(self._error)
+            )
+        self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+    def _too_late(self) -> Exception:
+        error: BaseException | None
+        if self._failed:
+            error, names = self._error, " nor ".join(route.peer.label for route in self._failed)
+            running = "Is it running?" if len(self._failed) == 1 else "Are they running?"
+            late = self._deadline_error(f"no answer from {names}", f" (last: {error}). {running}")
+        elif (error := self._effect_error) is not None:
+            late = self._deadline_error("no effects from the helpers", f" (last: {error}). Are they running?")
+        else:
+            why = self._deadline_error("no executor of these layers was available", ". Are they running?")
+            return self._fault or UncoveredError(str(why))
+        late.__cause__ = error
+        return late
+
+    def _deadline_error(self, what: str, why: str) -> DeadlineExceededError:
+        options = self._runtime.options
+        return DeadlineExceededError(
+            f"{what} within {options.deadline_s:g} s{why} {options.deadline_option} waits longer."
+        )
+
+    # A request that failed
+
+    def after(self, error: BaseException, route: KnownProvider, *, waited_s: float) -> None:
         """Handle a request that failed. Returns normally if the part may be sent again.
+
+        Args:
+            waited_s: seconds that the executor had for its answer.
 
         Raises:
             BaseException: `error`, or an error that explains it, if no other provider can be asked.
         """
-        # the rest of the time was spent waiting for a connection
-        waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)
-        if isinstance(error, QuarantinedError):
-            self.routes.cancelled(route)
-        elif isinstance(error, NoFreeChannelError):
-            self.routes.cancelled(route)
-            raise DeadlineExceededError(
-                f"{route} was not asked within {self.options.deadline_s:g} s: {error} by other threads of this "
-                f"program. Use fewer threads at once; {self.options.deadline_option} waits longer."
-            ) from error
-        elif isinstance(error, TransportError):
-            self._failed(route, error, retry, waited_s=waited_s)
-            self.runtime.executor(route).pool.drop_idle()
-        elif isinstance(error, ProviderError | CertificateError):
-            self._failed(route, error, retry, waited_s=waited_s)
-            retry.refused.add(route)
-            if retry.refused.issuperset(self.routes.able(part.index)):
+        if isinstance(error, NoFreeChannelError):
+            self._routes.cancelled(route)
+            why = f": {error} by other threads of this program. Use fewer threads at once;"
+            raise self._deadline_error(f"{route} was not asked", why) from error
+        if isinstance(error, TransportError | ProviderError | CertificateError):
+            if self._runtime.closing.is_set():
                 raise error
-        elif isinstance(error, ProtocolError):
-            self.routes.cancelled(route)
-            self.faults.malformed_answer(route, part, error, retry)
-        else:
-            self.routes.cancelled(route)
+            self._routes.failed(route, error, waited_s=waited_s)
+            self._has_failed(route, error)
+            if isinstance(error, TransportError):
+                self._runtime.executor(route).pool.drop_idle()
+            else:
+                self._refused.add(route)
+                if self._refused.issuperset(self._routes.able(self._part.index)):
+                    raise error
+            return
+        self._routes.cancelled(route)
+        if isinstance(error, ProtocolError):
+            self._tally.add(answers_rejected=1)
+            self._quarantine(route.peer)
+            self._has_failed(route, error)
+            self._has_faulted(error)
+        elif not isinstance(error, QuarantinedError):
             raise error
 
-    def effects_are_there(self, part: Part, retry: RetryState) -> bool:
+    def _has_failed(self, route: KnownProvider, error: Exception) -> None:
+        self._last, self._error = route, error
+        self._failed.setdefault(route, time.monotonic())
+
+    # Effects that are late or lost
+
+    def effects_are_there(self) -> bool:
         """Wait for the effects of the part's pads. Returns False if pads must be replaced.
 
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
         """
-        if not retry.late and _has_effects(part):
-            return True
-        self._wait_for_effects(part, retry)
-        for share in _shares(part):
-            if share.holder in retry.late:
+        self._wait_for_effects()
+        for share in _shares(self._part):
+            if share.holder in self._late:
                 return False
             error = share.effect.exception()
             if error is None:
@@ -123,125 +215,173 @@ class Failover:
             # the tenant's own effects use no protocol
             assert share.holder is not None or not isinstance(error, ProtocolError)
             if share.holder is not None and isinstance(error, ProtocolError):
-                self.faults.malformed_effect(share.holder, part, error, retry)
+                self._tally.add(answers_rejected=1)
+                self._quarantine(share.holder)
+                fault = self._verification_error([share.holder], what="an effect")
+                fault.__cause__ = error
+                self._has_faulted(fault)
                 return False
-            if share.holder is None or not self.routes.has_spares:
+            if share.holder is None or not self._routes.has_spares:
                 raise error
-            retry.effect_error = error
+            self._effect_error = error
             if isinstance(error, ProviderError | CertificateError):
-                retry.declined.add(share.holder)
-                if len(self.routes.holders(part.index, without=retry.declined)) < self.routes.helpers_per_pad:
+                self._declined.add(share.holder)
+                left = self._routes.holders(self._part.index, without=self._declined)
+                if len(left) < self._routes.helpers_per_pad:
                     raise error
             return False
         return True
 
-    def _next(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
-        while True:
-            self.runtime.prober.reconnect()
-            self.faults.check(part, retry)
-            route = self._open_for(part, preferred)
-            other = None if route else self.routes.choose(part.index, part.size, holders=None)
-            if route is None and other is None:
-                self.runtime.prober.reconnect(urgent=self.routes.executors)
-            try:
-                if other is not None:
-                    self._replace_pads(part, retry, other, spoilt=lambda pad: True)
-                retry.before_request(pause=route is retry.last if route else other is None)
-            except BaseException:
-                if taken := route or other:
-                    self.routes.cancelled(taken)
-                raise
-            if taken := route or other:
-                return taken
-
-    def _open_for(self, part: Part, preferred: Route | None) -> Route | None:
-        """Choose an open executor that may see rows under the part's pads."""
-        relays = part.pads and self.runtime.relays is not None
-        blocks = blocks_of(part.pads[0])[:1] if relays else []
-        return self.routes.choose(
-            part.index,
-            part.size,
-            holders=part.sent.holders,
-            prefer=preferred,
-            relayed_to=blocks[0].executor if blocks else None,
-        )
-
-    def _failed(self, route: Route, error: Exception, retry: RetryState, *, waited_s: float) -> None:
-        if self.runtime.closing.is_set():
-            raise error
-        self.routes.failed(route, error, waited_s=waited_s)
-        retry.failed(route, error)
-
-    def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
+    def _wait_for_effects(self) -> None:
         """Wait until all effects have arrived, or until the missing effects are late and their pads can be replaced."""
-        missing = self._missing(part)
+        part, routes = self._part, self._routes
+        missing = self._missing()
         # not the part's deadline: a pad drawn ahead waits behind earlier requests to its helper
-        longest = self.options.deadline_s
         began = time.monotonic()
-        until = began + longest
+        until = began + self._runtime.options.deadline_s
         while missing:
             left = until - time.monotonic()
             if left <= 0:
-                raise DeadlineExceededError(
-                    f"no effects from the helpers within {longest:g} s. Are they running? "
-                    f"{self.options.deadline_option} waits longer."
-                )
+                raise self._deadline_error("no effects from the helpers", ". Are they running?")
             holders = {share.holder for share in missing if share.holder is not None}
-            spare = bool(holders) and self.routes.can_replace(part.index, holders)
+            spare = bool(holders) and routes.can_replace(part.index, holders)
             if spare:
-                in_time = retry.deadline - time.monotonic()
-                patience = self.routes.patience_with_helpers_s(part.index, holders, part.size, left_s=in_time)
+                in_time = self._deadline - time.monotonic()
+                patience = routes.patience_with_helpers_s(part.index, holders, part.size, left_s=in_time)
             else:
                 patience = min(left, _LOOK_AGAIN_S)
                 waited = time.monotonic() - began
-                others = self.routes.replacements(part.index, holders, part.size, waited_s=waited)
-                self.runtime.prober.reconnect(urgent=others)
+                others = routes.replacements(part.index, holders, part.size, waited_s=waited)
+                self._runtime.prober.reconnect(urgent=others)
             effects: list[Promise[Any]] = [share.effect for share in missing]
             wait(effects, max(0.0, patience))
             late = [share for share in missing if not share.effect.done()]
-            missing = self._missing(part)
+            missing = self._missing()
             if late and spare:
-                retry.late |= {share.holder for share in late if share.holder is not None}
-                self.routes.late(retry.late, waited_s=patience)
+                self._late |= {share.holder for share in late if share.holder is not None}
+                routes.late(self._late, waited_s=patience)
                 return
 
-    def _missing(self, part: Part) -> list[Share]:
+    def _missing(self) -> list[Share]:
         """Return the shares whose effects have not arrived. Requests the effects that were relayed."""
-        for pad in part.pads:
+        for pad in self._part.pads:
             fetch_effects(pad)
-        return [share for share in _shares(part) if not share.effect.done()]
+        return [share for share in _shares(self._part) if not share.effect.done()]
 
-    def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
+    def _replace_spoilt_pads(self) -> None:
         """Replace pads of helpers that were lost or late, or are quarantined."""
-        suspects = [peer for peer in part.sent.holders if peer in retry.late or peer in self.routes.quarantined]
+        part = self._part
+        suspects = [peer for peer in part.sent.holders if peer in self._late or peer in self._routes.quarantined]
 
         def spoilt(pad: Pad) -> bool:
             return is_lost(pad) or any(share.holder in suspects for share in pad.shares)
 
         if part.pads and any(map(spoilt, part.pads)):
-            self.faults.check(part, retry)
-            self._replace_pads(part, retry, None, spoilt=spoilt)
-            retry.late.clear()
+            self._check()
+            self._replace_pads(None, spoilt=spoilt)
+            self._late.clear()
 
-    def _replace_pads(
-        self, part: Part, retry: RetryState, executor: Route | None, *, spoilt: Callable[[Pad], bool]
-    ) -> None:
-        def draw(first: int, rows: int) -> Pad:
-            counts = part.counts_of(first, rows)
-            return self.runtime.draw(part.index, part.direction, rows, counts=counts, executor=executor)
-
-        retry.redraws += 1
-        numbered = enumerate(with_first_rows(part.pads))
-        fresh = {number: draw(first, pad.rows) for number, (first, pad) in numbered if spoilt(pad)}
+    def _replace_pads(self, executor: KnownProvider | None, *, spoilt: Callable[[Pad], bool]) -> None:
+        part = self._part
+        self._redraws += 1
+        fresh = {}
+        for number, (first, pad) in enumerate(with_first_rows(part.pads)):
+            if spoilt(pad):
+                counts = part.counts_of(first, pad.rows)
+                fresh[number] = self._runtime.pads.draw(
+                    part.index, part.direction, pad.rows, counts=counts, executor=executor
+                )
         part.remask(fresh)
-        self.tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
+        self._tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
+
+    # Results that are wrong
+
+    def product_refused(self, route: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
+        """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
+        `may_wrap` is True, the product has left a narrow ring.
+
+        Returns:
+            False if the keys find no error, and the product may have left the ring. No provider is suspected then.
+
+        Raises:
+            VerificationError: the remaining providers cannot compute the product.
+            CheckpointError: the tenant's own packed weights are damaged.
+        """
+        runtime, part = self._runtime, self._part
+        with runtime.gate.settling:
+            involved = [executor := route.peer, *part.sent.holders]
+            # another part may have found the same fault already, and the keys that attribute faults may be deleted
+            found = [peer for peer in involved if peer in self._routes.quarantined]
+            try:
+                if not found and part.relayed:
+                    assert runtime.pads.relays is not None
+                    at_fault = restore_product(part, answer.words, answer.fetch_block, runtime.pads.relays.signer)
+                    found = [] if at_fault is None else [at_fault]
+            except TransportError as lost:  # no evidence, so no provider is suspected
+                runtime.end_relays(executor)
+                part.requests.clear()  # the stored requests name blocks
+                self._has_failed(route, lost)
+                return True
+            if not found:
+                found, own = attribute(runtime.preparation.blame, executor, part, answer.words)
+                if own:
+                    self._quarantine(*found)
+                    raise self._own_damage()
+                if not found and may_wrap:
+                    return False
+            suspects = list(dict.fromkeys(found or involved))
+            self._tally.add(answers_rejected=len(suspects) if found else 1)
+            self._quarantine(*suspects)
+        what = "an answer" if executor in suspects else "an effect"
+        error = self._verification_error(suspects, what=what, certain=bool(found))
+        if executor in suspects:
+            self._has_failed(route, error)
+        self._has_faulted(error)
+        return True
+
+    def _has_faulted(self, fault: Exception) -> None:
+        """Record that a provider was found at fault. Raises the fault if the remaining providers cannot compute the
+        product."""
+        self._fault = fault
+        self._faults += 1
+        self._check()
+
+    def _check(self) -> None:
+        """Raise the last fault if the providers that are not quarantined cannot compute the product."""
+        try:
+            self._routes.check(self._part.index)
+        except QuarantinedError as error:
+            raise self._fault or error from None
+        if self._fault is not None and self._faults > len(self._routes.executors) + len(self._routes.helpers):
+            # each provider is found at fault once at most; another fault means that a quarantined provider was asked
+            raise self._fault
+
+    def _quarantine(self, *suspects: Peer) -> None:
+        if suspects:
+            self._routes.quarantine(*suspects)
+            self._runtime.preparation.forget_keys()
+
+    def _verification_error(self, peers: Sequence[Peer], *, what: str, certain: bool = True) -> VerificationError:
+        return VerificationError(
+            provider=(" and " if certain else " or ").join(peer.name for peer in peers),
+            group_name=self._group_name,
+            direction=self._part.direction,
+            what=what,
+        )
+
+    def _own_damage(self) -> CheckpointError:
+        store = self._runtime.store
+        return CheckpointError(
+            f"this machine's own packed weights of {self._group_name} in {store and store.cache} are damaged: an "
+            "effect that was computed from them is not the product of the pinned weights. No provider is to blame for "
+            "it. Delete that folder and load the model again."
+        )
+
+    @property
+    def _group_name(self) -> str:
+        return self._runtime.preparation.facts[self._part.index].entry.name
 
 
 def _shares(part: Part) -> list[Share]:
     """Return all shares of a part's pads."""
     return [share for pad in part.pads for share in pad.shares]
-
-
-def _has_effects(part: Part) -> bool:
-    """Returns True if every effect has arrived. Takes no lock, so it may return False just after the last arrival."""
-    return all(share.effect.kept is not None for pad in part.pads for share in pad.shares)

@@ -14,7 +14,7 @@ import torch
 from symbiosis_priv.errors import QuarantinedError
 from tenant.connections.executor_client import PARALLEL_CHANNELS, ExecutorClient
 from tenant.core.parts import Part
-from tenant.routing.route import Route
+from tenant.routing.known_provider import KnownProvider
 
 _MOST_PARTS = 4  # limit of parts of a product per executor: many small parts cost more than they save
 
@@ -22,11 +22,11 @@ _MOST_PARTS = 4  # limit of parts of a product per executor: many small parts co
 class PartQueue:
     """The parts of a product that no slot has taken yet. Thread-safe."""
 
-    def __init__(self, parts: Sequence[Part], slots: Sequence[Route]) -> None:
+    def __init__(self, parts: Sequence[Part], slots: Sequence[KnownProvider]) -> None:
         self._waiting, self._slots = deque(parts), list(slots)
         self._lock = threading.Lock()
 
-    def take(self, route: Route, *, only_if_faster: bool) -> Part | None:
+    def take(self, route: KnownProvider, *, only_if_faster: bool) -> Part | None:
         """Return the next part for a slot at an executor; None if no part is left.
 
         Args:
@@ -46,7 +46,7 @@ class PartQueue:
         with self._lock:
             self._waiting.clear()
 
-    def _others_are_faster(self, route: Route) -> bool:
+    def _others_are_faster(self, route: KnownProvider) -> bool:
         """Returns True if the other slots would finish all remaining parts before this slot finishes one."""
         size = self._waiting[0].size
         mine = route.health.seconds_for(size)
@@ -58,7 +58,7 @@ class PartQueue:
 
 
 def multiply_parts(
-    parts: Sequence[Part], executors: Sequence[ExecutorClient], work: Callable[[Part, Route | None], None]
+    parts: Sequence[Part], executors: Sequence[ExecutorClient], work: Callable[[Part, KnownProvider | None], None]
 ) -> None:
     """Run `work` for every part, several at a time.
 
@@ -78,7 +78,7 @@ def multiply_parts(
     own, *others = slots
     queue = PartQueue(parts, [executor.route for executor, _ in slots])
 
-    def run_parts(route: Route, *, only_if_faster: bool) -> None:
+    def run_parts(route: KnownProvider, *, only_if_faster: bool) -> None:
         try:
             while (part := queue.take(route, only_if_faster=only_if_faster)) is not None:
                 work(part, route)
@@ -89,7 +89,7 @@ def multiply_parts(
     # threads inherit neither context variables nor torch's inference mode, and parts write to the caller's tensors
     inference = torch.is_inference_mode_enabled()
 
-    def run_in_thread(route: Route) -> None:
+    def run_in_thread(route: KnownProvider) -> None:
         with torch.inference_mode(inference):
             run_parts(route, only_if_faster=True)
 

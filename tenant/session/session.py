@@ -1,7 +1,7 @@
 """A masked, verified session with the providers of a federation: `RingProduct` over the wire.
 
     session.Session      the public class: opens and closes, counts, notices forks
-    product.Products     one product: quantise, mask, send, open, check
+    product.multiply     one product: quantise, mask, send, open, check
     routes.Routes        the providers that may be asked
     runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
 
@@ -28,14 +28,12 @@ from tenant.connections.channel import Channel
 from tenant.core.rows import Rows
 from tenant.masking.backend import RingRows
 from tenant.masking.registry import session_scheme
+from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
+from tenant.routing.known_provider import ProviderFigures
 from tenant.routing.probing import check_expected
-from tenant.routing.route import ProviderFigures
 from tenant.routing.routes import Routes
-from tenant.session.failover import Failover
-from tenant.session.faults import Faults
-from tenant.session.options import SessionOptions
-from tenant.session.product import Products
+from tenant.session.product import multiply
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.tally import Ledger, Tally
 
@@ -72,13 +70,13 @@ class Session:
         self._tally = Tally()
         self._lock = threading.RLock()  # held while the session opens or closes
         self._closed = False
-        self._products: Products | None = None
+        self._runtime: Runtime | None = None
         self._finalizer: weakref.finalize[..., Session] | None = None
         _sessions.add(self)
 
     def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Compute one exact product, masked and verified."""
-        self._open().multiply(index, direction, rows)
+        multiply(self._open(), index, direction, rows)
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`.
@@ -99,23 +97,23 @@ class Session:
     @property
     def runtime(self) -> Runtime:
         """The secret, pads, threads and connections of this process. They are made at the first access."""
-        return self._open().runtime
+        return self._open()
 
     def ledger(self) -> Ledger:
         """Return the counters of the session so far."""
         ledger = self._tally.ledger()
         ledger.providers = self.routes.figures()
-        if (products := self._products) is None:
+        if (runtime := self._runtime) is None:
             return ledger
-        runtime = products.runtime
         to_executors = [c.traffic for e in runtime.executors for c in e.channels]
         to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
         channels = {("executor", e.route.peer.name): e.channels for e in runtime.executors}
         channels |= {("helper", h.peer.name): h.channels for h in runtime.helpers}
         ledger.providers = tuple(_with_bytes(one, channels.get((one.role, one.name), ())) for one in ledger.providers)
-        ledger.pads_taken = sum(p.taken for p in runtime.pools)
-        ledger.pads_dry = sum(p.dry for p in runtime.pools)
-        ledger.pads_ready = sum(p.ready() for p in runtime.pools)
+        pools = runtime.pads.pools
+        ledger.pads_taken = sum(p.taken for p in pools)
+        ledger.pads_dry = sum(p.dry for p in pools)
+        ledger.pads_ready = sum(p.ready() for p in pools)
         ledger.executor_round_trips = sum(t.round_trips for t in to_executors)
         ledger.helper_round_trips = sum(t.round_trips for t in to_helpers)
         ledger.bytes_to_executors = sum(t.bytes_sent for t in to_executors)
@@ -129,51 +127,45 @@ class Session:
         generation()  # in a forked child, drops what the parent has opened
         with self._lock:
             self._closed = True
-            products, self._products = self._products, None
+            runtime, self._runtime = self._runtime, None
             if self._finalizer is not None:
                 self._finalizer.detach()
                 self._finalizer = None
-        if products is not None:
-            products.runtime.close()
+        if runtime is not None:
+            runtime.close()
 
-    def _open(self) -> Products:
+    def _open(self) -> Runtime:
         generation()  # in a forked child, this drops the parent's pads and connections
-        if (products := self._products) is not None:  # the common case, without a lock
-            return products
+        if (runtime := self._runtime) is not None:  # the common case, without a lock
+            return runtime
         with self._lock:
             if self._closed:
                 raise SymbiosisError("this session is closed; load the model again")
-            if self._products is None:
-                runtime = Runtime(
-                    self._federation, self.preparation, self._scheme, self._options, self._store, self.routes
+            if self._runtime is None:
+                self._runtime = Runtime(
+                    self._federation,
+                    self.preparation,
+                    self._scheme,
+                    self._options,
+                    self._store,
+                    self.routes,
+                    self._tally,
                 )
                 # closes the connections if the caller does not call `backend_of(model).close()`
-                self._finalizer = weakref.finalize(self, runtime.close_in_background)
+                self._finalizer = weakref.finalize(self, self._runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` then closes the connections, and waits
-                own_weights = None if self._store is None else self._store.cache
-                faults = Faults(
-                    self.preparation,
-                    self.routes,
-                    runtime.gate,
-                    self._tally,
-                    runtime.end_relays,
-                    runtime.signer,
-                    own_weights,
-                )
-                failover = Failover(self._options, self.routes, runtime, self._tally, faults)
-                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, failover)
-            return self._products
+            return self._runtime
 
     def _reset_after_fork(self) -> None:
         """In a forked child, drop all state of the parent, and replace locks that its threads may have held."""
         self._lock = threading.RLock()
         self._tally.reset_after_fork()
         self.routes.reset_after_fork()
-        if self._products is not None:
-            self._products.runtime.abandon()
+        if self._runtime is not None:
+            self._runtime.abandon()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._products = self._finalizer = None
+        self._runtime = self._finalizer = None
 
 
 def _with_bytes(figures: ProviderFigures, channels: Sequence[Channel]) -> ProviderFigures:

@@ -14,7 +14,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import PARALLEL_CHANNELS
-from tenant.session.options import SessionOptions
+from tenant.options import SessionOptions
 from tenant.session.part_queue import part_rows
 
 

@@ -21,10 +21,10 @@ from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Wiretap
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import Tolerance
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.tenant.scripted import TIMEOUT_S, ScriptedProvider, served_model
 

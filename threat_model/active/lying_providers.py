@@ -27,9 +27,9 @@ from tenant.core.blame import BlameKeys
 from tenant.core.rows import UncheckedProduct
 from tenant.demo.tamper import Tamper
 from tenant.masking.backend import RingRows
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from threat_model.active.lying_relays import attack_relays
 from threat_model.active.manipulated_folders import attack_folders

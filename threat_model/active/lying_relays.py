@@ -25,8 +25,8 @@ from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
+from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from threat_model.lab import Lab
 

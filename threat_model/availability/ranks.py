@@ -47,8 +47,8 @@ from tenant.bench.report import Goal, Row, figure
 from tenant.cli.options import takes
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.registry import session_scheme
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}

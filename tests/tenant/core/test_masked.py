@@ -44,7 +44,7 @@ MAY_SEND = {"tenant/connections/channel.py", "tenant/federation/probe.py"}
 MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/masking/none.py": "the tenant's choice",
     "tenant/masking/paper_pool.py": "the tenant's choice",
-    "tenant/session/runtime.py": "passes on what the scheme has said",
+    "tenant/session/supply.py": "passes on what the scheme has said",
     "tenant/federation/probe.py": "random rows",
     "tenant/bench/request_load.py": "random rows",
 }

@@ -66,8 +66,8 @@ from tenant.model.hf import RemoteQuantizer
 from tenant.model.remote_linear import LayerGroup, _Pending
 from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
-from tenant.session.runtime import Runtime
 from tenant.session.session import Session
+from tenant.session.supply import Supply
 from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, spoil
 from tests.waiting import until
@@ -304,12 +304,12 @@ def test_rule_3_breach_a_pad_handed_out_twice(
 ) -> None:
     session = new_session("local", [executor])
     kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
-    take = Runtime.take
+    take = Supply.take
 
-    def take_again(self: Runtime, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+    def take_again(self: Supply, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
         return kept.setdefault((index, direction, rows), take(self, index, direction, rows, counts=counts))
 
-    monkeypatch.setattr(Runtime, "take", take_again)
+    monkeypatch.setattr(Supply, "take", take_again)
     with pytest.raises(BurntRowError, match="twice"):
         masks_repeat(session, executor)
     monkeypatch.setattr(Pad, "_use", lambda self: None)
@@ -419,12 +419,12 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
         assert len(heard) >= 8
         assert all(is_uniform(h.rows) for h in heard)
     executor.heard.clear()
-    take = Runtime.take
+    take = Supply.take
 
-    def take_forward_only(self: Runtime, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+    def take_forward_only(self: Supply, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
         return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows, counts=counts)
 
-    monkeypatch.setattr(Runtime, "take", take_forward_only)
+    monkeypatch.setattr(Supply, "take", take_forward_only)
     train_a_step(split)
     assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
 
@@ -536,11 +536,11 @@ def test_rule_5_breach_token_ids_in_a_payload(
 def test_rule_5_breach_unmasked_rows(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(Runtime, "take", lambda self, *what, **named: [])
+    monkeypatch.setattr(Supply, "take", lambda self, *what, **named: [])
     with torch.no_grad(), pytest.raises(BurntRowError):
         split(input_ids=IDS)
     assert executor.executed == []
-    monkeypatch.setattr(Runtime, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
+    monkeypatch.setattr(Supply, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
     with torch.no_grad():
         split(input_ids=IDS)
     assert leaks([executor, helper], {}) == {"format"}

@@ -18,8 +18,8 @@ from symbiosis_priv.federation import Registries
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.registry.descriptor import MS
+from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config
 from tests.tenant.conftest import NewFederation, NewProvider

@@ -23,7 +23,7 @@ from tenant.core.pads import EffectSource, Pad, Share
 from tenant.core.secret import SessionSecret
 from tenant.masking.local import LocalSource
 from tenant.preparation.prepared import Preparation
-from tenant.session.pools import PadPool, PoolMemory
+from tenant.session.supply import PadPool, PoolMemory
 from tenant.worker import Promise, Worker
 from tests.tenant.scripted import product_of
 

@@ -24,7 +24,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
 from tenant.core.gate import Gate
 from tenant.routing.routes import Routes
-from tenant.session import relays
+from tenant.session import supply
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, Stored, frame, is_right
@@ -156,8 +156,8 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
 def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "_PERMIT_S", 0.3)
-    monkeypatch.setattr(relays, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supply, "_PERMIT_S", 0.3)
+    monkeypatch.setattr(supply, "_FIRST_PAUSE_S", 0.0)
     executor.permit_wait_s = 0.6
     session = new_session("relay", [executor], [helper], pool_memory=0)
     for seed in range(6):
@@ -178,7 +178,7 @@ def test_an_executor_that_is_late_with_permits_does_not_delay_pads_for_another_o
             answer.wait(30)
         raise TransportError("no permit")
 
-    found = relays.Relays(UNUSED, SimpleNamespace(helpers=()), ask)  # type: ignore[arg-type]
+    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), ask)  # type: ignore[arg-type]
     slow, fast = (route_to(Peer(name, name, "executor", "::1", 1, Path())) for name in ("slow", "fast"))
     with ThreadPoolExecutor(2) as pool:
         pool.submit(found.order, slow, [])
@@ -193,8 +193,8 @@ def test_pauses_of_relays_grow_with_failures_and_start_anew_once_the_relay_has_w
     executor: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(relays, "time", SimpleNamespace(monotonic=lambda: now))
-    found = relays.Relays(UNUSED, SimpleNamespace(helpers=()), UNUSED)  # type: ignore[arg-type]
+    monkeypatch.setattr(supply, "time", SimpleNamespace(monotonic=lambda: now))
+    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), UNUSED)  # type: ignore[arg-type]
     peer = executor.peer("executor")
     lengths = []
     for worked in (0.0, 0.0, 1.9, 4.1, 0.0):  # seconds since the last pause

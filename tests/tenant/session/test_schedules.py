@@ -26,9 +26,9 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
+from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import Tolerance
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.tenant.conftest import NewFederation, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame

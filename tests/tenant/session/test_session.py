@@ -39,9 +39,9 @@ from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource
 from tenant.masking.backend import RingBackend
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
 from tests.tenant.scripted import (
@@ -426,7 +426,7 @@ def test_no_request_leaves_until_a_fault_is_attributed(
     """Waiting orders for pads leave only after the attribution, and never to the liar."""
     helper.behaviour = spoil
     session = new_session("pad", [executor], [helper], pool_memory=0)
-    source = session.runtime.source
+    source = session.runtime.pads.source
     assert isinstance(source, EffectSource)
     accepts = BlameKeys.accepts
     heard: list[int] = []

@@ -46,7 +46,7 @@ def test_liars_of_a_relay_are_named(report: ActiveReport, lab: Lab, monkeypatch:
     """The planted fault: a tenant that believes what an executor hands out, signed or not."""
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
     assert refused(report, "lying relay")
-    monkeypatch.setattr("tenant.session.evidence.is_signed", lambda *_: True)
+    monkeypatch.setattr("tenant.session.refused.is_signed", lambda *_: True)
     found = attack_relays(lab, preparation)
     assert not found["an executor changes the block"]  # the helper would be named, too
 

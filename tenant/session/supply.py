@@ -1,0 +1,401 @@
+"""The supply of pads: pads drawn ahead, and the executors to which their effects are relayed.
+
+`Supply` draws the pads of a session. A `PadPool` per (layer group, direction) draws pads for the next product while the
+current product waits for its answer, in the background and within a memory budget. If the pool is empty, it draws a pad
+immediately: the mask needs no request, and the effect is fetched while the executor computes. Privacy does not depend
+on this module: a pad that was returned twice would raise `BurntRowError` (`tenant.core.pads`).
+
+`Relays` decides to which executor the effects of the next pad are relayed, and holds the executors' permits. An
+executor takes blocks only with a permit, which names the helpers. The tenant asks for it on its own connection. A pad
+is relayed if all of its helpers have the permit; otherwise, and for a while after a failure, helpers send effects to
+the tenant.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.certificates.reading import fingerprint, load_pin
+from symbiosis_priv.checkpoints.facts import GroupFacts
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import (
+    CertificateError,
+    ProtocolError,
+    ProviderError,
+    QuarantinedError,
+    SymbiosisError,
+    TransportError,
+)
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.network import wire
+from tenant.connections.executor_client import ExecutorClient, row_limit
+from tenant.connections.helper_client import HelperClient, RelayInstruction
+from tenant.core.gate import Gate
+from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
+from tenant.core.pads import EffectSource, Pad
+from tenant.core.secret import SessionSecret
+from tenant.masking.scheme import Materials, SessionScheme
+from tenant.options import SessionOptions
+from tenant.routing.known_provider import KnownProvider
+from tenant.routing.routes import Routes
+from tenant.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
+# An effect whose promise failed with one of these errors will not arrive.
+_GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
+_PERMIT_S: Final = 5.0  # longest wait for a permit
+_FIRST_PAUSE_S: Final = 1.0
+_LAST_PAUSE_S: Final = 300.0
+_USED_PART: Final = 0.5  # share of an executor's stated times that is used: clocks differ, and messages take time
+
+
+class Supply:
+    """Draws the pads of one process, ahead or when they are needed. Thread-safe.
+
+    Args:
+        helpers: the clients of the helpers.
+        gate: checks rule 8 before effects are relayed.
+        relay: True if the federation file has `relay = true`.
+        executor: returns the client of an executor.
+
+    Attributes:
+        source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
+        relays: decides which effects are relayed; None without relay.
+        refill: the thread that draws ahead.
+    """
+
+    def __init__(
+        self,
+        facts: Sequence[GroupFacts],
+        scheme: SessionScheme,
+        options: SessionOptions,
+        store: WeightStore | None,
+        routes: Routes,
+        *,
+        secret: SessionSecret,
+        helpers: Mapping[KnownProvider, HelperClient],
+        gate: Gate,
+        relay: bool,
+        executor: Callable[[KnownProvider], ExecutorClient],
+    ) -> None:
+        self.relays = Relays(gate, routes, executor) if relay else None
+        self.refill = Worker("refill")
+        self._facts, self._routes, self._helpers = facts, routes, helpers
+        self._memory = PoolMemory(options.pool_memory)
+        self._pools: dict[tuple[GroupIndex, Direction], PadPool] = {}
+        effects = scheme.effects(Materials(facts=facts, secret=secret, holders=self._holders, store=store))
+        self.source = None if isinstance(effects, UnmaskedByChoice) else effects
+
+    @property
+    def pools(self) -> tuple["PadPool", ...]:
+        """The pools in use so far."""
+        return tuple(self._pools.values())
+
+    def take(
+        self, index: GroupIndex, direction: Direction, rows: int, *, counts: Counts | None = None
+    ) -> Sequence[Pad]:
+        """Return fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads. Pads for rows with counts
+        are drawn now."""
+        if self.source is None:
+            return UNMASKED_BY_CHOICE
+        if counts is not None:
+            return [self.source.draw(index, direction, rows, counts=counts, ahead=False)]
+        if (pool := self._pools.get((index, direction))) is None:
+            pool = self._new_pool(index, direction, self.source)
+        return pool.take(rows)
+
+    def order(self, index: GroupIndex, direction: Direction, rows: int) -> None:
+        """Draw pads for `rows` rows ahead; see `PadPool.order`."""
+        if self.source is not None:
+            pool = self._pools.get((index, direction)) or self._new_pool(index, direction, self.source)
+            pool.order(rows)
+
+    def draw(
+        self,
+        index: GroupIndex,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None,
+        executor: KnownProvider | None,
+    ) -> Pad:
+        """Draw a fresh pad for rows that an executor will see. With None, every executor that serves the group may see
+        them."""
+        assert self.source is not None
+        peer = None if executor is None else executor.peer
+        return self.source.draw(index, direction, rows, counts=counts, ahead=False, executor=peer)
+
+    def _new_pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> "PadPool":
+        facts = self._facts[index]
+        pool = PadPool(
+            source,
+            index=index,
+            direction=direction,
+            refill=self.refill,
+            memory=self._memory,
+            row_bytes=wire.RING32.size(1, facts.outputs(direction)) * max(1, self._routes.helpers_per_pad),
+            max_rows=partial(most_rows, self._routes, facts.widest),
+        )
+        return self._pools.setdefault((index, direction), pool)  # another thread may have made one
+
+    def _holders(self, index: GroupIndex, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
+        """Return the helpers of the next pad and the instruction to relay; see `scheme.Materials`."""
+        route = next((route for route in self._routes.executors if route.peer == executor), None)
+        target = None if self.relays is None else self.relays.target(index, route)
+        routes = self._routes.holders(index, target or route)
+        if len(routes) < max(1, self._routes.helpers_per_pad):
+            raise QuarantinedError(
+                f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
+                f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
+            )
+        order = None
+        if self.relays is not None and target is not None:
+            order = self.relays.order(target, [route.peer for route in routes])
+        return [self._helpers[route] for route in routes], order
+
+
+def most_rows(routes: Routes, widest: int) -> int:
+    """Return the row limit of one request: the largest limit among the executors, for request and answer.
+
+    A provider with lower limits gets several requests, so its limits do not affect requests to other providers.
+    """
+    limits = [row_limit(widest, route.welcome) for route in routes.executors if route.welcome is not None]
+    return max(limits, default=1)
+
+
+@dataclass
+class PoolMemory:
+    """A memory budget in bytes, shared by the pools of a session."""
+
+    limit: int
+    used: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, size: int) -> bool:
+        """Reserve memory. Returns False if less than `size` bytes are free."""
+        with self.lock:
+            if self.used + size > self.limit:
+                return False
+            self.used += size
+            return True
+
+    def release(self, size: int) -> None:
+        """Release reserved memory."""
+        with self.lock:
+            self.used -= size
+
+
+class PadPool:
+    """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
+
+    Args:
+        refill: runs a refill in the background.
+        memory: the shared budget.
+        row_bytes: bytes of one pad row, which are those of its effects.
+        max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
+    """
+
+    def __init__(
+        self,
+        source: EffectSource,
+        *,
+        index: GroupIndex,
+        direction: Direction,
+        refill: Worker,
+        memory: PoolMemory,
+        row_bytes: int,
+        max_rows: Callable[[], int],
+    ) -> None:
+        self._source = source
+        self._index, self._direction = index, direction
+        self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
+        self._max_rows = max_rows
+        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes)
+        self._ready: deque[Pad] = deque()
+        self._ahead = 0
+        self._lock = threading.Lock()
+        self.taken = self.dry = 0
+
+    def take(self, rows: int) -> list[Pad]:
+        """Return pads for `rows` rows in total. The pool does not keep them."""
+        pads, missing = [], rows
+        with self._lock:
+            while missing and self._ready:
+                pad = self._ready.popleft()
+                if is_lost(pad):
+                    self._release(pad.rows)
+                    continue
+                if pad.rows > missing:
+                    pad, rest = pad.split(missing)
+                    self._ready.appendleft(rest)
+                pads.append(pad)
+                missing -= pad.rows
+            self._release(rows - missing)
+            self.taken += rows
+            self.dry += missing
+        if missing:
+            pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
+        return pads
+
+    def order(self, rows: int) -> None:
+        """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
+        up. For products of few rows, the pool draws many rows at a time, and draws again when half of them are left."""
+        rows = max(rows, self._min_block // 2)
+        if self._ahead >= rows:
+            return
+        block = min(max(rows, self._min_block), self._max_rows())
+        while self._is_short_of(rows, block):
+            self._refill.submit(self._draw_ahead, block)
+
+    def ready(self) -> int:
+        """Return the number of pad rows whose effects have arrived."""
+        with self._lock:
+            return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
+
+    def _is_short_of(self, rows: int, block: int) -> bool:
+        """Returns True if the pool needs another pad, and counts its rows as being drawn."""
+        with self._lock:
+            wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
+            self._ahead += block if wanted else 0
+            return wanted
+
+    def _draw_ahead(self, rows: int) -> None:
+        try:
+            pad = self._source.draw(self._index, self._direction, rows, ahead=True)
+        except SymbiosisError as error:
+            log.warning("drawing pads ahead failed, the next step draws its own: %s", error)
+            with self._lock:
+                self._release(rows)
+            return
+        with self._lock:
+            self._ready.append(pad)
+
+    def _release(self, rows: int) -> None:
+        self._ahead -= rows
+        self._memory.release(rows * self._row_bytes)
+
+
+def is_lost(pad: Pad) -> bool:
+    """Returns True if an effect of the pad will never arrive, because its helper was lost, refused, or is quarantined.
+
+    A malformed effect does not count as lost, so that the fault is found when the pad is used.
+    """
+    for share in pad.shares:
+        if share.effect.kept is not None:
+            continue
+        try:
+            if isinstance(share.effect.exception(timeout=0), _GONE):
+                return True
+        except TimeoutError:  # the effect is still being computed
+            continue
+    return False
+
+
+class GrantedPermit(NamedTuple):
+    """A permit, and the time of its renewal, by `time.monotonic`."""
+
+    permit: wire.Permit
+    renew_at: float
+
+
+class Relays:
+    """The relays of one process. Thread-safe.
+
+    Args:
+        gate: checks rule 8 before each order.
+        client: returns the client of an executor.
+    """
+
+    def __init__(self, gate: Gate, routes: Routes, client: Callable[[KnownProvider], ExecutorClient]) -> None:
+        self._gate, self._routes, self._client = gate, routes, client
+        self._signers = {  # read once: a file that is replaced later must not convict the executor
+            fingerprint(pin): (route.peer, load_pin(pin).public_key())
+            for route in routes.helpers
+            for pin in route.peer.pins
+        }
+        self._granted: dict[Peer, GrantedPermit] = {}
+        self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
+        self._asking: dict[Peer, threading.Lock] = {}  # one request for a permit at a time from each executor
+
+    def target(self, index: GroupIndex, executor: KnownProvider | None) -> KnownProvider | None:
+        """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
+
+        Args:
+            executor: the executor that will see rows under the pad, if that is known.
+        """
+        route = executor or self._routes.likely(index)
+        if route is None or route.welcome is None or route.welcome.version < wire.RELAY_VERSION or not route.is_up:
+            return None
+        until, _ = self._paused.get(route.peer, (0.0, 0.0))
+        return route if until <= time.monotonic() else None
+
+    def order(self, route: KnownProvider, holders: Sequence[Peer]) -> RelayInstruction | None:
+        """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed.
+
+        Raises:
+            RoleConflictError: the executor belongs to a helper's company (rule 8).
+        """
+        with self._asking.setdefault(route.peer, threading.Lock()):
+            permit, welcome = self._permit(route), route.welcome
+        permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
+        if permit is None or welcome is None or not set(holders) <= {found[0] for found in permitted if found}:
+            return None
+        self._gate.check_relay(route.peer, holders)
+        return RelayInstruction(
+            executor=route.peer,
+            welcome=welcome,
+            order=wire.RelayOrder(permit=permit.token, executor=fingerprint(route.peer.certificate)),
+            max_bytes=permit.max_bytes,
+            until=time.monotonic() + _USED_PART * permit.block_seconds,
+            failed=lambda: self.pause(route.peer),
+        )
+
+    def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
+        """Return the helper whose certificate has this `fingerprint`, and the certificate's key; None if there is
+        none."""
+        return self._signers.get(helper)
+
+    def pause(self, executor: Peer, *, for_good: bool = False, first_s: float = _FIRST_PAUSE_S) -> None:
+        """Relay nothing to an executor for a while, or for the rest of the session.
+
+        Args:
+            first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s. The next
+                one is a first pause again if there was no failure for as long as the last pause.
+        """
+        now = time.monotonic()
+        self._granted.pop(executor, None)  # a restarted executor has forgotten its permits
+        until, length = self._paused.get(executor, (0.0, 0.0))
+        if for_good:
+            self._paused[executor] = (float("inf"), length)
+        elif until <= now:
+            length = max(2 * length if now < until + length else 0.0, first_s)
+            length = min(length, _LAST_PAUSE_S)
+            self._paused[executor] = (now + length, length)
+            log.info("effects are not relayed to %s for %g s", executor.name, length)
+
+    def _permit(self, route: KnownProvider) -> wire.Permit | None:
+        granted, now = self._granted.get(route.peer), time.monotonic()
+        if granted is not None and now < granted.renew_at:
+            return granted.permit
+        helpers = sorted(self._signers)
+        try:
+            permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
+        except (TransportError, ProviderError, ProtocolError) as error:
+            log.info("effects are not relayed to %s: %s", route, error)
+            late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
+            self.pause(route.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
+            return None
+        self._granted[route.peer] = GrantedPermit(permit, now + _USED_PART * permit.seconds)
+        return permit

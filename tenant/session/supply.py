@@ -21,11 +21,11 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-from symbiosis_priv.checkpoints.facts import GroupFacts
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.certificates.reading import fingerprint, load_pin
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,

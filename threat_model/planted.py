@@ -26,9 +26,9 @@ from tenant.core.secret import SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.collusion import Collusion
+from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
 from threat_model.attacks.generators import SamplerGrid, SeedRecovery
-from threat_model.attacks.relayed import RelayedAnswers
 from threat_model.attacks.reused_noise import Differencing
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import CollusionView, Exchange, ExecutorView

@@ -11,9 +11,11 @@ started through the command line (`managed_process`), as by an operator, and non
 import contextlib
 import http.client
 import json
+import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -31,6 +33,19 @@ from symbiosis_priv.network.wire import Role
 from symbiosis_priv.registry.descriptor import Trust, verify
 from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.files import write_atomically
+
+
+@contextmanager
+def silenced(name: str) -> Iterator[None]:
+    """Drop the warnings and errors of a package or module inside this block, which provokes them."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
 
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
 """`[metrics]` of a provider whose `status` is read."""

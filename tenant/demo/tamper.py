@@ -11,7 +11,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.harness.silence import silenced
+from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.wire import Role

@@ -16,9 +16,8 @@ import torch
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
-from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.attacks.reused_noise import CandidateSubtraction
-from threat_model.attacks.tokens_from_routes import TokensFromRoutes
+from threat_model.attacks.tokens import BlockLabels, HeadLabels
 from threat_model.conformance import PROPERTIES
 from threat_model.evidence.schemes import (
     LOCAL,
@@ -35,6 +34,7 @@ from threat_model.evidence.schemes import (
 )
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
+from threat_model.expert_modes import TokensFromRoutes
 from threat_model.lab import PLANTED, Lab
 from threat_model.report.charts import roc_charts
 from threat_model.report.security_table import BEGIN, END, security_table

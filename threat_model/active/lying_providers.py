@@ -20,7 +20,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
-from symbiosis_priv.harness.silence import silenced
+from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys

@@ -7,13 +7,12 @@ from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.clustering import BlindClustering
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
+from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
 from threat_model.attacks.generators import SamplerGrid, SeedRecovery
-from threat_model.attacks.gradients import BlockLabels, HeadLabels
-from threat_model.attacks.relayed import RelayedAnswers
 from threat_model.attacks.reused_noise import CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
-from threat_model.attacks.tokens import DeepLayerTokens, FirstLayerTokens
+from threat_model.attacks.tokens import BlockLabels, DeepLayerTokens, FirstLayerTokens, HeadLabels
 from threat_model.attacks.uniformity import Distinguisher, Uniformity
 
 ATTACKS: tuple[Attack[Any, Any], ...] = (

@@ -41,7 +41,7 @@ from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tests.provider.clients import Client, effect, execute, failure
 from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import until
-from threat_model.evidence.twins import twin_of
+from threat_model.active.registries import twin_of
 
 WIDTH = 64
 ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))

@@ -3,10 +3,10 @@ headers."""
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Container, Sequence
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from symbiosis_priv.errors import ConfigError
 
@@ -20,6 +20,7 @@ _METADATA: Final = frozenset(
         ),
     )
 )  # metadata services of clouds that have no link-local address
+_HOST: Final = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII)
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
 
@@ -93,8 +94,11 @@ def names_host(headers: Sequence[str], hosts: Container[str]) -> bool:
     """
     if len(headers) != 1:
         return False
+    found = _HOST.fullmatch(headers[0].lower())
+    if found is None:
+        return False
+    name, in_brackets = found["name"], found["v6"]
     try:
-        host = urlsplit(f"//{headers[0]}").hostname or ""
-        return host in hosts or ipaddress.ip_address(host) is not None
+        return name in hosts or bool(ipaddress.IPv6Address(in_brackets) if in_brackets else ipaddress.IPv4Address(name))
     except ValueError:
         return False

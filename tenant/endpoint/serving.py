@@ -64,7 +64,7 @@ def opened(
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
         try:
-            yield Service(
+            service = Service(
                 engine,
                 loaded,
                 tokenizer,
@@ -73,6 +73,10 @@ def opened(
                 pooling=options.pooling,
                 fixed_length=options.fixed_length,
             )
+            try:
+                yield service
+            finally:
+                service.vocabulary.close()
         finally:
             engine.close()
     finally:

@@ -149,8 +149,8 @@ async def collected(running: Running, count: int) -> list[Collected]:
     return answers
 
 
-async def while_connected(http: HttpRequest, running: Running, work: Awaitable[T]) -> T:
-    """Return the result of `work`, and cancel the requests as soon as the client closes the connection.
+async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+    """Return the result of `work`, and cancel it as soon as the client closes the connection.
 
     Raises:
         ApiError: the client has closed the connection. No client receives this error.
@@ -163,7 +163,6 @@ async def while_connected(http: HttpRequest, running: Running, work: Awaitable[T
             return task.result()
         raise ApiError(499, "the client has closed the connection")
     finally:
-        running.cancel()
         task.cancel()
         gone.cancel()
 

@@ -39,7 +39,11 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
     running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
     if streamed:
         return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
-    return prepared.whole(await while_connected(http, running, collected(running, len(prepared.requests))), running)
+    try:
+        results = await while_connected(http, collected(running, len(prepared.requests)))
+    finally:
+        running.cancel()
+    return prepared.whole(results, running)
 
 
 def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import is_internal, is_own, local_address, parse_address
+from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
 """IPv6 addresses of the metadata services of AWS, Google, Oracle and Scaleway."""
@@ -77,3 +77,12 @@ def test_an_address_of_this_machine_is_its_own_and_no_other_is() -> None:
     """Loopback is an interface of this machine; documentation addresses (RFC 5737) are not."""
     assert is_own(socket.AF_INET, ("127.0.0.1", 80))
     assert not is_own(socket.AF_INET, ("203.0.113.7", 80))
+
+
+def test_a_host_header_is_a_host_and_a_port_and_nothing_else() -> None:
+    for good in ("127.0.0.1:42047", "127.0.0.1", "[::1]:80", "[::1]", "LOCALHOST:1", "proxy.example"):
+        assert names_host([good], {"localhost", "proxy.example"}), good
+    bad = ["127.0.0.1:42047,evil", "[::1]evil", "me@127.0.0.1", "me:you@localhost", "127.0.0.1:", "127.0.0.1:x", "::1"]
+    for header in (*bad, "localhost/x", "localhost\n", "[localhost]", "[127.0.0.1]", "evil.example", ""):
+        assert not names_host([header], {"localhost"}), header
+    assert not names_host(["localhost", "localhost"], {"localhost"})

@@ -7,13 +7,22 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, OverloadedError
 from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
-from tenant.endpoint.api.running import Collected, Running, choices, finish_reason, finite, new_id, usage
+from tenant.endpoint.api.running import (
+    Collected,
+    Running,
+    choices,
+    finish_reason,
+    finite,
+    new_id,
+    usage,
+    while_connected,
+)
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
@@ -29,7 +38,7 @@ _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some mode
 async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     endpoint = endpoint_of(http)
-    prepared = await PreparedChat.of(body, endpoint.service, endpoint.client(http))
+    prepared = await while_connected(http, PreparedChat.of(body, endpoint.service, endpoint.client(http)))
     return await respond(prepared, http, streamed=body.stream)
 
 
@@ -241,6 +250,8 @@ async def _grammar(body: ChatRequest, service: Service, template: str, client: s
     else:
         return None
     try:
-        return await service.in_thread(client, lambda: service.vocabulary.grammar(rules))
+        return await service.vocabulary.grammar(rules, client=client)
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from error
+    except OverloadedError as error:
+        raise ApiError(429, str(error), code="overloaded") from error

@@ -32,7 +32,10 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
         for prompt in prompts
     ]
     running = Running(service.engine, requests, endpoint.metrics, service.users)
-    answers = await while_connected(http, running, collected(running, len(requests)))
+    try:
+        answers = await while_connected(http, collected(running, len(requests)))
+    finally:
+        running.cancel()
     count = sum(map(len, prompts))
     return Embeddings(
         data=[

@@ -11,7 +11,7 @@ from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, Jso
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
-from tenant.endpoint.api.running import Collected, Running, new_id
+from tenant.endpoint.api.running import Collected, Running, new_id, while_connected
 from tenant.endpoint.api.streams import DOCUMENTED, respond
 
 router = APIRouter(route_class=JsonRoute)
@@ -24,7 +24,7 @@ async def responses(body: ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     endpoint = endpoint_of(http)
     try:
-        chat = await PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http))
+        chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
     except ApiError as error:
         error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
         raise

@@ -1,5 +1,6 @@
 """Guesses change the number of steps, and no token; executors see the same rows for each step of an answer."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +116,8 @@ def test_guesses_change_no_token(
 def test_a_guess_is_accepted_only_where_the_grammar_allows_it(packed: Recorded, tokenizer: Any) -> None:
     """The grammar asks for a number of repetitions, so lookup guesses right, and guesses one repetition too many."""
     ends = {tokenizer.eos_token_id}
-    grammar = Vocabulary(tokenizer, size=packed.vocabulary, ends=ends).grammar('start: "x,x,x,x,x,x,x,x,x,x;"')
+    vocabulary = Vocabulary(tokenizer, size=packed.vocabulary, ends=ends)
+    grammar = asyncio.run(vocabulary.grammar('start: "x,x,x,x,x,x,x,x,x,x;"', client=""))
     said = {"max_tokens": 40, "sampling": Sampling(grammar=grammar, logprobs=1)}
     expected, plain = answers(packed, tokenizer, None, **said), packed.of_sequences()
     texts = {tokenizer.decode([token.id for token in tokens if isinstance(token, Token)]) for tokens in expected}

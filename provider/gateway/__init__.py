@@ -1,8 +1,7 @@
 """The only code that parses what tenants and helpers send. Read in this order:
 
 gateway          serves authenticated connections, one thread each
-reception        accepts connections and makes their handshakes
-unauthenticated  limits the connections that are not authenticated
+listener         accepts connections, makes their handshakes, and limits those that are not authenticated
 frames           reads and answers the frames of one connection, within limits and deadlines
 connection       checks the requests of one tenant's connection and sends the answers
 deposits         takes the blocks of one helper's connection

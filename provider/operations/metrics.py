@@ -10,7 +10,6 @@ host in `listen`, or one of `hosts`.
 import contextlib
 import ipaddress
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -23,8 +22,7 @@ from prometheus_client.metrics_core import Metric
 
 from provider import logs
 from provider.executor.queues import ExecutorReport, Histogram
-from provider.gateway.reception import Handshakes
-from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedListener
+from provider.gateway.listener import Handshakes, Listener, UnauthenticatedConnection
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status, StatusSource
 from symbiosis_priv.errors import ConfigError
@@ -166,8 +164,8 @@ class MetricsServer:
         host, _ = parse_address(listen)
         self._hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
         try:
-            self._listener = UnauthenticatedListener(
-                listen, limit=_MOST_CONNECTIONS, serve=self._serve, connection_s=math.inf, closing_s=_CLIENT_S
+            self._listener = Listener(
+                listen, limit=_MOST_CONNECTIONS, greeting_s=_CLIENT_S, greet=lambda _: None, serve=self._serve
             )
         except ConfigError as error:
             raise ConfigError(f"[metrics] {error}") from error
@@ -180,13 +178,13 @@ class MetricsServer:
         return self._listener.address
 
     def close(self) -> None:
-        self._listener.stop()
+        self._listener.stop(_CLIENT_S)
 
     def answers_to(self, headers: Sequence[str]) -> bool:
         """Returns True if a request has one `Host` header, and it names this server."""
         return names_host(headers, self._hosts)
 
-    def _serve(self, client: UnauthenticatedConnection) -> None:
+    def _serve(self, client: UnauthenticatedConnection, _: None) -> None:
         with contextlib.suppress(OSError):  # the client has left
             _Handler(client.socket, (client.network, 0), self)  # type: ignore[arg-type]  # no `BaseServer` is needed
 

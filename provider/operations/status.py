@@ -9,7 +9,7 @@ from provider.config.reload import Reloader
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import ExecutorReport
 from provider.gateway.gateway import Gateway
-from provider.gateway.reception import Handshakes
+from provider.gateway.listener import Handshakes
 from provider.gateway.usage import BilledRole, UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockCounts

@@ -1,6 +1,6 @@
 """A registry's server: TLS 1.3, one thread for each connection, and a limit for everything that a client can allocate.
 
-Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.unauthenticated`):
+Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.listener`):
 many clients in one network do not block the clients of other networks. A descriptor is stored only if it passes
 `descriptor.verify` and is newer than the stored one. The announcements of each key are limited, and so is the number of
 executors.
@@ -8,7 +8,6 @@ executors.
 
 import contextlib
 import functools
-import socket
 import ssl
 import time
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import msgspec
 
 from provider import logs
 from provider.config.reload import Reloader
-from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedListener
+from provider.gateway.listener import Listener, UnauthenticatedConnection
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.store import Store
@@ -57,12 +56,12 @@ class RegistryServer:
         self.store = Store(config.database)
         try:
             self._drop_distrusted()
-            self._listener = UnauthenticatedListener(
+            self._listener = Listener(
                 config.listen,
                 limit=config.max_connections,
+                greeting_s=config.frame_timeout_s,
+                greet=lambda client: client.handshake(self._context),
                 serve=self._serve,
-                connection_s=config.connection_s,
-                closing_s=config.frame_timeout_s,
             )
         except BaseException:
             self.store.close()
@@ -81,7 +80,7 @@ class RegistryServer:
     def stop(self) -> None:
         """Close the connections and the database; returns within twice `frame_timeout_s`."""
         self._reloader.close(self.config.frame_timeout_s)
-        self._listener.stop()
+        self._listener.stop(self.config.frame_timeout_s)
         self.store.close()
         log.info("registry_stopped")
 
@@ -102,25 +101,20 @@ class RegistryServer:
 
     # A connection's thread
 
-    def _serve(self, client: UnauthenticatedConnection) -> None:
+    def _serve(self, client: UnauthenticatedConnection, stream: FrameStream) -> None:
+        end = time.monotonic() + self.config.connection_s
         with contextlib.suppress(OSError, TransportError, ProtocolError):
-            client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = FrameStream(client.socket, self._context)
-            stream.handshake(self.config.frame_timeout_s)
-            try:
-                while not self._listener.stopping.is_set() and self._answer_next(stream, client):
-                    pass
-            finally:
-                stream.close()
+            while not self._listener.stopping.is_set() and self._answer_next(stream, client.network, end):
+                pass
 
-    def _answer_next(self, stream: FrameStream, client: UnauthenticatedConnection) -> bool:
-        if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, client.deadline)):
+    def _answer_next(self, stream: FrameStream, network: str, end: float) -> bool:
+        if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, end)):
             return False
         deadline = time.monotonic() + self.config.frame_timeout_s
         head, size = stream.receive_head(max_payload=MAX_BYTES, deadline=deadline)
         header, payload = bytes(head), bytearray(size)
         stream.receive(memoryview(payload), deadline=deadline)
-        allowed = self._requests.take(client.network, now=time.monotonic())
+        allowed = self._requests.take(network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if allowed else (_TOO_MANY, b"")
         stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
         return allowed  # a client above its limit is disconnected: refusing each of its requests would delay others

@@ -134,7 +134,7 @@ def provoke(vandal: Vandal, connect: Connect, service: Service, frames: int) -> 
 
 
 def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, connect: Connect) -> None:
-    # thousands of handshakes would have a small share while products are computed; `test_reception.py` tests that
+    # thousands of handshakes would have a small share while products are computed; `test_listener.py` tests that
     service = launch(configure(frame_timeout_s=5, handshake_share=1.0, handshake_share_serving=1.0))
     vandal = Vandal()
     neighbour = GoodNeighbour(connect("bob", to=service))

@@ -21,8 +21,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.network import wire
-from tenant.core.pads import Pad
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import Pad, SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.collusion import Collusion

@@ -22,8 +22,7 @@ from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row_blocks
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from symbiosis_priv.native import pointer
-from symbiosis_priv.native.column_blocks import FORMATS, addresses, all_rows, layout, readable
+from symbiosis_priv.native import FORMATS, addresses, all_rows, layout, pointer, readable
 
 
 def encode(

@@ -19,8 +19,7 @@ from symbiosis_priv.arithmetic.buffers import large_tensor
 from symbiosis_priv.arithmetic.ring import Bound, Direction, bounds_of, row_blocks
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from symbiosis_priv.native import pointer
-from symbiosis_priv.native.column_blocks import all_rows, layout, readable
+from symbiosis_priv.native import all_rows, layout, pointer, readable
 
 _TINY = torch.finfo(torch.float64).tiny
 

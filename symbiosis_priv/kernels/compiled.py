@@ -1,6 +1,6 @@
 """Kernels of the compiled library, one per instruction set, on one layout (native/product.h has the theory).
 
-The library has no threads: Python slices the result's columns and hands the slices to `parallel`.
+The library has no threads: Python slices the result's columns and hands the slices to `for_each_slice`.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.buffers import large_tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, Direction
 from symbiosis_priv.kernels.kernel import Kernel, Packed
-from symbiosis_priv.native import Isa, parallel
+from symbiosis_priv.native import Isa, for_each_slice
 
 _PANEL = 64  # PANEL in product.h
 # bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
@@ -73,7 +73,7 @@ class CompiledKernel(Kernel):
 
         panels = _padded(out.shape[1]) // _PANEL
         panel_bytes = _PANEL * padded * weight_bytes * max(1, count // _SLICE_ROWS)
-        parallel.for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
+        for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
         _unused_limbs.append(limbs)
 
 

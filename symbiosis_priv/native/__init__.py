@@ -10,8 +10,10 @@ process can compare all of them.
 
 Both variables are read once, because looking up a variable takes as long as many calls.
 
-Read in this order: `parallel` (slices on a few threads), `column_blocks` (matrices that the fused passes read and
-write), `linear` (a float linear).
+After the loader come the layout of matrices that the fused passes read and write, and slices of one product on a few
+threads: idle threads sleep, so they take no cores from torch's pool or from other processes. The number of threads is
+torch's (`torch.set_num_threads`), including the caller's thread. Threads take slices one by one, so a thread that is
+delayed by other work delays one slice only. `linear` is a float linear.
 """
 
 import ctypes
@@ -20,6 +22,9 @@ import functools
 import hashlib
 import logging
 import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,3 +183,116 @@ def source_digest() -> str:
     """SHA-256 of the sources, as hatch_build.py computes it."""
     sources = sorted(_FOLDER.glob("*.[ch]"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
+_NO_MEMORY = -1  # as in passes.h
+_SHARE = 1 << 18  # entries: fewer are not worth another thread
+
+
+def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """The C struct `parts` of passes.h for float matrices `[r, w_k]`: column blocks on the CPU, one dtype of `FORMATS`.
+
+    Each row of a matrix must be contiguous. The caller keeps the matrices alive.
+    """
+    count = len(matrices)
+    fields = [FORMATS[matrices[0].dtype], count]
+    for matrix in matrices:
+        fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
+    return _fields(2 + 3 * count)(*fields)
+
+
+def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """The addresses of matrices. The caller keeps the matrices alive."""
+    return _fields(len(matrices))(*[matrix.data_ptr() for matrix in matrices])
+
+
+def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Float matrices that the compiled code can read. A matrix is copied if necessary; float16 is converted to
+    float32."""
+    return [matrix if matrix.dtype in FORMATS and matrix.stride(1) == 1 else _copied(matrix) for matrix in matrices]
+
+
+@functools.cache
+def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count
+
+
+def _copied(matrix: Tensor) -> Tensor:
+    matrix = matrix.detach()
+    matrix = matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)
+    return matrix.contiguous()
+
+
+def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:
+    """Run a function of the library over all rows, on several threads if there are many. Returns True if all succeed.
+
+    Args:
+        work: takes the arguments, the first row and the end row; returns the row at which it stopped.
+    """
+    if rows * width <= _SHARE:
+        return _is_done(work(*arguments, 0, rows), rows)
+    failed: list[int] = []
+
+    def share(start: int, stop: int) -> None:
+        if not _is_done(work(*arguments, start, stop), stop):
+            failed.append(start)
+
+    for_each_slice(share, total=rows, least=max(1, _SHARE // width))
+    return not failed
+
+
+def _is_done(reached: int, stop: int) -> bool:
+    if reached == _NO_MEMORY:
+        raise MemoryError
+    return reached == stop
+
+
+_SLICES_PER_THREAD = 4
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) -> None:
+    """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done.
+
+    Args:
+        least: smallest slice that is worth another thread; only the last slice may be smaller.
+    """
+    threads = torch.get_num_threads()
+    slices = min(threads * _SLICES_PER_THREAD, total // least)
+    if threads == 1 or slices < 2:
+        work(0, total)
+        return
+    step = -(-total // slices)
+    begins = deque(range(0, total, step))
+
+    def drain() -> None:
+        while True:
+            try:
+                begin = begins.popleft()
+            except IndexError:
+                return
+            work(begin, min(begin + step, total))
+
+    helpers = [_helpers(threads - 1).submit(drain) for _ in range(min(threads, len(begins)) - 1)]
+    drain()
+    for helper in helpers:
+        if not helper.cancel():  # it has begun, so wait for the end of its slice
+            helper.result()
+
+
+def _helpers(count: int) -> ThreadPoolExecutor:
+    global _pool, _pool_size
+    if _pool is None or _pool_size < count:
+        _pool, _pool_size = ThreadPoolExecutor(count, thread_name_prefix="ring"), count
+    return _pool
+
+
+def _forget() -> None:
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget)  # after a fork, the child has only the calling thread

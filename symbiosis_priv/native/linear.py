@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.native.column_blocks import FORMATS
-from symbiosis_priv.native.parallel import for_each_slice
+from symbiosis_priv.native import FORMATS, for_each_slice
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _SLICE_BYTES = 1 << 20  # of weights, which take 100 µs to read

@@ -22,7 +22,7 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
 from tenant.connections.executor_client import joined, row_limit
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import SessionSecret
 from tenant.routing.known_provider import KnownProvider, State
 from tenant.routing.routes import Routes
 from tenant.worker import Promise

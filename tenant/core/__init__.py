@@ -3,13 +3,10 @@
 It contains no timing, retries, failover or progress: that code can delay a product or make it fail, but cannot weaken a
 promise. Read it in this order:
 
-    secret      the secret of a session, and the counters of its mask rows
-    pads        one-time pads: drawn, burnt, used once
-    masked      `MaskedRows`, the only rows that may leave
-    gate        the last check of every request: rule 8, quarantine
+    pads        the session's secret, and one-time pads: drawn, burnt, used once
+    masked      `MaskedRows`, the only rows that may leave, and the last check of every request: rule 8, quarantine
     verifier    the check of every product, and its keys
-    rows        float rows to integer rows, and checked products to floats
-    parts       one request: mask, open, check
+    parts       float rows to integers, and one request: mask, open, check
     blame       finds whose result was wrong, after a refused product
 
 Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group (widths, scales, bounds) are in

@@ -1,12 +1,13 @@
-"""One-time pads: they hide rows, and their effects remove the mask from answers.
+"""The secret of a session and its one-time pads, which hide rows, and whose effects remove the mask from answers.
 
 Theory of operation. For a row xq the tenant draws a pad (n, e): n is uniform over the ring Z_2^32, and `e = n @ W.T`.
 The tenant sends `xq + n`, receives `(xq + n) @ W.T` and subtracts e. Because n is uniform and independent of xq, so is
 `xq + n`: the executor learns nothing about xq from it. This holds only if each mask is used for one row. Two rows under
 the same mask reveal their difference.
 
-So a mask row is used once. `EffectSource` burns its index before anything else happens (rule 3), and a `Pad` masks
-once: the second attempt raises `BurntRowError`. Schemes differ in the source of e (`tenant.masking`).
+So a mask row is used once. `SessionSecret` counts mask rows (rules 2, 3 and 12), `EffectSource` burns a row's index
+before anything else happens (rule 3), and a `Pad` masks once: the second attempt raises `BurntRowError`. Schemes differ
+in the source of e (`tenant.masking`).
 
 A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A party that lacks at least one seed sees
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
@@ -16,22 +17,69 @@ sends the block `e_j + m_j`: m_j is a second keystream of the same seed, with th
 subtracts the blocks from its product, and the tenant adds the m_j to the answer.
 """
 
+import secrets
+import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream, Seed, mask_key, relay_key
+from symbiosis_priv.arithmetic.forks import generation
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Keystream, Seed, derive, mask_key, relay_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
-from tenant.core.secret import SessionSecret
 from tenant.worker import Promise, Worker
+
+
+class SessionSecret:
+    """A fresh 256-bit secret and its row counters. They are never stored or copied.
+
+    In a forked child every method raises `BurntRowError`, because parent and child would use the same rows (rule 2).
+    The child opens its own session.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(SEED_BYTES)
+        self._generation = generation()
+        self._lock = threading.Lock()
+        self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def seed_for(self, *holder: str) -> Seed:
+        """Return the 32-byte seed for one holder, for a helper its name and its key's fingerprint (rule 11)."""
+        self._check_alive()
+        return Seed(derive(self._secret, "helper", *holder))
+
+    def burn(self, *, group_name: str, direction: str, rows: int) -> int:
+        """Burn `rows` fresh row indices of a (group, direction). Returns the first. No index is returned twice."""
+        self._check_alive()
+        if rows < 0:
+            raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
+        with self._lock:
+            first = self._next_row[group_name, direction]
+            self._next_row[group_name, direction] = first + rows
+        return first
+
+    @property
+    def alive(self) -> bool:
+        """False in a forked child."""
+        return generation() == self._generation
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise BurntRowError("this process was forked from the one that drew the session secret; open a new session")
+
+    def __reduce__(self) -> NoReturn:
+        raise BurntRowError("a session secret and its counters are never stored or copied; open a new session")
+
+    def __repr__(self) -> str:
+        return "SessionSecret(...)"
 
 
 class RelayedBlock(NamedTuple):

@@ -47,7 +47,7 @@ class Tamper:
             self._alter(payload)
 
 
-@silenced("tenant.core.gate")
+@silenced("tenant.core.masked")
 def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
     """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)

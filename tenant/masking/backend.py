@@ -25,7 +25,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
-from tenant.core.rows import FloatRows, Rows, UncheckedProduct
+from tenant.core.parts import FloatRows, Rows, UncheckedProduct
 from tenant.core.verifier import V
 
 

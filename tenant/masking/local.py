@@ -11,8 +11,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
-from tenant.core.pads import EffectSource, Pad, Share
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import EffectSource, Pad, SessionSecret, Share
 from tenant.masking.backend import Simulation
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.worker import Worker

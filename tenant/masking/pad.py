@@ -20,8 +20,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.block_statement import block_id
 from tenant.connections.helper_client import HelperClient, MaskRows, Relay
-from tenant.core.pads import EffectSource, Pad, RelayedBlock, Share
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import EffectSource, Pad, RelayedBlock, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.worker import Promise
 

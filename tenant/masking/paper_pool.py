@@ -25,7 +25,7 @@ from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import SessionSecret
 from tenant.masking.backend import Backend
 from tenant.masking.scheme import BackendScheme
 from tenant.preparation.opening import Opening

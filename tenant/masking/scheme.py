@@ -22,8 +22,7 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.wire import Role
 from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UnmaskedByChoice
-from tenant.core.pads import EffectSource
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import EffectSource, SessionSecret
 from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
 

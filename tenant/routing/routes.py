@@ -23,7 +23,7 @@ from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.core.gate import Quarantine
+from tenant.core.masked import Quarantine
 from tenant.routing.known_provider import (
     FEW_BYTES,
     USUAL,

@@ -24,8 +24,7 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.limits import GroupIndex
 from tenant.core.masked import cut
 from tenant.core.pads import Pad, row_range
-from tenant.core.parts import Part
-from tenant.core.rows import Rows
+from tenant.core.parts import Part, Rows
 from tenant.core.verifier import V
 from tenant.masking.backend import multiply_again
 from tenant.routing.known_provider import KnownProvider

@@ -36,8 +36,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
 from tenant.core.pads import RelayedBlock, Share, row_range, with_first_rows
-from tenant.core.parts import Part
-from tenant.core.rows import Rows
+from tenant.core.parts import Part, Rows
 from tenant.worker import Promise
 
 log = logging.getLogger(__name__)

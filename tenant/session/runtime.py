@@ -25,9 +25,9 @@ from tenant.connections.channel import Channel
 from tenant.connections.executor_client import ExecutorClient, blocks_of
 from tenant.connections.helper_client import HelperClient
 from tenant.connections.notices import Notices
-from tenant.core.gate import Gate
+from tenant.core.masked import Gate
+from tenant.core.pads import SessionSecret
 from tenant.core.parts import Part
-from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.channel import Channel
-from tenant.core.rows import Rows
+from tenant.core.parts import Rows
 from tenant.masking.backend import RingRows
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions

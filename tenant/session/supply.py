@@ -40,10 +40,8 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import ExecutorClient, row_limit
 from tenant.connections.helper_client import HelperClient, RelayInstruction
-from tenant.core.gate import Gate
-from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
-from tenant.core.pads import EffectSource, Pad
-from tenant.core.secret import SessionSecret
+from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
+from tenant.core.pads import EffectSource, Pad, SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.options import SessionOptions
 from tenant.routing.known_provider import KnownProvider

@@ -24,7 +24,7 @@ from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
-from tenant.core.rows import UncheckedProduct
+from tenant.core.parts import UncheckedProduct
 from tenant.demo.tamper import Tamper
 from tenant.masking.backend import RingRows
 from tenant.options import SessionOptions

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.native import pointer
-from symbiosis_priv.native.column_blocks import FORMATS
-from symbiosis_priv.native.parallel import for_each_slice
+from symbiosis_priv.native import FORMATS, for_each_slice, pointer
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 
 ROWS = 16

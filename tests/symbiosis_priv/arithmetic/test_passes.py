@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from symbiosis_priv import native
 from symbiosis_priv.arithmetic import modular, passes
 from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.modular import Column
@@ -19,7 +20,6 @@ from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import RingBits
-from symbiosis_priv.native import column_blocks
 from tests import drawn
 from tests.builds import BUILDS, TORCH, build
 
@@ -205,7 +205,7 @@ def test_layout_and_threads_change_nothing(
     name: str, dtype: torch.dtype, set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The matrix has enough rows for several threads."""
-    monkeypatch.setattr(column_blocks, "_SHARE", 1 << 15)
+    monkeypatch.setattr(native, "_SHARE", 1 << 15)
     width = 4099
     generator = np.random.default_rng(0)
     rows = torch.from_numpy(generator.standard_normal((65, width))).to(dtype)

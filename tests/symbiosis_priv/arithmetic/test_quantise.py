@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
+from symbiosis_priv import native
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.harness import strategies as testing
-from symbiosis_priv.native import column_blocks
 from tests import drawn
 from tests.builds import BUILDS, build
 
@@ -122,7 +122,7 @@ def test_the_digest_follows_its_specification() -> None:
 
 def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix has enough weights for several threads."""
-    monkeypatch.setattr(column_blocks, "_SHARE", 1 << 14)
+    monkeypatch.setattr(native, "_SHARE", 1 << 14)
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(70, 2100, generator=generator), torch.randn(70, generator=generator)
     digests, bounds = set(), set()

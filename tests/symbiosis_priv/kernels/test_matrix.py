@@ -93,7 +93,7 @@ def test_compiled_blocks_and_slices_cover_the_whole_product(
             work(begin, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("symbiosis_priv.native.parallel.for_each_slice", in_two)
+        patch.setattr("symbiosis_priv.native.for_each_slice", in_two)
         kernel = CompiledKernel(isa)
         kernel.product(kernel.pack(weight, weight_bits=bits), rows, direction, out)
     assert torch.equal(out, oracle(rows, weight, direction))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.native import parallel
+from symbiosis_priv.native import for_each_slice
 
 
 @given(total=st.integers(0, 200), least=st.integers(1, 50))
@@ -17,7 +17,7 @@ def test_every_unit_is_done_once(threads: int, total: int, least: int) -> None:
     done: list[int] = []  # appending is atomic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.get_num_threads", lambda: threads)
-        parallel.for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=total, least=least)
+        for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=total, least=least)
     assert sorted(done) == list(range(total))
 
 
@@ -28,13 +28,13 @@ def test_several_threads_work_at_once(set_threads: Callable[[int], None]) -> Non
     def meet(begin: int, end: int) -> None:
         together.wait()
 
-    parallel.for_each_slice(meet, total=3, least=1)
+    for_each_slice(meet, total=3, least=1)
 
 
 def test_little_work_stays_on_the_callers_thread(set_threads: Callable[[int], None]) -> None:
     set_threads(3)
     seen: list[threading.Thread] = []
-    parallel.for_each_slice(lambda *_: seen.append(threading.current_thread()), total=7, least=4)
+    for_each_slice(lambda *_: seen.append(threading.current_thread()), total=7, least=4)
     assert seen == [threading.current_thread()]
 
 
@@ -45,12 +45,12 @@ def test_errors_reach_the_caller(set_threads: Callable[[int], None]) -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        parallel.for_each_slice(fail, total=64, least=1)
+        for_each_slice(fail, total=64, least=1)
 
 
 def _in_a_fork() -> None:
     done: list[int] = []
-    parallel.for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=64, least=1)
+    for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=64, least=1)
     assert sorted(done) == list(range(64))
 
 

@@ -25,11 +25,9 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import fresh_nonce
-from tenant.core.gate import Gate, Quarantine
-from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, cut, mask, remask
+from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, MaskedRows, Quarantine, cut, mask, remask
 from tenant.core.pads import Pad, Share
-from tenant.core.parts import Part
-from tenant.core.rows import UncheckedProduct
+from tenant.core.parts import Part, UncheckedProduct
 from tenant.masking.backend import RingRows
 from tenant.routing.routes import Routes
 from tenant.worker import Promise

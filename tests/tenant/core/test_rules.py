@@ -57,9 +57,8 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
 from tenant.core.masked import UNMASKED_BY_CHOICE
-from tenant.core.pads import Pad
-from tenant.core.rows import Rows, UncheckedProduct
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import Pad, SessionSecret
+from tenant.core.parts import Rows, UncheckedProduct
 from tenant.core.verifier import VerificationKeys
 from tenant.masking.backend import RingBackend
 from tenant.model.hf import RemoteQuantizer
@@ -247,7 +246,7 @@ def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedPr
 
 
 def test_rule_2_breach_a_stored_secret(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("tenant.core.secret.secrets.token_bytes", lambda size: bytes(size))
+    monkeypatch.setattr("tenant.core.pads.secrets.token_bytes", lambda size: bytes(size))
     assert sessions_repeat_a_mask(new_session, executor)
 
 
@@ -741,7 +740,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     use()
     assert someone_knows_both(parties)
@@ -891,7 +890,7 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
-    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     assert not masks_are_even(new_session("pad", [executor], twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
@@ -911,9 +910,9 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
         return len(executor.executed)
 
     assert asked() == 0
-    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.core.gate.traits", lambda peer: {"name": frozenset({peer.name})})
+    monkeypatch.setattr("tenant.core.masked.traits", lambda peer: {"name": frozenset({peer.name})})
     assert asked() == 1 + 2
 
 
@@ -972,7 +971,7 @@ def test_rule_12_a_fork_by_c_code_is_detected(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
-    monkeypatch.setattr("tenant.core.secret.generation", os.getpid)
+    monkeypatch.setattr("tenant.core.pads.generation", os.getpid)
     assert a_fork_takes_the_same_rows(SessionSecret())
 
 

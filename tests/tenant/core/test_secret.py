@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import BurntRowError
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import SessionSecret
 from tests.warm import run
 
 
@@ -122,7 +122,7 @@ import os
 import subprocess
 import sys
 from symbiosis_priv.errors import BurntRowError
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import SessionSecret
 
 secret = SessionSecret()
 secret.burn(group_name="g", direction="forward", rows=3)

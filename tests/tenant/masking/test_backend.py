@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from tenant.core.rows import Rows
+from tenant.core.parts import Rows
 from tenant.masking.backend import RingBackend, _on_host
 from tenant.preparation.prepared import Preparation
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation import Peer
-from tenant.core.gate import Quarantine
+from tenant.core.masked import Quarantine
 from tests.vouching import Vouching
 
 

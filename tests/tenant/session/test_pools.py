@@ -19,8 +19,7 @@ from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, Verifica
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import joined
-from tenant.core.pads import EffectSource, Pad, Share
-from tenant.core.secret import SessionSecret
+from tenant.core.pads import EffectSource, Pad, SessionSecret, Share
 from tenant.masking.local import LocalSource
 from tenant.preparation.prepared import Preparation
 from tenant.session.supply import PadPool, PoolMemory
@@ -314,6 +313,6 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
 
 def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Flaky(preparation, ValueError())
-    monkeypatch.setattr("tenant.core.secret.generation", lambda: -1)
+    monkeypatch.setattr("tenant.core.pads.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):
         source.draw(GroupIndex(0), FORWARD, 1, ahead=False)

@@ -22,7 +22,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
-from tenant.core.gate import Gate
+from tenant.core.masked import Gate
 from tenant.routing.routes import Routes
 from tenant.session import supply
 from tenant.session.session import Session

@@ -24,6 +24,7 @@ help:
 venv: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard symbiosis_priv/native/*.[ch])
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symbiosis-priv needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make venv PYTHON=python3.11")'
 	@echo "==> building .venv (once)"
 	@$(PYTHON) -m venv .venv
 	@while sleep 4; do echo "    still installing"; done & trap "kill $$!" EXIT; \

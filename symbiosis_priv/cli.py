@@ -41,6 +41,7 @@ _SHORT_HELP = {
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
     "bench": "Measure the cost of split execution, compared with whole-model execution.",
+    "cache": "Show or clear this machine's cache of quantised weights and secret keys.",
     "bench.step": "Measure a LoRA step of a Llama, whole and split: CPU seconds and peak memory of every process.",
     "bench.token": "Measure a generated token of a Llama, whole and split.",
     "bench.scale": "Measure the tenant's cost of a step against rows, width and depth.",
@@ -57,6 +58,45 @@ _SHORT_HELP = {
     "bench.abuse": "Measure a tenant's requests alone and during the abuse of other tenants.",
     "bench.chaos": "Kill random providers while a tenant trains and generates, and compare every bit.",
     "bench.ranks": "Kill or stop a rank of a sharded executor while tenants send requests.",
+}
+
+
+_PANELS = {"bench": "Benchmarks"}
+# words of other programs, and this program's word for the same
+_SYNONYMS = {"train": "finetune", "fine-tune": "finetune", "run": "generate", "infer": "generate", "create": "init"}
+# options of the example in a command's help; commands that need none are not listed
+_EXAMPLES = {
+    "demo": "--model path/to/checkpoint --text private.txt",
+    "serve-demo": "--listen 127.0.0.1:8080",
+    "keys authority": "--directory keys",
+    "keys provider": "--name alpha --host alpha.example --self-signed",
+    "keys tenant": "--name alice",
+    "keys request": "--name alice",
+    "keys sign": "alice.csr",
+    "keys rotate": "--name alpha --prepare",
+    "keys revoke": "--name alice",
+    "keys show": "--name alpha",
+    "provider serve": "--config provider.toml",
+    "provider manifest": "path/to/checkpoint",
+    "provider health": "--config provider.toml --tenant-certificate alice.pem --tenant-key alice.key",
+    "provider usage": "--config provider.toml",
+    "provider top": "--config provider.toml",
+    "provider init": "--name alpha --role executor --checkpoint path/to/checkpoint --listen 0.0.0.0:7401",
+    "registry serve": "--certificate registry.pem --key registry.key --authority federation.pem",
+    "registry show": "registry.example:7500 --authority federation.pem",
+    "bench report": "figures.json",
+    "tenant finetune": "--model path/to/checkpoint --federation federation.toml --text private.txt --output my-adapter",
+    "tenant generate": "--model path/to/checkpoint --federation federation.toml --prompt-file prompt.txt",
+    "tenant chat": "--model path/to/checkpoint --federation federation.toml --adapter my-adapter",
+    "tenant serve": "--model path/to/checkpoint --federation federation.toml --adapter my-name=my-adapter",
+    "tenant prepare": "--model path/to/checkpoint --federation federation.toml --slim tenant-only",
+    "tenant check": "--model path/to/checkpoint --text private.txt",
+    "federation init": "--tenant alice --model path/to/checkpoint "
+    "--executor 'alpha.example:7401,keys/alpha.pem,Alpha GmbH'",
+    "federation check": "--federation federation.toml",
+    "verify": "--federation federation.toml --model path/to/checkpoint",
+    "threat-model": "--html report.html",
+    "cache clear": "--yes",
 }
 
 
@@ -80,7 +120,7 @@ class _CommandGroup(TyperGroup):
             if name not in self.commands:  # an entry point cannot replace a group's own command
                 self._added[name] = entry
                 help_text = _SHORT_HELP.get(full_name) or f"Added by {_owner(entry)}."
-                self.commands[name] = TyperCommand(name, help=help_text)
+                self.commands[name] = TyperCommand(name, help=help_text, rich_help_panel=_PANELS.get(full_name))
 
     @classmethod
     def _owns(cls, name: str) -> bool:
@@ -88,8 +128,11 @@ class _CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # The base class finds the listed placeholder (or suggests a similar name); it is replaced by the real command.
+        if args[0] not in self.commands and (meant := _SYNONYMS.get(args[0])) in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, _load(self._added[name], name) if name in self._added else listed, rest
+        found = _load(self._added[name], name) if name in self._added else listed
+        return name, _explained(found, f"{self.prefix.replace('.', ' ')}{name}"), rest
 
 
 def _load(entry: EntryPoint, name: str) -> Any:
@@ -110,6 +153,16 @@ def _load(entry: EntryPoint, name: str) -> Any:
     else:
         parent.command(name)(target)
     return get_group(parent).commands[name]
+
+
+def _explained(command: Any, words: str) -> Any:
+    """Add an example to the help of a command, and leave out the type of flags, which take no value."""
+    if not hasattr(command, "commands"):
+        command.epilog = f"Example: symbiosis-priv {words} {_EXAMPLES.get(words, '')}"
+    for option in (*command.params, command.get_help_option(typer.Context(command))):
+        if getattr(option, "is_flag", False):
+            option.display_type_rich = lambda ctx: None
+    return command
 
 
 def _owner(entry: EntryPoint) -> str:
@@ -152,7 +205,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run of hours
     try:
         # Not `app()`: that installs typer's exception hook, which can print local variables: a tenant's data.
-        get_command(app).main(args=args, prog_name=DISTRIBUTION)
+        _explained(get_command(app), "").main(args=args, prog_name=DISTRIBUTION)
     except SymbiosisError as error:
         _fail(str(error))
     except OSError as error:

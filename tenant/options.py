@@ -80,7 +80,7 @@ class Options:
         """Return the text with which the user sets option `name` to `example`, for error messages."""
         if self.surface == "python":
             return f"RemoteConfig({name}={'...' if example is None else repr(example)})"
-        return f"--{name.replace('_', '-')}" + (f" {example}" if example else "")
+        return f"--{name.removesuffix('_s').replace('_', '-')}" + (f" {example}" if example else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, rev
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Folder of the files.")]
 Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files, and the name in the certificate.")]
 Authority = Annotated[str, typer.Option("--authority", "-a", help="Name of the signing authority.")]
-Days = Annotated[int, typer.Option("--days", help="Lifetime in days.")]
+Days = Annotated[int, typer.Option("--days", min=1, max=issuing.MAX_DAYS, help="Lifetime in days.")]
 Hosts = Annotated[
     list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
 ]
@@ -141,6 +141,11 @@ def sign(
     days: Days = 365,
 ) -> None:
     """Sign a request: issue a certificate to a tenant, or to a provider of your federation."""
+    if not request.exists():
+        raise CertificateError(
+            f"{request} does not exist: the owner of the key makes it with `symbiosis-priv keys request --name "
+            f"{shlex.quote(request.stem)}` and sends it to you"
+        )
     wanted = signing_requests.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
@@ -177,7 +182,7 @@ def rotate(
     days: Days = 365,
 ) -> None:
     """Replace a certificate and its key, by the next pair if it exists. The old pair is kept as NAME.previous."""
-    own = _identity(directory, name)
+    own = _existing(directory, name)
     path = own.certificate
     old = reading.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
@@ -226,7 +231,7 @@ def revoke(
 
     For a tenant, every executor and helper needs the list; for a provider, every registry and tenant needs it.
     """
-    path = _identity(directory, name).certificate
+    path = _existing(directory, name).certificate
     following = path.with_name(f"{path.stem}{NEXT}.pem")
     others = [other for other in (path.with_name(f"{path.stem}{PREVIOUS}.pem"), following) if other.exists()]
     listed = file or directory / _REVOKED
@@ -255,7 +260,7 @@ def show(
     directory: Directory = KEYS,
 ) -> None:
     """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
-    named = [] if name is None else [_identity(directory, name).certificate]
+    named = [] if name is None else [_existing(directory, name).certificate]
     paths = [*(files or []), *named] or sorted(directory.glob("*.pem"))
     if not paths:
         raise CertificateError(
@@ -270,6 +275,14 @@ def _identity(directory: Path, name: str) -> Identity:
     if Path(name).name != name:
         raise ConfigError(f"name {name!r}: pass a bare name, and the folder with --directory")
     return reading.pair(directory, name)
+
+
+def _existing(directory: Path, name: str) -> Identity:
+    found = _identity(directory, name)
+    if not found.certificate.exists():
+        known = ", ".join(sorted(path.stem for path in directory.glob("*.pem"))) or "no certificate"
+        raise CertificateError(f"--name {name}: {found.certificate} does not exist; {directory} has {known}")
+    return found
 
 
 def _report(identity: Identity) -> None:

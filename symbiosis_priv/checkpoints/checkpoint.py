@@ -39,13 +39,16 @@ def resolve(model: str | Path) -> Path:
         raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
     # imported only for a download, because the import takes as long as reading a local folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
+        answered = isinstance(error, HfHubHTTPError | HFValidationError)
+        why = "has no such model that you may read" if answered else "cannot be reached from here"
         raise CheckpointError(
-            f"{model} is not a checkpoint folder and could not be downloaded; name a folder with a config.json: {error}"
+            f"there is no folder {model}, and the Hugging Face hub, where this could be a name, {why}; name a folder "
+            f"with a config.json"
         ) from error
     vet(folder)
     return folder

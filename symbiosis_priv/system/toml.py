@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +73,8 @@ def _allowed(kind: type, message: str) -> str:
         found = [alternative for one in inner if one is not None for alternative in _alternatives(one)]
     if "unknown field" in message:
         names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
-        return f"; known are {', '.join(names)}"
+        close = get_close_matches(message.split("`")[1], names, n=1)
+        return f"; {''.join(f'did you mean {one}? ' for one in close)}known are {', '.join(names)}"
     values = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
     return f"; choose one of {', '.join(map(repr, values))}"
 

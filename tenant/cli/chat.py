@@ -26,7 +26,7 @@ def chat(*, model: Model, remote: Remote, adapter: Adapter = None, decoding: Dec
     terminal = sys.stdin.isatty()
     with contextlib.suppress(ImportError):  # not on every system; gives input() editing and a history
         import readline  # noqa: F401
-    with Interrupts() as interrupts, opened(model, remote, adapter) as (loaded, tokenizer):
+    with Interrupts() as interrupts, opened(model, remote, adapter, chat=True) as (loaded, tokenizer):
         from tenant.training.generate import Conversation
 
         conversation, stopped = Conversation(loaded, tokenizer, decoding=decoding), False

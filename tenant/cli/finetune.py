@@ -41,7 +41,7 @@ def finetune(
     """
     folder = resolve(model)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
-    corpus.check(text)
+    corpus.check(text, model=folder)
     remote.check()
     with loading():
         from tenant.model import ledger as ledgers

@@ -16,6 +16,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_text
 from tenant.cli.options import Adapter, Model, Remote, loading, takes
+from tenant.training.corpus import check_template
 from tenant.training.options import Decoding
 
 if TYPE_CHECKING:  # importing transformers would delay --help
@@ -43,7 +44,7 @@ def generate(
 ) -> None:
     """Generate text after a prompt and print it word by word. Greedy by default; see the options of decoding."""
     words = _prompt(prompt, prompt_file)
-    with opened(model, remote, adapter) as (loaded, tokenizer):
+    with opened(model, remote, adapter, chat=chat) as (loaded, tokenizer):
         from tenant.training import generate as generation
 
         if chat:
@@ -55,10 +56,14 @@ def generate(
 
 
 @contextmanager
-def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
+def opened(
+    model: str, remote: Remote, adapter: Path | None, *, chat: bool
+) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
     """Context manager: yields a split model and its tokenizer, and at the end prints what the session has sent and
     verified."""
-    resolve(model)
+    folder = resolve(model)
+    if chat:
+        check_template(folder)
     if adapter is not None:
         vet_adapter(adapter)
     remote.check()
@@ -79,7 +84,9 @@ def opened(model: str, remote: Remote, adapter: Path | None) -> Iterator[tuple[A
 
 
 def _prompt(given: str | None, file: Path | None) -> str:
-    if (given is None) == (file is None):
+    if given is not None and file is not None:
+        raise ConfigError("--prompt and --prompt-file exclude each other: leave one of them out")
+    if given is None and file is None:
         raise ConfigError("pass a prompt: --prompt-file FILE (- for stdin), or --prompt, which other users can read")
     if given is not None:
         return decode_text(given.encode(errors="surrogateescape"), name="--prompt")

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import MAX_SECONDS
 from symbiosis_priv.system import interrupts
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -35,6 +37,9 @@ Text = Annotated[
 ]
 
 
+Masking = Literal["pad", "local", "none", "paper-pool", "simulate"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Remote:
     """The options that choose providers and masking."""
@@ -42,28 +47,35 @@ class Remote:
     federation: Annotated[
         Path | None, typer.Option("--federation", "-f", help="federation.toml; needed unless --masking is simulate.")
     ] = None
-    masking: Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: the masking scheme.")] = "pad"
+    masking: Annotated[Masking, typer.Option(help="The masking scheme.")] = "pad"
     deadline_s: Annotated[
-        float, typer.Option(help="Seconds that one request may take, including a provider's restart.")
+        float,
+        typer.Option(
+            "--deadline", min=0.1, max=MAX_SECONDS, help="Seconds that one request may take, with a provider's restart."
+        ),
     ] = 120.0
     checkpoint: Annotated[Path | None, typer.Option(help="The full checkpoint, if --model is a slim checkpoint.")] = (
         None
     )
     experts: Annotated[
-        str | None, typer.Option(help="all, flat, counts, local: where the experts of a mixture run (docs/experts.md).")
+        Literal["all", "flat", "counts", "local"] | None,
+        typer.Option(help="Where the experts of a mixture run (docs/experts.md)."),
     ] = None
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
     ] = False
 
     def check(self) -> None:
-        """Check the files before torch is imported. Raises `SymbiosisError` if the federation file or the full
-        checkpoint is missing or invalid."""
+        """Check what needs no torch. Raises `SymbiosisError` if a file is missing or invalid, or if the masking needs
+        providers that the federation file does not list."""
         if self.federation is None:
-            with interrupts.loading("torch"):
-                self.config()  # refuses masking that needs a federation
-        else:
-            load_federation(self.federation)
+            if self.masking != "simulate":
+                raise ConfigError(f"--masking {self.masking} needs --federation federation.toml (simulate does not)")
+        elif not load_federation(self.federation).helpers and self.masking == "pad":
+            raise RoleConflictError(
+                f"--masking pad needs a [[provider]] with role = 'helper' in {self.federation}, run by another "
+                f"operator than the executor; --masking local needs none"
+            )
         if self.checkpoint is not None:
             resolve(self.checkpoint)
 

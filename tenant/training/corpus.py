@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from jinja2 import TemplateError
 
+from symbiosis_priv.checkpoints.vetting import read_json
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.system.files import UNDECODABLE, read_text
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # the commands check the data file before they import transfo
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 NOT_LEARNED = -100
 """The label of a token that is input only; transformers' losses ignore it."""
@@ -28,6 +31,9 @@ _JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # held-out examples are evaluated before and after training, which costs round trips
 _OBJECT = re.compile(rb"\[?\s*\{")
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+_NO_TEMPLATE = "this model's tokenizer has no chat template; write plain prompts (and completions) instead"
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,26 @@ def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
     """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError` if there is no template, or if
     the template refuses the messages."""
     if not (options.get("chat_template") or tokenizer.chat_template):
-        raise ConfigError("this model's tokenizer has no chat template; write plain prompts (and completions) instead")
+        raise ConfigError(_NO_TEMPLATE)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError) as error:
         raise ConfigError(f"the chat template refuses these messages: {one_line(str(error))}") from error
+
+
+def context_of(config: Any) -> int | None:
+    """Return the number of positions of a model's context; None if its configuration sets no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions and positions > 0 else None
+
+
+def check_context(context: int | None, *, prompt: int, new: int) -> None:
+    """Raise `ConfigError` if a prompt and its new tokens, both as numbers of tokens, exceed the model's context."""
+    if context is not None and prompt + new > context:
+        raise ConfigError(
+            f"{prompt:,} tokens of prompt and {new:,} new tokens are more than the model's context of {context:,}; "
+            f"shorten the prompt or ask for fewer"
+        )
 
 
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
@@ -108,16 +129,28 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     return examples, shortened
 
 
-def check(path: Path) -> None:
+def check(path: Path, *, model: Path | None = None) -> None:
     """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`, which names the
-    line, if the file is unreadable, empty or malformed."""
+    line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no template."""
     if _has_lines(path):
-        for _ in _read_lines(path):
-            pass
+        form = None
+        for _, line in _read_lines(path):
+            form = line.form
+        if form == "messages" and model is not None:
+            check_template(model)
         return
     if not any(line.strip() for line in _lines(path)):
         raise ConfigError(f"{path} holds no text")
     _refuse_json(path)
+
+
+def check_template(model: Path) -> None:
+    """Raise `ConfigError` if no file in a model's folder holds a chat template."""
+    settings = model / "tokenizer_config.json"
+    if not any((model / name).exists() for name in ("chat_template.jinja", "additional_chat_templates")) and not (
+        settings.exists() and read_json(settings).get("chat_template")
+    ):
+        raise ConfigError(_NO_TEMPLATE)
 
 
 def _has_lines(path: Path) -> bool:
@@ -168,6 +201,8 @@ def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, lengt
         ids += _ended(encoded, tokenizer)
     if len(ids) < 2:
         raise ConfigError("the text has fewer than two tokens; there is nothing to predict")
+    if len(ids) < length:
+        log.warning("the text has %d tokens, fewer than a block of %d; a model learns little from it", len(ids), length)
     return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] or [ids]
 
 

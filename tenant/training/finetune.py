@@ -25,9 +25,9 @@ from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
-from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
+from tenant.training.corpus import NOT_LEARNED, Example, context_of, hold_out, load_examples
 from tenant.training.options import ALL_LINEAR, FineTuning
-from tenant.training.output import RunRecord, check_output, claimed, last_checkpoint, read_record
+from tenant.training.output import RunRecord, check_output, check_space, claimed, last_checkpoint, read_record
 from tenant.training.trainer import Progress, ResumableTrainer, TrainingMeter
 
 _DEFAULTS = FineTuning()
@@ -91,9 +91,16 @@ def finetune(
         model = load_language_model(folder, remote=remote, dtype=options.dtype, tokenizer=tokenizer)
         backend = backend_of(model)
         try:
-            _check_length(model, options.sequence_length)
+            context = context_of(model.config)
+            if context is not None and options.sequence_length > context:
+                raise ConfigError(
+                    f"--sequence-length {options.sequence_length} is more than the model's context of {context:,}; "
+                    f"choose fewer"
+                )
             set_seed(options.seed)
             peft_model = _with_lora(model, options)
+            # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
+            check_space(output, 4 * sum(one.nbytes for one in peft_model.parameters() if one.requires_grad))
             meter = TrainingMeter(peft_model, on_progress)
             trainer = ResumableTrainer(
                 output=output,
@@ -229,9 +236,3 @@ def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
         disable_tqdm=True,
         report_to=list(options.report_to) or "none",
     )
-
-
-def _check_length(model: Any, length: int) -> None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and length > limit:
-        raise ConfigError(f"--sequence-length {length} is more than the model's {limit} positions; choose fewer")

@@ -14,7 +14,7 @@ from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import ConfigError
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model, load_tokenizer, warn_of_other_template
-from tenant.training.corpus import render_chat
+from tenant.training.corpus import check_context, context_of, render_chat
 from tenant.training.options import Decoding
 
 _GREEDY = Decoding()
@@ -50,9 +50,10 @@ def generate(
         stream: print words as they are generated. Beam search and `fixed_length` print the text at the end.
 
     Raises:
-        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's table of positions.
+        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's context.
     """
-    return _Generation(model, tokenizer, decoding).text_after(tokenizer(prompt)["input_ids"], stream=stream)
+    ids = tokenizer(prompt)["input_ids"]
+    return _Generation(model, tokenizer, decoding).text_after(ids, new_tokens=decoding.max_new_tokens, stream=stream)
 
 
 class Conversation:
@@ -60,7 +61,7 @@ class Conversation:
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, decoding: Decoding = _GREEDY) -> None:
         self._generation = _Generation(model, tokenizer, decoding)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decoding, self._context = tokenizer, decoding, context_of(model.config)
         self._messages: list[dict[str, str]] = []
 
     def answer(self, message: str, *, stream: bool = False, stop: Callable[[], bool] = lambda: False) -> str:
@@ -70,13 +71,16 @@ class Conversation:
             stop: called before each token; returns True to end the answer.
 
         Raises:
-            ConfigError: there is no chat template, the template refuses the message, or the conversation exceeds the
-                model's table of positions.
+            ConfigError: there is no chat template, the template refuses the message, or the conversation has filled
+                the model's context.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         text = render_chat(asked, self._tokenizer, add_generation_prompt=True)
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds them
-        answer = self._generation.text_after(prompt, stream=stream, stop=stop)
+        new = self._decoding.max_new_tokens
+        if self._context is not None and not self._decoding.fixed_length:
+            new = min(new, max(1, self._context - len(prompt)))  # an answer ends with the context
+        answer = self._generation.text_after(prompt, new_tokens=new, stream=stream, stop=stop)
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         return answer
 
@@ -93,11 +97,13 @@ class _Generation:
         self._read: list[int] = []  # the tokens whose keys and values are in the cache
         self._cache: DynamicCache | None = None
 
-    def text_after(self, prompt: list[int], *, stream: bool, stop: Callable[[], bool] = lambda: False) -> str:
+    def text_after(
+        self, prompt: list[int], *, new_tokens: int, stream: bool, stop: Callable[[], bool] = lambda: False
+    ) -> str:
         model, tokenizer, decoding = self._model, self._tokenizer, self._decoding
         if not prompt:
             raise ConfigError("the prompt has no tokens; there is nothing to continue")
-        _check_length(model, len(prompt), decoding.max_new_tokens)
+        check_context(context_of(model.config), prompt=len(prompt), new=new_tokens)
         streamer = None
         if stream and decoding.beams == 1 and not decoding.fixed_length:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -115,7 +121,7 @@ class _Generation:
             output = model.generate(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=decoding.max_new_tokens,
+                max_new_tokens=new_tokens,
                 do_sample=decoding.samples,
                 temperature=decoding.temperature or None,
                 top_p=decoding.top_p,
@@ -149,18 +155,6 @@ class _Generation:
             if behind:  # generated after the end of an answer of fixed length
                 cache.crop(-behind)
             self._cache, self._read = cache, tokens[:-1]
-
-
-def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Refuse more positions than a model with a table of position embeddings has. Rotary positions have no limit."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    looked_up = any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
-    if looked_up and limit is not None and prompt + new > limit:
-        raise ConfigError(
-            f"{prompt} tokens of prompt and --max-new-tokens {new} are more than the model's {limit} positions; "
-            f"shorten the prompt or ask for fewer"
-        )
 
 
 def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:

@@ -117,6 +117,13 @@ def claimed(output: Path) -> Iterator[None]:
                 output.rmdir()
 
 
+def check_space(output: Path, size: int) -> None:
+    """Raise `StorageError` unless the file system of a folder has room for `size` bytes."""
+    with storing(output), tempfile.TemporaryFile(dir=output) as file:
+        if hasattr(os, "posix_fallocate") and size:  # counts quotas too, which the number of free bytes does not
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
 def last_checkpoint(output: Path) -> Path:
     """Return the newest complete checkpoint. Raises `ConfigError` if `output` has none."""
     steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}

@@ -86,7 +86,7 @@ def test_a_group_lists_and_runs_commands_of_another_package(plug: Plug, capsys: 
 
 def test_help_and_configuration_commands_do_not_import_torch(tmp_path: Path) -> None:
     program = """
-import contextlib, io, sys
+import contextlib, io, shlex, sys
 from typer.main import get_command
 from symbiosis_priv import cli
 
@@ -99,7 +99,13 @@ def run(*words):
     return shown.getvalue()
 
 def walk(path, command):
-    assert "--help" in run(*path, "--help"), path
+    shown = run(*path, "--help")
+    assert "--help" in shown and "<bool>" not in shown, path
+    if not hasattr(command, "commands"):
+        assert "Example: symbiosis-priv " + " ".join(path) in " ".join(shown.split()), path
+        words = shlex.split(cli._EXAMPLES.get(" ".join(path), ""))
+        with command.make_context(path[-1], words) as context:
+            assert not context.args, path
     # a benchmark's command stands beside its measurement, whose modules need torch
     for name in getattr(command, "commands", {}) if path != ["bench"] else []:
         context = command.make_context(name, [], resilient_parsing=True)
@@ -122,6 +128,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_typo_is_wrong_usage_and_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("threat-modle") == 2
     assert "Did you mean 'threat-model'?" in capsys.readouterr().err
+
+
+def test_a_word_of_another_program_leads_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tenant", "train") == 2
+    assert "Did you mean 'finetune'?" in " ".join(capsys.readouterr().err.split())
 
 
 def test_function_is_a_command(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,5 +82,5 @@ def test_options_are_named_as_the_user_writes_them() -> None:
     shell = RemoteConfig(federation="federation.toml", surface="command line")
     assert code.option("deadline_s") == "RemoteConfig(deadline_s=...)"
     assert code.option("checkpoint", "FULL") == "RemoteConfig(checkpoint='FULL')"
-    assert shell.option("deadline_s") == "--deadline-s"
+    assert shell.option("deadline_s") == "--deadline"
     assert shell.option("checkpoint", "FULL") == "--checkpoint FULL"

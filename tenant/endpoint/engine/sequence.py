@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
+from symbiosis_priv.errors import SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import NextTokens, Output
@@ -17,6 +17,7 @@ from tenant.endpoint.engine.requests import EngineRequest, RequestLedger, TokenL
 from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.ledger import ledger_of
 from tenant.session.tally import Ledger
+from tenant.training.corpus import check_context
 
 
 class Drafter(ABC):
@@ -162,10 +163,7 @@ def check(request: EngineRequest, *, adapters: Container[str], context: int | No
     """
     if request.adapter is not None and request.adapter not in adapters:
         raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
-    if context is not None and full_length(request) > context:
-        raise ConfigError(
-            f"{sizes(request)} are more than the model's context of {context:,}; shorten the prompt or ask for fewer"
-        )
+    check_context(context, prompt=len(request.prompt), new=full_length(request) - len(request.prompt))
 
 
 def counters(model: Any) -> Ledger:

@@ -24,9 +24,14 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: Experts | None) -> Experts:
     """Choose where the experts of a model run, and log the choice and its cost. `wanted` is the user's choice, or None.
-    Raises `UnsupportedModelError` if providers do not serve experts that the choice offloads."""
+    Raises `UnsupportedModelError` if the model has no experts, or providers do not serve those that the choice
+    offloads."""
     experts = experts_of(model)
     if not experts:
+        if wanted not in (None, "local"):
+            raise UnsupportedModelError(
+                f"experts = {wanted!r} is for mixtures of experts, and {type(model).__name__} has none; leave it out"
+            )
         return "local"
     served = {entry.members[0].rpartition(".")[0] for entry in entries if entry.experts > 1}
     staying = [name for name in experts if not _is_in(name, served)]

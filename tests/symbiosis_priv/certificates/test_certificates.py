@@ -511,12 +511,17 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
         ["provider", "--name", "../gpu", "--self-signed"],
         ["rotate", "--name", "../gpu"],
         ["show"],
+        ["revoke", "--name", "zoe"],
+        ["sign", "nobody.csr"],
     ],
 )
 def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--directory", str(tmp_path)])
     assert isinstance(result.exception, SymbiosisError)
+    for word, advice in (("zoe", "has no certificate"), ("nobody.csr", "keys request --name nobody")):
+        assert advice in str(result.exception) or word not in arguments
     assert list(tmp_path.iterdir()) == []
+    assert CliRunner().invoke(app, ["tenant", "--name", "alice", "--days", "-5"]).exit_code == 2
 
 
 def test_revocations_at_the_same_time_are_all_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

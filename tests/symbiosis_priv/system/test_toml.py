@@ -13,7 +13,7 @@ from symbiosis_priv.system.toml import load_toml
 @pytest.mark.parametrize(
     ("text", "known"),
     [
-        ("nme = 1", "known are name, listen, "),
+        ("nme = 1", "did you mean name? known are name, listen, "),
         ("[executor]\nkernl = 1", "kernel, threads"),
         ("[tenants.alice]\nrows = 1", "rows_per_s"),
     ],

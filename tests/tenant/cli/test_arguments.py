@@ -1,11 +1,19 @@
 """Wrong arguments of a command are errors before torch is imported, which takes seconds."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+
+from symbiosis_priv.certificates.issuing import issue
+from symbiosis_priv.certificates.reading import Kind
+from tenant.cli.options import Remote
+from tenant.federation.init import ProviderArgument, write_federation
+from tenant.options import Experts
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -30,6 +38,16 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "used" / "file").touch()
     (tmp_path / "notes.txt").write_text("one\n\ntwo\n")
     (tmp_path / "pairs.txt").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "chats.jsonl").write_text('\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    identity = issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
+    write_federation(
+        tmp_path / "alone.toml",
+        [ProviderArgument.parse(f"127.0.0.1:1,{identity.certificate},Alpha GmbH", role="executor")],
+        digest=f"sha256:{'0' * 64}",
+        weight_bits=10,
+        tenant_certificate=tmp_path / "alice.pem",
+        tenant_key=tmp_path / "alice.key",
+    )
     return tmp_path
 
 
@@ -37,6 +55,9 @@ FINETUNE = "tenant finetune -m model -f none.toml -t notes.txt"
 SERVE = "tenant serve -m model -f none.toml --listen 127.0.0.1:0"
 GENERATE = "tenant generate -m model -f none.toml -p words"
 
+
+CHAT = "tenant chat -m model --masking simulate"
+TWO_SIDED = "--federation alone.toml"
 
 WRONG = (
     (FINETUNE.replace("model", "./absent"), "absent"),
@@ -47,6 +68,17 @@ WRONG = (
     (GENERATE.replace("-p words", ""), "--prompt"),
     (f"{GENERATE} -a absent", "absent does not exist"),
     (GENERATE, "none.toml"),
+    (GENERATE.replace("-f none.toml", ""), "--federation"),
+    (GENERATE.replace("none.toml", "alone.toml"), "role = 'helper'"),
+    (f"{GENERATE} --masking pads", "simulate"),
+    (f"{GENERATE} --experts some", "counts"),
+    (f"{GENERATE} --deadline -1", "0.1"),
+    (f"{GENERATE} --prompt-file notes.txt", "exclude each other"),
+    (f"{GENERATE} --chat", "no chat template"),
+    ("tenant chat -m model -f none.toml", "no chat template"),
+    (FINETUNE.replace("notes.txt", "chats.jsonl"), "no chat template"),
+    (f"{SERVE[:-1]}PORT", "PORT"),
+    ("serve-demo --listen 127.0.0.1:PORT", "PORT"),
     (f"{SERVE} -a used", "NAME=FOLDER"),
     (f"{SERVE} -a x=absent", "absent does not exist"),
     (f"{SERVE} --api-key-file notes.txt", "one key per line"),
@@ -63,18 +95,34 @@ WRONG = (
 )
 
 
+def test_the_options_know_every_scheme_and_mode() -> None:
+    """They are written out where torch must not be imported."""
+    from tenant.masking.registry import registered, scheme_named
+
+    hints = get_type_hints(Remote)
+    assert set(get_args(hints["masking"])) == {scheme.name for scheme in registered()}
+    assert set(get_args(get_args(hints["experts"])[0])) == set(get_args(Experts))
+    for name in get_args(hints["masking"]):
+        assert bool(scheme_named(name).roles) == (name != "simulate")
+        assert ("helper" in scheme_named(name).roles) == (name == "pad")
+
+
 def test_wrong_arguments_do_not_wait_for_torch(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([command for command, _ in WRONG]),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        wrong = [(command.replace("PORT", port), word.replace("PORT", port)) for command, word in WRONG]
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            input=json.dumps([command for command, _ in wrong]),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     assert done.returncode == 0, done.stderr
-    for (command, word), line in zip(WRONG, done.stdout.splitlines(), strict=True):
+    for (command, word), line in zip(wrong, done.stdout.splitlines(), strict=True):
         status, shown, heavy = json.loads(line)
-        assert status == 1, (command, shown)
+        usage = ("--masking pads", "--experts some", "--deadline -1")
+        assert status == (2 if command.endswith(usage) else 1), (command, shown)
         assert word in shown, command
         assert not heavy, command

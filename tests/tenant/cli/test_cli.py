@@ -34,7 +34,7 @@ from tenant.federation import cli as federation_cli
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer
 from tenant.training.finetune import finetune
-from tenant.training.generate import generate, open_model
+from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
 from tests.warm import Popen
@@ -210,9 +210,8 @@ def test_a_prompt_can_be_read_from_stdin(
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="stdin is closed"):
         generate_command(model=str(model), federation=local.federation, prompt_file=Path("-"), prompt=None)
-    for wrong in ([], ["--prompt", "a", "--prompt-file", "-"]):
-        with pytest.raises(ConfigError, match="--prompt-file FILE"):
-            tenant("generate", *where, *wrong)
+    with pytest.raises(ConfigError, match="--prompt-file FILE"):
+        tenant("generate", *where)
     shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
     assert "process list" in shown
 
@@ -527,19 +526,25 @@ def test_an_error_during_generation_is_on_a_separate_line(model: Path, capsys: p
     assert capsys.readouterr().out == ""
 
 
-def test_a_table_of_positions_limits_the_length_and_rotary_positions_do_not(model: Path) -> None:
-    tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40, fixed_length=True)
+def test_no_more_tokens_than_the_models_context(model: Path) -> None:
+    """Rotary positions have no table, and a text beyond the context is of no use either."""
+    tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40)
     small: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    table = GPT2LMHeadModel(GPT2Config(**small, n_positions=32))
-    with pytest.raises(ConfigError, match=r"2 tokens of prompt and --max-new-tokens 40 .* 32 positions; shorten"):
-        generate(table, tokenizer, "a", decoding=decoding)
     rotary = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=16, max_position_embeddings=32))
-    assert generate(rotary, tokenizer, "a", decoding=decoding)
+    for loaded in (GPT2LMHeadModel(GPT2Config(**small, n_positions=32)), rotary):
+        with pytest.raises(ConfigError, match=r"2 tokens of prompt and 40 new tokens .* context of 32; shorten"):
+            generate(loaded, tokenizer, "a", decoding=decoding)
+        loaded.generation_config.eos_token_id = None
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        chat = Conversation(loaded, tokenizer, decoding=decoding)
+        chat.answer("a")  # ends with the context
+        with pytest.raises(ConfigError, match="context of 32"):
+            chat.answer("a " * 40)
 
 
 def test_only_a_simulation_needs_no_federation(model: Path, tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("tenant.connections.notices.time.monotonic", clock)
-    notices = Notices(option="--deadline-s")
+    notices = Notices(option="--deadline")
     said = []
     for second in range(60):
         clock.now = 1000.0 + second
@@ -259,7 +259,7 @@ def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
         said.append(len(caplog.messages))
     assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
     assert said[-1] == 12
-    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline-s sets the time limit"):
+    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline sets the time limit"):
         assert part in caplog.messages[0]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     notices.answered("helper 'beta'")
@@ -296,8 +296,8 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
             executor.close()
         elif fate == "mute":
             peer = replace(peer, port=mute.getsockname()[1])
-        channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline-s"))
-        with pytest.raises(DeadlineExceededError, match="--deadline-s waits longer"):
+        channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline"))
+        with pytest.raises(DeadlineExceededError, match="--deadline waits longer"):
             ask(channel)
     why = {"silent": "it has not answered yet", "gone": "cannot reach", "mute": "it has not finished the TLS handshake"}
     (message,) = caplog.messages

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
-from tenant.training.corpus import NOT_LEARNED, check, load_examples
+from tenant.training.corpus import NOT_LEARNED, check, load_examples, to_blocks
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -138,6 +138,13 @@ def test_byte_order_marks_and_line_ends_make_no_difference(tmp_path: Path, token
     file.write_bytes("Müller".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"not UTF-8 text .*byte 1.; save it as UTF-8"):
         load_examples(file, tokenizer, length=100)
+
+
+def test_a_text_shorter_than_a_block_is_named(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(to_blocks(["weather"], tokenizer, length=256)) == 1
+    assert "fewer than a block of 256" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,8 +197,16 @@ def begun(model: Path, text: Path) -> Path:
 def test_a_full_disk_while_saving_the_optimizer(run: Run, begun: Path, tmp_path: Path) -> None:
     """torch.save raises RuntimeError."""
     adapter = 4096 + sum(t.nbytes for t in tensors(begun).values())
-    with full_disk(adapter), pytest.raises(StorageError, match="checkpoint-2"):
-        run(tmp_path / "adapter")
+    with ExitStack() as full, pytest.raises(StorageError, match="checkpoint-2"):
+        run(tmp_path / "adapter", at=1, event=lambda: full.enter_context(full_disk(adapter)))
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_full_disk_is_found_before_the_first_step(run: Run, begun: Path, tmp_path: Path) -> None:
+    adapter = 4096 + sum(t.nbytes for t in tensors(begun).values())
+    with full_disk(adapter), pytest.raises(StorageError, match="make room") as raised:
+        run(tmp_path / "adapter", at=1, event=pytest.fail)
+    assert not hasattr(raised.value, "__notes__")
     assert not (tmp_path / "adapter").exists()
 
 

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
@@ -21,9 +22,11 @@ from tenant.training.output import check_output
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.training.trainer import Progress as OnProgress
+    from tenant.training.trainer import Step
 
 
 _SECONDS_PER_LINE = 10.0  # between two lines of progress without a terminal
+_BEFORE, _AFTER = "loading and evaluating the model", "evaluating the adapter"
 
 
 @takes
@@ -81,44 +84,41 @@ def _notes_shown() -> Iterator[None]:
 
 @contextmanager
 def _training_progress() -> Iterator[OnProgress]:
-    """Context manager: show steps and loss on stderr, and what happens before and after them."""
-    with ExitStack() as stage, _shown_steps() as show:
-        stage.enter_context(terminal.working("loading and evaluating the model"))
-
-        def update(done: int, total: int, loss: float) -> None:
-            stage.close()
-            show(done, total, loss)
-            if done == total:
-                stage.enter_context(terminal.working("evaluating the adapter"))
-
-        yield update
-
-
-@contextmanager
-def _shown_steps() -> Iterator[OnProgress]:
-    """Context manager: a bar on a terminal, else lines."""
+    """Context manager: one line on stderr that shows steps, loss, speed, time left and traffic, and what happens before
+    and after the steps. Without a terminal, the line is printed for the first and the last step, and at most every ten
+    seconds in between."""
     console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
-        task = bar.add_task("", visible=False)
+    with ExitStack() as stage:
+        if not console.is_terminal:
+            stage.enter_context(terminal.working(_BEFORE))
+            due = 0.0
 
-        def update(done: int, total: int, loss: float) -> None:
-            bar.update(task, completed=done, total=total, description=f"loss {loss:.4f}", visible=True)
+            def tell(step: Step) -> None:
+                nonlocal due
+                stage.close()
+                if (now := time.monotonic()) >= due or step.done == step.total:
+                    due = now + _SECONDS_PER_LINE
+                    typer.echo(f"step {step.done} of {step.total}, {_line(step)}", err=True)
+                if step.done == step.total:
+                    stage.enter_context(terminal.working(_AFTER))
+
+            yield tell
+            return
+        bar = stage.enter_context(
+            Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
+        )
+        task = bar.add_task(_BEFORE, total=None)
+
+        def update(step: Step) -> None:
+            what = f"{_line(step)}; {_AFTER}" if step.done == step.total else _line(step)
+            bar.update(task, completed=step.done, total=step.total, description=what)
 
         yield update
 
 
-class _Lines:
-    """Prints the first step, the last step, and at most one step every ten seconds."""
+def _line(step: Step) -> str:
+    from tenant.model.ledger import size
 
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int, loss: float) -> None:
-        now = time.monotonic()
-        if now >= self._next or done == total:
-            self._next = now + _SECONDS_PER_LINE
-            typer.echo(f"step {done} of {total}, loss {loss:.4f}", err=True)
+    left = timedelta(seconds=round(step.seconds / step.ran * (step.total - step.done)))
+    traffic = f", {size(step.traffic)} sent and received" if step.traffic else ""
+    return f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {left} left{traffic}"

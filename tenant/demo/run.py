@@ -33,7 +33,7 @@ from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
-from tenant.training.trainer import Progress
+from tenant.training.trainer import Progress, Step
 
 DemoReport = Callable[[str, int, int, str], None]
 """Called with (stage, number done, total number, remark)."""
@@ -97,7 +97,14 @@ def run(
     )
     simulate = RemoteConfig(masking="simulate", cache=work / "cache")
     with stages.stage("reference run") as progress:
-        reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=progress)
+        reference = finetune(
+            path,
+            text,
+            work / "reference",
+            remote=simulate,
+            options=options,
+            on_progress=lambda step: progress(step.done, step.total, step.loss),
+        )
     local = LocalFederation(path, work / "federation", executors=2, provider_options={"executor": {"threads": 1}})
     try:
         with stages.stage("providers"):
@@ -124,14 +131,14 @@ def run(
         local.stop()
 
 
-def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress:
+def _arming(killer: ExecutorKiller, report: Callable[[int, int, float], None], *, after: int) -> Progress:
     """Report the steps, and kill an executor in the middle of the step after `after` steps."""
     if not after:
         killer.arm(requests=_REQUESTS)
 
-    def progress(done: int, total: int, loss: float) -> None:
-        report(done, total, loss)
-        if done == after:
+    def progress(step: Step) -> None:
+        report(step.done, step.total, step.loss)
+        if step.done == after:
             killer.arm(requests=_REQUESTS)
 
     return progress

@@ -19,6 +19,7 @@ from transformers.integrations import get_reporting_integration_callbacks, integ
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.interrupts import Interrupts
@@ -80,6 +81,11 @@ def finetune(
     folder = resolve(model_path)
     _check_trackers(options.report_to)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint, cache=remote.cache)
+    context = context_of(load_config(folder))
+    if context is not None and options.sequence_length > context:
+        raise ConfigError(
+            f"--sequence-length {options.sequence_length} is more than the model's context of {context:,}; choose fewer"
+        )
     tokenizer = load_tokenizer(folder)
     examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
     record = _record(options, remote, examples)
@@ -91,12 +97,6 @@ def finetune(
         model = load_language_model(folder, remote=remote, dtype=options.dtype, tokenizer=tokenizer)
         backend = backend_of(model)
         try:
-            context = context_of(model.config)
-            if context is not None and options.sequence_length > context:
-                raise ConfigError(
-                    f"--sequence-length {options.sequence_length} is more than the model's context of {context:,}; "
-                    f"choose fewer"
-                )
             set_seed(options.seed)
             peft_model = _with_lora(model, options)
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it

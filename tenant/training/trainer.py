@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,35 @@ from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors
 from tenant.model.overlap import overlapped
+from tenant.session.tally import Ledger
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 _ANEW = "delete it, or start a new run in another --output"
 _SHOWN = 160  # characters of another library's message that an error message quotes
 
-Progress = Callable[[int, int, float], None]
-"""Called after every step with (steps done, number of steps, loss in nats per token)."""
+
+@dataclass(frozen=True)
+class Step:
+    """The state of a run after a step.
+
+    Args:
+        done, total: number of steps, earlier runs included.
+        loss: in nats per token.
+        ran, tokens, seconds, traffic: steps, tokens, time, and bytes sent and received, of this run so far.
+    """
+
+    done: int
+    total: int
+    loss: float
+    ran: int
+    tokens: int
+    seconds: float
+    traffic: int
+
+
+Progress = Callable[[Step], None]
+"""Called after every step."""
 
 
 class ResumableTrainer(Trainer):
@@ -222,4 +244,11 @@ class TrainingMeter(TrainerCallback):
         if loss is not None:
             self.losses.append(float(loss))
             if self._report:
-                self._report(state.global_step, state.max_steps, float(loss))
+                now = ledger_of(self._model)
+                spent = since(self.ledger, now) if self.ledger and now else Ledger()
+                traffic = spent.bytes_to_executors + spent.bytes_to_helpers
+                traffic += spent.bytes_from_executors + spent.bytes_from_helpers
+                tokens = self.tokens + int(state.num_input_tokens_seen)
+                seconds = self.seconds + time.perf_counter()
+                done, total, ran = state.global_step, state.max_steps, len(self.losses)
+                self._report(Step(done, total, float(loss), ran, tokens, seconds, traffic))

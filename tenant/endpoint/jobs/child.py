@@ -84,7 +84,7 @@ def _run(work: Work, output: Path, *, resume: bool) -> None:
         output,
         remote=RemoteConfig(**work.remote),
         options=FineTuning(**work.options, resume=resume),
-        on_progress=lambda step, total, loss: _report(Report(step=step, total_steps=total, loss=loss)),
+        on_progress=lambda step: _report(Report(step=step.done, total_steps=step.total, loss=step.loss)),
     )
     _report(Report(tokens=result.tokens))
 

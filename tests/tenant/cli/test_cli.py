@@ -37,6 +37,7 @@ from tenant.training.finetune import finetune
 from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
+from tenant.training.trainer import Step
 from tests.warm import Popen
 
 
@@ -65,7 +66,8 @@ def adapter(model: Path, text: Path, local: LocalFederation) -> Path:
     shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2")
     for figure in ("loss on", "tokens per second", "round trips to executors", "answer rows verified"):
         assert figure in shown
-    assert re.findall(r"^step (\d) of 2, loss \d", shown, re.MULTILINE) == ["1", "2"]  # without a terminal
+    line = r"^step (\d) of 2, loss [\d.]+, [\d,]+ tokens/s, 0:00:\d\d left, [\d.]+ [KM]iB sent and received$"
+    assert re.findall(line, shown, re.MULTILINE) == ["1", "2"]  # without a terminal
     return output
 
 
@@ -174,8 +176,8 @@ main({arguments})
 
 
 def test_a_lost_provider_costs_no_step(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
-    def lose(done: int, total: int, loss: float) -> None:
-        if done == 2:
+    def lose(step: Step) -> None:
+        if step.done == 2:
             local.kill("helper")
 
     remote = RemoteConfig(federation=local.federation, deadline_s=1.0, pool_memory_mib=0)

@@ -27,6 +27,7 @@ from tenant.training.corpus import Example
 from tenant.training.finetune import FineTuned, collate, finetune
 from tenant.training.options import FineTuning
 from tenant.training.output import claimed, last_checkpoint
+from tenant.training.trainer import Step
 
 OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
 SIMULATE = RemoteConfig(masking="simulate")
@@ -52,8 +53,10 @@ def run(model: Path, text: Path) -> Run:
     def run(output: Path, *, at: int | None = None, event: Callable[[], None] = lambda: None, **changes: Any) -> Any:
         """`event` is called when step `at` is logged."""
 
-        def progress(done: int, total: int, loss: float) -> None:
-            if done == at:
+        def progress(step: Step) -> None:
+            assert step.seconds > 0
+            assert step.tokens > 0
+            if step.done == at:
                 event()
 
         options = replace(OPTIONS, **changes)

@@ -153,7 +153,7 @@ def test_a_job_that_cannot_run_says_why(client: Any, jobs: Jobs) -> None:
         model="tiny", training_file=file.id, hyperparameters={"sequence_length": 65536}
     )
     until(lambda: jobs.get(job.id).job.status == "failed")
-    assert "positions" in client.fine_tuning.jobs.retrieve(job.id).error.message
+    assert "context" in client.fine_tuning.jobs.retrieve(job.id).error.message
 
 
 def test_errors_name_no_paths_of_this_machine(client: Any, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
             raise
         except Exception as error:  # PEFT raises many types for malformed files, and may list hundreds of tensors
             reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
-            raise CheckpointError(f"{misfit}: {reason}; {fix}") from error
+            raise CheckpointError(f"{misfit}; {fix} ({reason})") from error
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             found = list(file.keys())
         modules = {name for name, _ in adapted.named_modules()}

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from symbiosis_priv.checkpoints.discovery.architecture import load_config
 from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks, integration_utils
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.discovery.skeleton import load_config
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.interrupts import Interrupts

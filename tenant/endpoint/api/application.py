@@ -94,7 +94,8 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
     where, *location = inner["loc"]
     in_body = where == "body"
     place = _place(location, error.body) if in_body and inner["type"] != "missing" else ".".join(map(str, location))
-    if inner["type"] in ("extra_forbidden", "none_required"):
+    must_be_empty = inner["type"] == "too_long" and not inner["ctx"]["max_length"]
+    if must_be_empty or inner["type"] in ("extra_forbidden", "none_required"):
         message = f"{place} is not supported; leave it out"
     else:
         message = f"{place or 'the body'}: {inner['msg']}"

@@ -165,7 +165,7 @@ class NamedTool(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema. The answer follows the schema whether `strict` is set or not."""
+    """A JSON schema. The answer follows the schema; with `strict`, its objects have no other properties."""
 
     name: str
     description: str | None = None

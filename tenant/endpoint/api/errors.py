@@ -16,6 +16,7 @@ from symbiosis_priv.errors import (
     SymbiosisError,
     TaskError,
     UnsupportedMethodError,
+    UnsupportedModelError,
 )
 
 _PATH = re.compile(r"(?<![\w.:/])~?/[^\s'\",;:()]*")
@@ -92,13 +93,15 @@ def refused(error: SymbiosisError) -> ApiError:
 def failed(error: SymbiosisError) -> ApiError:
     """Return the answer to a request that the engine could not finish.
 
-    Details of errors of providers and adapters are only logged; the client receives the kind of the error.
+    Details of errors of providers are only logged; the client receives the kind of the error.
     """
-    kind = type(error).__name__
-    if isinstance(error, TaskError | CheckpointError | UnsupportedMethodError):
-        return ApiError(500, f"the adapter cannot be used ({kind}): see the log of the endpoint", code="adapter")
+    if isinstance(error, TaskError | CheckpointError | UnsupportedMethodError | UnsupportedModelError):
+        return ApiError(400, f"the adapter cannot be used: {public(str(error))}", code="adapter", param="model")
     if isinstance(error, NonFiniteError):
         return ApiError(500, "the model computes inf or nan for this prompt")
     if isinstance(error, ConfigError):
         return ApiError(400, public(str(error)))
+    if type(error) is SymbiosisError:  # not of a provider; the engine has written its text
+        return ApiError(500, f"{error}; see the log of the endpoint")
+    kind = type(error).__name__
     return ApiError(503, f"the providers gave no answer ({kind}): see the log of the endpoint", code="providers")

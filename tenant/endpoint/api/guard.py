@@ -11,9 +11,6 @@ import asyncio
 import hmac
 import logging
 import traceback
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from urllib.parse import urlsplit
 
@@ -21,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis_priv.network.addresses import names_host
+from symbiosis_priv.system.fair_share import FairShare
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.metrics import EndpointMetrics
@@ -37,7 +35,7 @@ class Guard:
         self.app = app
         self._settings = settings
         self._metrics = metrics
-        self._in_progress = Counter[str]()  # by client
+        self._places = FairShare[str](settings.requests)  # requests in progress, by client
         self._digests = [sha256(key.encode()).digest() for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,12 +56,17 @@ class Guard:
                 self._check_host(headers)
                 client = self._client(scope["path"], headers)
                 scope.setdefault("state", {})["client"] = client
-                with self._place(client):
+                if not self._places.take(client):
+                    message = "too many requests of this key are in progress; try again later"
+                    raise ApiError(429, message, code="overloaded")
+                try:
                     if not client:
                         receive = _no_body
                     elif scope["path"] not in self._settings.streamed_paths:
                         receive = await self._whole_body(headers, receive)
                     await self.app(scope, receive, noted)
+                finally:
+                    self._places.give_back(client)
             except ApiError as error:
                 if not status:
                     await error.response()(scope, receive, noted)
@@ -73,17 +76,6 @@ class Guard:
                     await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
         finally:
             self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
-
-    @contextmanager
-    def _place(self, client: str) -> Iterator[None]:
-        """Context manager: count a client's request in progress. Raises `ApiError` if the client has too many."""
-        if self._in_progress[client] >= self._settings.requests - self._in_progress.total():
-            raise ApiError(429, "too many requests of this key are in progress; try again later", code="overloaded")
-        self._in_progress[client] += 1
-        try:
-            yield
-        finally:
-            self._in_progress[client] -= 1
 
     def _check_host(self, headers: Headers) -> None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")

@@ -1,4 +1,5 @@
-"""The process of one job: `python -m tenant.endpoint.jobs.child`.
+"""The process of one job: `python -m tenant.endpoint.jobs.child`. With the argument `check`, it only checks the
+training file that stdin names, which may take long.
 
 The process reads its work from the first line of stdin, so that no name of the tenant is on a command line. It writes
 its progress to stdout, one JSON object per line. If the endpoint ends, stdin closes: the process sends itself SIGTERM
@@ -19,6 +20,7 @@ import msgspec
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
 from symbiosis_priv.system.files import lock
 from symbiosis_priv.system.processes import when_stdin_closes
+from tenant.training.corpus import check
 from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
 
@@ -51,7 +53,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def main() -> None:
-    """Run the work that stdin describes."""
+    """Run the work that stdin describes, or check a training file."""
+    if sys.argv[1:] == ["check"]:
+        try:
+            check(Path(os.fsdecode(sys.stdin.buffer.read())))
+        except ConfigError as error:
+            _report(Report(error=one_line(str(error))))
+        return
     work = msgspec.json.decode(sys.stdin.buffer.readline(), type=Work)
     _lower_priority()
     when_stdin_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -40,11 +40,11 @@ class FileAnswer(BaseModel):
         return cls(id=file.id, bytes=file.bytes, created_at=file.created_at, filename=file.filename)
 
 
-class DeletedFile(BaseModel):
-    """Confirms that a file was deleted."""
+class Deleted(BaseModel):
+    """Confirms that a file or a job was deleted."""
 
     id: str
-    object: Literal["file"] = "file"
+    object: Literal["file", "fine_tuning.job"]
     deleted: Literal[True] = True
 
 

@@ -4,6 +4,7 @@ A job's process may crash or be killed without harm to the endpoint. The state o
 endpoint starts the queued jobs, and continues the interrupted one from its last checkpoint.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError
+from symbiosis_priv.errors import ConfigError, SymbiosisError, TaskError
 from symbiosis_priv.system.files import UNDECODABLE, lock
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError, public
@@ -26,11 +27,13 @@ from tenant.endpoint.jobs.child import Report, Work
 from tenant.endpoint.jobs.job import ENDED, FineTuningJob, JobEvent, JobSettings, StoredJob
 from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.tasks import Tasks
-from tenant.training import corpus
 
 log = logging.getLogger(__name__)
 
 _MAX_WAITING = 100
+_MAX_JOBS = 250
+_CHECKS = 2  # training files checked at a time
+_CHECK_S = 600.0  # 32 MiB of short lines take half a minute
 _LINE_BYTES = 1 << 16
 
 
@@ -72,7 +75,8 @@ class Jobs:
         self._runs = runs
         self._jobs = {one.job.id: one for one in stored}
         self._changed = threading.Condition()
-        self._reading = threading.Lock()
+        self._checking = set[str]()  # clients
+        self._checks = asyncio.Semaphore(_CHECKS)
         self._process: subprocess.Popen[bytes] | None = None
         self._running: StoredJob | None = None
         self._closing = False
@@ -84,24 +88,38 @@ class Jobs:
         self._thread = threading.Thread(target=self._run_all, name="fine-tuning", daemon=True)
         self._thread.start()
 
-    def create(self, asked: JobSettings) -> StoredJob:
-        """Queue a job.
+    async def check(self, file: str, *, client: str) -> None:
+        """Check a training file in a process of its own, which ends with this call. Each client has one at a time.
 
         Raises:
-            ApiError: the training file is missing or malformed, or too many jobs are queued.
+            ApiError: the file is missing or malformed, or the client's last file is still being checked.
         """
-        path = self.files.path(asked.training_file, param="training_file")
+        path = self.files.path(file, param="training_file")
+        if client in self._checking:
+            raise ApiError(429, "a training file of this key is being checked; try again later", code="overloaded")
+        self._checking.add(client)
         try:
-            with self._reading:  # one file at a time is in memory
-                corpus.check(path)
-        except ConfigError as error:
-            message = public(str(error), {path: asked.training_file})
-            raise ApiError(400, message, code="invalid_training_file", param="training_file") from error
+            async with self._checks:
+                wrong = await _checked(path)
+        finally:
+            self._checking.remove(client)
+        if wrong is not None:
+            raise ApiError(400, public(wrong, {path: file}), code="invalid_training_file", param="training_file")
+
+    def create(self, asked: JobSettings) -> StoredJob:
+        """Queue a job, whose training file was checked.
+
+        Raises:
+            ApiError: the training file is missing, or there are too many jobs.
+        """
+        self.files.get(asked.training_file, param="training_file")
         name = f"ftjob-{secrets.token_hex(12)}"
         job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
         with self._changed:
             if sum(one.job.status not in ENDED for one in self._jobs.values()) >= _MAX_WAITING:
                 raise ApiError(429, f"{_MAX_WAITING} jobs are waiting; try again later", code="overloaded")
+            if len(self._jobs) >= _MAX_JOBS:
+                raise ApiError(409, f"there are {_MAX_JOBS} jobs; delete some that have ended", code="too_many")
             stored = StoredJob(private_folder(self._runs / name), job, [])
             stored.set_status("queued")
             stored.add_event(_event("the job is waiting"))
@@ -136,6 +154,25 @@ class Jobs:
             if self._running is stored:
                 self._stop_process()
         return stored
+
+    def delete(self, name: str) -> None:
+        """Delete a job, its model and its folder.
+
+        Raises:
+            ApiError: there is no such job, it has not ended, or its model is in use.
+        """
+        stored = self.get(name)
+        with self._changed:
+            if stored.job.status not in ENDED or self._running is stored:
+                raise ApiError(409, "the job has not ended; cancel it first, and wait for its end")
+            model = stored.job.fine_tuned_model
+            if model is not None and model in self._tasks:
+                try:
+                    self._tasks.unregister(model)
+                except TaskError as error:
+                    raise ApiError(409, str(error)) from error
+            self._jobs.pop(name, None)
+            shutil.rmtree(stored.folder, ignore_errors=True)
 
     def delete_file(self, name: str) -> None:
         """Delete a file.
@@ -281,6 +318,28 @@ class Jobs:
             timer = threading.Timer(self._end_s, process.kill)
             timer.daemon = True
             timer.start()
+
+
+async def _checked(path: Path) -> str | None:
+    """Return what is wrong with a training file."""
+    process = await asyncio.create_subprocess_exec(
+        *command("tenant.endpoint.jobs.child", "check"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(_CHECK_S):
+            said, _ = await process.communicate(os.fsencode(path))
+    except TimeoutError:
+        return f"{path} takes more than {_CHECK_S:g} s to read; divide it"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        return f"{path} cannot be read: the process ended with code {process.returncode}"
+    return msgspec.json.decode(said, type=Report).error if said else None
 
 
 def _event(message: str) -> JobEvent:

@@ -11,8 +11,11 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
+from symbiosis_priv.system.fair_share import FairShare
 from tenant.endpoint.api.bodies import JsonRoute
+from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.running import while_connected
 from tenant.endpoint.jobs import formats
 from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs
@@ -64,17 +67,19 @@ def jobs_router(jobs: Jobs) -> APIRouter:
         return FileResponse(files.path(file_id), media_type="application/octet-stream")
 
     @router.delete(UPLOAD + "/{file_id}")
-    def delete(file_id: str) -> formats.DeletedFile:
+    def delete(file_id: str) -> formats.Deleted:
         """Delete a file."""
         jobs.delete_file(file_id)
-        return formats.DeletedFile(id=file_id)
+        return formats.Deleted(id=file_id, object="file")
 
     @router.post("/v1/fine_tuning/jobs")
-    def create(asked: formats.JobRequest) -> formats.JobAnswer:
+    async def create(asked: formats.JobRequest, http: Request) -> formats.JobAnswer:
         """Queue a fine-tuning job of the base model."""
         if asked.model != jobs.name:
             message = f"only the base model, {jobs.name}, can be fine-tuned"
             raise ApiError(404, message, code="model_not_found", param="model")
+        client = endpoint_of(http).client(http)
+        await while_connected(http, jobs.check(asked.training_file, client=client))
         return formats.JobAnswer.of(jobs.create(asked.asked()))
 
     @router.get("/v1/fine_tuning/jobs")
@@ -87,6 +92,15 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     def job(job_id: str) -> formats.JobAnswer:
         """Describe a job."""
         return formats.JobAnswer.of(jobs.get(job_id))
+
+    @router.delete("/v1/fine_tuning/jobs/{job_id}")
+    def delete_job(job_id: str, http: Request) -> formats.Deleted:
+        """Delete a job that has ended, with its model and its folder. (Not one of OpenAI's routes.)"""
+        model = jobs.get(job_id).job.fine_tuned_model
+        if model is not None and (users := endpoint_of(http).service.users[model]):
+            raise ApiError(409, f"{users} requests use this job's model; wait for their end")
+        jobs.delete(job_id)
+        return formats.Deleted(id=job_id, object="fine_tuning.job")
 
     @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
     def cancel(job_id: str) -> formats.JobAnswer:
@@ -123,22 +137,21 @@ async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
 
 def _limited(limit: int) -> type[APIRoute]:
     """Return the class of a route whose body has at most `limit` bytes and a time limit. The file is written to disk
-    while it arrives. At most `_UPLOADS` bodies are received at a time."""
-    uploads = 0
+    while it arrives. At most `_UPLOADS` bodies are received at a time, and of a client as many as stay free."""
+    uploads = FairShare[str](_UPLOADS)
 
     class Limited(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def limited(request: Request) -> Response:
-                nonlocal uploads
-                if uploads >= _UPLOADS:
-                    raise HTTPException(429, f"{uploads} files are being uploaded; try again later")
-                uploads += 1
+                client = endpoint_of(request).client(request)
+                if not uploads.take(client):
+                    raise HTTPException(429, f"{uploads.used} files are being uploaded; try again later")
                 try:
                     return await handle(Request(request.scope, _receiver(request, limit)))
                 finally:
-                    uploads -= 1
+                    uploads.give_back(client)
 
             return limited
 

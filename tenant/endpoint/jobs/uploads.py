@@ -41,11 +41,12 @@ class Files:
         folder: a private folder.
         file_limit: largest number of bytes of one file.
         limit: largest number of bytes of all files.
+        count: largest number of files.
     """
 
-    def __init__(self, folder: Path, *, file_limit: int = 128 << 20, limit: int = 4 << 30) -> None:
+    def __init__(self, folder: Path, *, file_limit: int = 128 << 20, limit: int = 4 << 30, count: int = 1000) -> None:
         self.file_limit = file_limit
-        self._limit = limit
+        self._limit, self._count = limit, count
         self._lock = threading.Lock()
         self._folder = private_folder(folder)
         self._files = {file.id: file for file in _stored(self._folder)}
@@ -60,7 +61,7 @@ class Files:
             filename: the client's name; a name that ends in .jsonl or .ndjson means JSON lines.
 
         Raises:
-            ApiError: the file, or all files together, would be too large.
+            ApiError: the file is empty, or it or all files together would be too large.
             StorageError: the file cannot be written.
         """
         name = f"file-{secrets.token_hex(12)}"
@@ -73,6 +74,8 @@ class Files:
                 size = self._copied(source, out)
             file = File(id=name, filename=_shown(filename), bytes=size, created_at=int(time.time()))
             with self._lock:
+                if len(self._files) >= self._count:
+                    raise ApiError(413, f"there are {self._count:,} files; delete some", code="too_large")
                 if sum(one.bytes for one in self._files.values()) + size > self._limit:
                     raise ApiError(
                         413, f"all files together exceed {self._limit:,} bytes; delete some", code="too_large"
@@ -116,6 +119,8 @@ class Files:
             if size > self.file_limit:
                 raise ApiError(413, f"the file exceeds {self.file_limit:,} bytes", code="too_large", param="file")
             out.write(piece)
+        if not size:
+            raise ApiError(400, "the file is empty", param="file")
         return size
 
 

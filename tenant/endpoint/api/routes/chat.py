@@ -12,7 +12,7 @@ from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
+from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
 from tenant.endpoint.api.running import (
     Collected,
     Running,
@@ -237,6 +237,7 @@ async def _grammar(body: ChatRequest, service: Service, template: str, client: s
         schema = _ANY_OBJECT if wanted.type == "json_object" else schema
         if schema is None:
             raise ApiError(400, "the schema is missing", param="response_format.json_schema.schema")
+        schema = closed(schema) if wanted.json_schema and wanted.json_schema.strict else schema
         rules, param = f"start: %json {json.dumps({'x-guidance': _SPACE, **schema})}", "response_format"
     elif forces:
         name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None

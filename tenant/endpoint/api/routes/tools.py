@@ -29,6 +29,29 @@ def tagged(template: str) -> bool:
     raise ConfigError("this model's chat template has no tools, or calls them in a format that is not known here")
 
 
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no properties but those that it names, as `strict: true` promises.
+
+    A schema that says `additionalProperties` is left as it is, and so are the parts of `allOf`, which would exclude
+    each other's properties.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(found.get(key), dict):
+            found[key] = {name: closed(one) for name, one in found[key].items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(found.get(key), list):
+            found[key] = [closed(one) for one in found[key]]
+    for key in ("items", "additionalProperties"):
+        found |= {key: closed(found[key])} if key in found else {}
+    is_object = "object" in (found.get("type") or ()) or "properties" in found
+    if is_object and not {"additionalProperties", "unevaluatedProperties", "allOf", "$ref"} & found.keys():
+        found["additionalProperties"] = False
+    return found
+
+
 def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel: bool = True) -> str:
     """Return the grammar of an answer with calls of these functions, as the chat template writes calls.
 
@@ -52,7 +75,8 @@ def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel:
         rules += [f'begin[lazy]: TEXT "{_TAG}"', "TEXT: /(.|\\n)*/"]
     for i, tool in enumerate(tools):
         begin, end = json.dumps(f'{before}{{"name": "{tool.name}", "{key}": '), json.dumps(f"}}{after}")
-        schema = json.dumps({"x-guidance": _AS_WRITTEN, "type": "object", **(tool.parameters or {})})
+        parameters = {"type": "object", **(tool.parameters or {})}
+        schema = json.dumps({"x-guidance": _AS_WRITTEN, **(closed(parameters) if tool.strict else parameters)})
         rules += [f"call_{i}: {begin} arguments_{i} {end}", f"arguments_{i}: %json {schema}"]
     return "\n".join(rules)
 

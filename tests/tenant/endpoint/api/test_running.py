@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from symbiosis_priv.errors import QuarantinedError
-from tenant.endpoint.api.errors import ApiError
+from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisError, UnsupportedMethodError
+from tenant.endpoint.api.errors import ApiError, failed
 from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.running import Running, collected
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
@@ -63,13 +63,26 @@ def test_a_client_that_does_not_read_is_cancelled() -> None:
 def test_a_failure_is_an_error_without_its_text() -> None:
     async def run() -> None:
         found = await running(Scripted(), Failed(error=QuarantinedError("provider 'alpha' has lied")))
-        with pytest.raises(ApiError) as failed:
+        with pytest.raises(ApiError) as raised:
             await collected(found, 1)
-        assert failed.value.status == 503
-        assert "QuarantinedError" in str(failed.value)
-        assert "alpha" not in str(failed.value)
+        assert raised.value.status == 503
+        assert "QuarantinedError" in str(raised.value)
+        assert "alpha" not in str(raised.value)
 
     asyncio.run(run())
+
+
+def test_an_adapter_that_cannot_be_used_is_the_clients_error_with_its_reason() -> None:
+    for error, status in (
+        (UnsupportedMethodError("lora_bias is not supported; train without it"), 400),
+        (CheckpointError("/home/me/lora has no tensor a"), 400),
+        (SymbiosisError("the model failed on this request (RuntimeError)"), 500),
+    ):
+        told = failed(error)
+        assert told.status == status
+        assert str(error).rpartition("/home/me/lora")[2] in str(told)
+        assert "/home" not in str(told)
+        assert "providers" not in str(told)
 
 
 def test_costs_are_those_of_running_and_ended_requests() -> None:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.bodies import Function
-from tenant.endpoint.api.routes.tools import ToolText, calling, tagged
+from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 
@@ -91,6 +91,22 @@ def test_calls_that_are_not_forced_follow_their_schemas() -> None:
         assert allows(text, ALONE, forced=False) == (True, True)
         assert allows(text, ALONE, forced=True)[1] == forced
     assert not any(allows(" [", ALONE, forced=False))
+
+
+def test_strict_closes_objects_that_do_not_say_what_else_they_have() -> None:
+    part = {"type": "object", "properties": {"items": {"type": ["object", "null"]}}, "required": ["items"]}
+    schema = {"$defs": {"a": part}, "anyOf": [part, {"$ref": "#/$defs/a"}], "items": part}
+    shut: dict[str, Any] = {
+        **part,
+        "properties": {"items": {"type": ["object", "null"], "additionalProperties": False}},
+    }
+    shut["additionalProperties"] = False
+    assert closed(schema) == {"$defs": {"a": shut}, "anyOf": [shut, {"$ref": "#/$defs/a"}], "items": shut}
+    for left in ({"type": "object", "additionalProperties": True}, {"type": "object", "allOf": [part]}, True, {}):
+        assert closed(left) == left
+    assert "additionalProperties" not in part
+    rules = [calling([Function(name="f", strict=strict)], ALONE, forced=True) for strict in (True, False)]
+    assert ['"additionalProperties": false' in one for one in rules] == [True, False]
 
 
 def test_formats_that_are_not_known_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Hostile names, sizes and paths: a clear error, nothing outside the folder, and no memory taken first."""
 
+import asyncio
 import contextlib
 import http.client
 import io
@@ -16,6 +17,7 @@ import openai
 import pytest
 
 from symbiosis_priv.errors import ConfigError
+from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.uploads import Files
 from tests.tenant.endpoint.jobs.conftest import KEY, SECRET
@@ -96,7 +98,7 @@ def test_few_files_are_uploaded_at_a_time(port: int) -> None:
     head = [f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"]
     head += [f"{name}: {value}" for name, value in headers.items()]
     with contextlib.ExitStack() as stack:
-        for _ in range(4):
+        for _ in range(2):  # as many as stay free for other keys
             upload = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
             upload.sendall("\r\n".join([*head, "", ""]).encode() + body[:60])
         until(lambda: ask(port, "POST", "/v1/files", body, **headers)[0] == 429)
@@ -105,7 +107,14 @@ def test_few_files_are_uploaded_at_a_time(port: int) -> None:
     assert ask(port, "DELETE", f"/v1/files/{stored['id']}")[0] == 200
 
 
-def test_all_files_together_have_a_limit(tmp_path: Path) -> None:
+def test_all_files_together_have_limits(tmp_path: Path) -> None:
+    many = Files(tmp_path / "many", count=2)
+    with pytest.raises(ApiError, match="empty"):
+        many.add(io.BytesIO(), "a")
+    for _ in range(2):
+        many.add(io.BytesIO(b"x"), "a")
+    with pytest.raises(ApiError, match="delete some"):
+        many.add(io.BytesIO(b"x"), "a")
     files = Files(tmp_path / "files", limit=10)
     files.add(io.BytesIO(bytes(8)), "a")
     with pytest.raises(Exception, match="delete some"):
@@ -175,6 +184,52 @@ def test_a_malformed_line_is_named_and_not_repeated(client: Any, jobs: Jobs) -> 
         client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
     assert SECRET not in str(raised.value)
     assert str(jobs.files._folder) not in str(raised.value)
+    client.files.delete(file.id)
+
+
+def test_a_key_checks_one_training_file_at_a_time_in_a_process_that_ends_with_its_request(
+    client: Any, port: int, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = client.files.create(file=("x.jsonl", LINE), purpose="fine-tune")
+    asked = json.dumps({"model": "tiny", "training_file": file.id}).encode()
+    head = f"POST /v1/fine_tuning/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n\r\n"
+    started: list[Any] = []
+    begin = asyncio.create_subprocess_exec
+
+    async def endless(*_: str, **options: Any) -> Any:
+        started.append(await begin("sleep", "1000", **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", endless)
+    before = len(jobs.list())
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as first:
+        first.sendall(head.encode() + asked)
+        until(lambda: started)
+        status, error = ask(port, "POST", "/v1/fine_tuning/jobs", asked, **{"Content-Type": "application/json"})
+        assert (status, error["code"]) == (429, "overloaded")
+        assert ask(port, "GET", "/v1/fine_tuning/jobs")[0] == 200
+    until(lambda: started[0].returncode is not None)
+    until(lambda: not jobs._checking)
+    assert len(started) == 1
+    assert len(jobs.list()) == before
+    client.files.delete(file.id)
+
+
+def test_jobs_are_limited_and_can_be_deleted(
+    client: Any, port: int, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = client.files.create(file=("x.jsonl", (LINE + b"\n") * 100), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, hyperparameters={"n_epochs": 1000})
+    path = f"/v1/fine_tuning/jobs/{job.id}"
+    assert ask(port, "DELETE", path)[0] == 409
+    monkeypatch.setattr("tenant.endpoint.jobs.job_runner._MAX_JOBS", len(jobs.list()))
+    with pytest.raises(openai.ConflictError, match="delete some"):
+        client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    folder = jobs.cancel(job.id).folder
+    until(lambda: ask(port, "DELETE", path)[0] == 200)
+    assert ask(port, "GET", path)[0] == 404
+    assert not folder.exists()
     client.files.delete(file.id)
 
 

@@ -166,16 +166,16 @@ class ExecutorClient:
     """The client of one executor.
 
     Args:
-        route: the session's knowledge of the executor.
+        provider: the session's knowledge of the executor.
         new_channel: makes a channel to the executor.
         relay: True if effects may be relayed to the executor.
     """
 
-    def __init__(self, route: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
-        self.route = route
+    def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
+        self.provider = provider
         self._relay = relay
         self.pool = ChannelPool(new_channel, most=MOST_CHANNELS)
-        self.workers = [Worker(f"channel-{route.peer.name}") for _ in range(PARALLEL_CHANNELS)]
+        self.workers = [Worker(f"channel-{provider.peer.name}") for _ in range(PARALLEL_CHANNELS)]
         self.uses_blocks = relay
         self.confirms: deque[bytes] = deque()  # nonces of answers that were right and are not confirmed yet
 
@@ -223,15 +223,15 @@ class ExecutorClient:
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
-        answers, kept, before = [], None, self.route.health.state
+        answers, kept, before = [], None, self.provider.health.state
         channel = self.pool.acquire(until=deadline)
         try:
-            if self.route.health.state is State.DOWN and before is not State.DOWN:
-                raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
+            if self.provider.health.state is State.DOWN and before is not State.DOWN:
+                raise ConnectionLostError(f"{self.provider} was lost while its connections were in use")
             until = min(deadline, time.monotonic() + patience_s)
-            welcome = self.route.welcome = channel.probe() or channel.connect(deadline=until, since=since)
-            if not self.route.serves(part.index):
-                raise ConnectionLostError(f"{self.route} no longer serves layer group {part.index}")
+            welcome = self.provider.welcome = channel.probe() or channel.connect(deadline=until, since=since)
+            if not self.provider.serves(part.index):
+                raise ConnectionLostError(f"{self.provider} no longer serves layer group {part.index}")
             started = time.monotonic()
             limit = row_limit(part.widest, welcome)
             matrices = part.sent.split(limit) if part.count > limit else [part.sent]
@@ -252,7 +252,7 @@ class ExecutorClient:
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
-            blocks = blocks_at(self.route.peer, part) if self.uses_blocks and part.count <= limit else ()
+            blocks = blocks_at(self.provider.peer, part) if self.uses_blocks and part.count <= limit else ()
             for pad in part.pads if self._relay and not blocks else ():
                 fetch_effects(pad)
             requests = part.requests[self, limit] = [

@@ -85,7 +85,7 @@ class HelperClient:
     ahead.
 
     Args:
-        route: the session's knowledge of the helper.
+        provider: the session's knowledge of the helper.
         routes: tells whether other helpers can replace this one.
         new_channel: makes a channel to the helper.
         secret: the session secret from which the helper's seed is derived.
@@ -94,7 +94,7 @@ class HelperClient:
 
     def __init__(
         self,
-        route: KnownProvider,
+        provider: KnownProvider,
         routes: Routes,
         new_channel: Callable[[], Channel],
         secret: SessionSecret,
@@ -102,8 +102,8 @@ class HelperClient:
         ring_bits: wire.RingBits = 32,
     ) -> None:
         self._ring_bits = ring_bits
-        self.route = route
-        self.peer = route.peer
+        self.provider = provider
+        self.peer = provider.peer
         self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
         self.channels = tuple(new_channel() for _ in range(2 * _CHANNELS))
         self._routes = routes
@@ -112,7 +112,7 @@ class HelperClient:
     def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
         """Return an order for `submit`. None if the helper does not relay, the effect needs more than one block, or the
         executor would refuse the block."""
-        welcome = self.route.welcome
+        welcome = self.provider.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
         if wanted.rows > min(row_limit(wanted.facts.widest, limits) for limits in (welcome, target.welcome)):
@@ -137,13 +137,13 @@ class HelperClient:
         retries = not self._routes.can_replace(wanted.group, [self.peer])
         outputs = wanted.facts.outputs(wanted.direction)
         size = wire.RING32.size(wanted.rows, outputs)
-        if not retries and self.route.health.state is State.DOWN:
-            raise ConnectionLostError(f"{self.route} is away; other helpers make the pads")
+        if not retries and self.provider.health.state is State.DOWN:
+            raise ConnectionLostError(f"{self.provider} is away; other helpers make the pads")
         began = time.monotonic()
         until = began + self._routes.patience_with_helpers_s(wanted.group, [self.peer], size)
         try:
             welcome = channel.welcome() if retries else channel.connect(deadline=until)
-            self._routes.connected(self.route, welcome)
+            self._routes.connected(self.provider, welcome)
             started = time.monotonic()
             reply = None if relay is None else self._relayed(channel, relay, outputs, until)
             if reply is None:
@@ -160,9 +160,9 @@ class HelperClient:
                 effect = None if reply.relayed else reply.words
         except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed:
-                self._routes.failed(self.route, error, waited_s=0.0 if retries else time.monotonic() - began)
+                self._routes.failed(self.provider, error, waited_s=0.0 if retries else time.monotonic() - began)
             raise
-        self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
+        self._routes.answered(self.provider, seconds=time.monotonic() - started, size=size)
         return effect
 
     def _relayed(self, channel: Channel, relay: Relay, outputs: int, until: float) -> Reply | None:

@@ -85,15 +85,15 @@ class Prober:
 
     def reconnect(self, urgent: Collection[KnownProvider] = ()) -> None:
         """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
-        for route in self._routes.to_probe(urgent):
-            self._probe(route, self._try_once)
+        for provider in self._routes.to_probe(urgent):
+            self._probe(provider, self._try_once)
 
     def _connect(self) -> None:
         self._before()
         waiting = {
             probe
-            for route in (*self._routes.executors, *self._routes.helpers)
-            if route.peer not in self._routes.quarantined and (probe := self._probe(route, self._until_enough))
+            for provider in (*self._routes.executors, *self._routes.helpers)
+            if provider.peer not in self._routes.quarantined and (probe := self._probe(provider, self._until_enough))
         }
         grace_over: float | None = None
         while waiting:
@@ -108,11 +108,11 @@ class Prober:
         if not self._enough():
             raise self._missing()
 
-    def _until_enough(self, route: KnownProvider) -> wire.Welcome:
-        return self._retry(route, lambda: not self._enough())
+    def _until_enough(self, provider: KnownProvider) -> wire.Welcome:
+        return self._retry(provider, lambda: not self._enough())
 
     def _enough(self) -> bool:
-        answered = sum(route.welcome is not None for route in self._routes.helpers)
+        answered = sum(provider.welcome is not None for provider in self._routes.helpers)
         return answered >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
 
     def _missing(self) -> SymbiosisError:
@@ -121,44 +121,44 @@ class Prober:
         needed: tuple[KnownProvider, ...] = routes.executors if len(routes.executors) == 1 else ()
         if not (uncovered := routes.uncovered(len(self._manifest.groups))):
             needed = routes.helpers
-        for route in needed:
-            if error := self._errors.get(route):
+        for provider in needed:
+            if error := self._errors.get(provider):
                 return error
         layers = self._manifest.layers
-        states = [self._state_of(route, layers) for route in routes.executors]
+        states = [self._state_of(provider, layers) for provider in routes.executors]
         return UncoveredError(
             f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
             f"{'; '.join(states)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
             f"check` shows the layers of each executor."
         )
 
-    def _state_of(self, route: KnownProvider, layers: Sequence[int]) -> str:
-        if route.welcome is not None:
-            served = [layer for group, layer in enumerate(layers) if route.serves(GroupIndex(group))]
-            return f"{route} serves {_text(served)}"
-        return f"{route} has not answered ({self._errors.get(route, 'it is quarantined')})"
+    def _state_of(self, provider: KnownProvider, layers: Sequence[int]) -> str:
+        if provider.welcome is not None:
+            served = [layer for group, layer in enumerate(layers) if provider.serves(GroupIndex(group))]
+            return f"{provider} serves {_text(served)}"
+        return f"{provider} has not answered ({self._errors.get(provider, 'it is quarantined')})"
 
-    def _probe(self, route: KnownProvider, probe: Probe) -> Future[None] | None:
+    def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None] | None:
         with self._lock:
-            if route in self._workers:
+            if provider in self._workers:
                 return None
-            worker = self._workers[route] = Worker(f"probe-{route.peer.name}")
-        return worker.submit(self._run, route, probe)
+            worker = self._workers[provider] = Worker(f"probe-{provider.peer.name}")
+        return worker.submit(self._run, provider, probe)
 
-    def _run(self, route: KnownProvider, probe: Probe) -> None:
+    def _run(self, provider: KnownProvider, probe: Probe) -> None:
         try:
-            welcome = probe(route)
+            welcome = probe(provider)
         except SymbiosisError as error:
             known = {*self._routes.executors, *self._routes.helpers}
             with self._lock:
-                self._errors = {other: why for other, why in self._errors.items() if other in known} | {route: error}
+                self._errors = {other: why for other, why in self._errors.items() if other in known} | {provider: error}
             if not self._closing.is_set():
-                self._routes.failed(route, error)
+                self._routes.failed(provider, error)
         else:
-            self._routes.connected(route, welcome)
+            self._routes.connected(provider, welcome)
         finally:
             with self._lock:
-                self._workers.pop(route).stop()
+                self._workers.pop(provider).stop()
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:

@@ -66,9 +66,9 @@ class Routes:
         tolerance: Tolerance = USUAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._route = functools.partial(KnownProvider, tolerance=tolerance)
-        self.executors = tuple(map(self._route, federation.executors))
-        self.helpers = tuple(map(self._route, federation.helpers if with_helpers else ()))
+        self._known = functools.partial(KnownProvider, tolerance=tolerance)
+        self.executors = tuple(map(self._known, federation.executors))
+        self.helpers = tuple(map(self._known, federation.helpers if with_helpers else ()))
         self.quarantined = Quarantine()
         self.version = 0
         self.all_up = False
@@ -96,7 +96,7 @@ class Routes:
         applies to discovered executors as to all others.
         """
         with self._lock:
-            known = {route.peer: route for route in self.executors}
+            known = {provider.peer: provider for provider in self.executors}
             parties = [traits(peer) for peer in self._federation.peers]
             taken = list(self._federation.executors)
             for peer in joined:
@@ -109,30 +109,30 @@ class Routes:
                 parties.append(own)
                 taken.append(peer)
             self.executors = tuple(known.get(peer) or self._joined(peer) for peer in taken)
-            self._present = {place: route for place, route in self._present.items() if route in self.executors}
+            self._present = {place: provider for place, provider in self._present.items() if provider in self.executors}
             self.version += 1
             self.all_up = False
 
     def _joined(self, peer: Peer) -> KnownProvider:
         """Return what is known of an executor that has joined. One that announces other layers keeps its health."""
-        own, route = traits(peer), self._route(peer)
+        own, provider = traits(peer), self._known(peer)
         for party, health in self._reputations:
             if in_common(own, party):
-                route.health = health
-                return route
-        self._reputations.append((own, route.health))
-        return route
+                provider.health = health
+                return provider
+        self._reputations.append((own, provider.health))
+        return provider
 
     def able(self, index: GroupIndex, holders: Collection[Peer] = ()) -> list[KnownProvider]:
         """Return the executors that may see a group's rows under pads of these holders."""
-        serving = [route for route in self.executors if route.serves(index)]
+        serving = [provider for provider in self.executors if provider.serves(index)]
         if not self.all_up and self.quarantined:
-            serving = [route for route in serving if route.peer not in self.quarantined]
+            serving = [provider for provider in serving if provider.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
-    def may_be_asked(self, route: KnownProvider, index: GroupIndex) -> bool:
+    def may_be_asked(self, provider: KnownProvider, index: GroupIndex) -> bool:
         """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
-        return route in self.executors and route.serves(index) and route.peer not in self.quarantined
+        return provider in self.executors and provider.serves(index) and provider.peer not in self.quarantined
 
     def choose(
         self,
@@ -160,27 +160,27 @@ class Routes:
             if holders:
                 able = self._admissible(serving, holders)
             elif holders is None:
-                able = [route for route in able if len(self._holders(index, route)) == self.helpers_per_pad]
+                able = [provider for provider in able if len(self._holders(index, provider)) == self.helpers_per_pad]
             if able and len(serving) == 1:
-                route: KnownProvider | None = able[0]
+                provider: KnownProvider | None = able[0]
             else:
-                route = self._best([r for r in able if r.is_open], index, size, prefer, relayed_to)
-            if route is not None:
-                route.in_flight += 1
-            return route
+                provider = self._best([r for r in able if r.is_open], index, size, prefer, relayed_to)
+            if provider is not None:
+                provider.in_flight += 1
+            return provider
 
     def likely(self, index: GroupIndex) -> KnownProvider | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
         under pads of the helpers that `holders` returns for it."""
         with self._lock:
             able = []
-            for route in self.able(index):
-                holders = tuple(holder.peer for holder in self._holders(index, route))
-                if len(holders) == self.helpers_per_pad and self._admits(route.peer, holders):
-                    able.append(route)
+            for provider in self.able(index):
+                holders = tuple(holder.peer for holder in self._holders(index, provider))
+                if len(holders) == self.helpers_per_pad and self._admits(provider.peer, holders):
+                    able.append(provider)
             if len(able) == 1:
                 return able[0]
-            open_ones = [route for route in able if route.is_open]
+            open_ones = [provider for provider in able if provider.is_open]
             present = self._present.get((index, True))
             return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
@@ -190,25 +190,25 @@ class Routes:
             able = self.able(index)
             if len(able) == 1:
                 return able
-            open_ones = (route for route in able if route.is_open)
-            return sorted(open_ones, key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
+            open_ones = (provider for provider in able if provider.is_open)
+            return sorted(open_ones, key=lambda provider: provider.health.seconds_for(size) or 0.0) or able[:1]
 
-    def patience_s(self, route: KnownProvider, index: GroupIndex, size: int, *, left_s: float) -> float:
+    def patience_s(self, provider: KnownProvider, index: GroupIndex, size: int, *, left_s: float) -> float:
         """Return the seconds to wait for an executor's answer: `left_s` if no other executor may serve the group."""
         if len(self.executors) == 1:
             return left_s
         others = [
             other
             for other in self.executors
-            if other is not route
+            if other is not provider
             and other.peer not in self.quarantined
             and (other.welcome is None or other.serves(index))  # the provider may be away now
         ]
         if not others:
             return left_s
         up = [other.health.expected_s(size) for other in others if other.serves(index) and other.is_up]
-        others_s = min(up) * max(1, route.in_flight) if up else None  # requests in flight delay this one
-        return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
+        others_s = min(up) * max(1, provider.in_flight) if up else None  # requests in flight delay this one
+        return min(left_s / 2, provider.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
         """Return the layer groups below `groups` that no executor serves. Executors in quarantine do not count."""
@@ -216,7 +216,7 @@ class Routes:
 
     def _admissible(self, executors: Sequence[KnownProvider], holders: Collection[Peer]) -> list[KnownProvider]:
         known = tuple(holders)
-        return [route for route in executors if self._admits(route.peer, known)]
+        return [provider for provider in executors if self._admits(provider.peer, known)]
 
     def _best(
         self,
@@ -232,11 +232,11 @@ class Routes:
         idle = (r for r in open_ones if not r.in_flight)
         if unsure := [r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)]:
             # measure the present executor first, for comparison
-            return min(unsure, key=lambda route: route.health.measurements)
+            return min(unsure, key=lambda provider: provider.health.measurements)
         if not open_ones:
             return None
-        best = min(open_ones, key=lambda route: route.cost(size))
-        holds_blocks = (route for route in open_ones if route.peer == relayed_to)
+        best = min(open_ones, key=lambda provider: provider.cost(size))
+        holds_blocks = (provider for provider in open_ones if provider.peer == relayed_to)
         present = next(holds_blocks, self._present.get((index, few)))
         if present is not None and present in open_ones and best.cost(size) > _WORTH_A_MOVE * present.cost(size):
             return present
@@ -257,19 +257,19 @@ class Routes:
         self, index: GroupIndex, executor: KnownProvider | None, without: Collection[Peer] = ()
     ) -> list[KnownProvider]:
         if self._federation.pad_helpers is None:
-            return [route for route in self.helpers if route.peer not in without]
+            return [provider for provider in self.helpers if provider.peer not in without]
         able = self.able(index)
         present = self._present.get((index, True))
-        there = [route for route in able if route.is_open] or able
+        there = [provider for provider in able if provider.is_open] or able
         return choose_holders(
             [
-                route
-                for route in self.helpers
-                if (route.welcome is None or route.serves(index))
-                and route.peer not in without
-                and route.peer not in self.quarantined
+                provider
+                for provider in self.helpers
+                if (provider.welcome is None or provider.serves(index))
+                and provider.peer not in without
+                and provider.peer not in self.quarantined
             ],
-            [executor] if executor else sorted(there, key=lambda route: route is not present),
+            [executor] if executor else sorted(there, key=lambda provider: provider is not present),
             able,
             count=self.helpers_per_pad,
             federation=self._federation,
@@ -281,7 +281,7 @@ class Routes:
         if self._federation.pad_helpers is None:
             return False
         others = self.holders(index, without=holders)
-        return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
+        return len(others) == self.helpers_per_pad and all(provider.is_open for provider in others)
 
     def replacements(
         self, index: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float
@@ -290,40 +290,40 @@ class Routes:
         helper that is replaced before it counts as late would be chosen again for the next product."""
         if self._federation.pad_helpers is None:
             return []
-        away = any(not route.is_up for route in self.helpers if route.peer in holders)
+        away = any(not provider.is_up for provider in self.helpers if provider.peer in holders)
         if not away and waited_s < self.patience_with_helpers_s(index, holders, size):
             return []
-        return [route for route in self.helpers if route.peer not in holders]
+        return [provider for provider in self.helpers if provider.peer not in holders]
 
     # Outcomes of requests
 
-    def answered(self, route: KnownProvider, *, seconds: float, size: int) -> None:
+    def answered(self, provider: KnownProvider, *, seconds: float, size: int) -> None:
         """Record that an executor answered. The answer is not checked yet."""
         with self._lock:
-            route.requests += 1
-            route.in_flight = max(0, route.in_flight - 1)
+            provider.requests += 1
+            provider.in_flight = max(0, provider.in_flight - 1)
             now = self._clock()
-            if route.health.answered(now, seconds=seconds, size=size) and self._others(route):
-                log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
+            if provider.health.answered(now, seconds=seconds, size=size) and self._others(provider):
+                log.warning("%s answers again, after %.1f s", provider, now - provider.health.down_since)
 
-    def failed(self, route: KnownProvider, why: object, *, waited_s: float = 0.0) -> None:
+    def failed(self, provider: KnownProvider, why: object, *, waited_s: float = 0.0) -> None:
         """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
             self.all_up = False
-            route.requests += 1
-            route.in_flight = max(0, route.in_flight - 1)
-            opened = route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
-            if opened and self._others(route):  # without other providers, the request waits, and `notices` logs that
-                log.warning("%s has failed, others are asked meanwhile: %s", route, why)
+            provider.requests += 1
+            provider.in_flight = max(0, provider.in_flight - 1)
+            opened = provider.health.failed(self._clock(), wasted_s=self._wasted(provider, waited_s))
+            if opened and self._others(provider):  # without other providers, the request waits, and `notices` logs that
+                log.warning("%s has failed, others are asked meanwhile: %s", provider, why)
 
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
         """Record that effects of these helpers are late."""
         with self._lock:
             self.all_up = False
-            for route in self.helpers:
-                if route.peer in holders and route.health.state is not State.DOWN:
-                    route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
-                    log.warning("%s is late, others are asked meanwhile", route)
+            for provider in self.helpers:
+                if provider.peer in holders and provider.health.state is not State.DOWN:
+                    provider.health.failed(self._clock(), wasted_s=self._wasted(provider, waited_s))
+                    log.warning("%s is late, others are asked meanwhile", provider)
 
     def patience_with_helpers_s(
         self, index: GroupIndex, holders: Collection[Peer], size: int, *, left_s: float = math.inf
@@ -332,47 +332,47 @@ class Routes:
         others = self.holders(index, without=holders)
         up = len(others) == self.helpers_per_pad and all(other.is_up for other in others)
         others_s = max(other.health.expected_s(size) for other in others) if up else None
-        asked = (route.health for route in self.helpers if route.peer in holders)
+        asked = (provider.health for provider in self.helpers if provider.peer in holders)
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
-    def _wasted(self, route: KnownProvider, waited_s: float) -> float:
+    def _wasted(self, provider: KnownProvider, waited_s: float) -> float:
         """Return the seconds of a wait for one provider during which another provider could have answered."""
-        same_role = self.helpers if route.peer.role == "helper" else self.executors
-        return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
+        same_role = self.helpers if provider.peer.role == "helper" else self.executors
+        return waited_s if any(other.is_up for other in same_role if other is not provider) else 0.0
 
-    def _others(self, route: KnownProvider) -> bool:
+    def _others(self, provider: KnownProvider) -> bool:
         """Returns True if another provider could replace this one."""
-        return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
+        return self.has_spares if provider.peer.role == "helper" else len(self.executors) > 1
 
     def record_verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
         with self._lock:
             executor.verified += 1
-            for route in self.helpers if holders else ():
-                route.verified += route.peer in holders
+            for provider in self.helpers if holders else ():
+                provider.verified += provider.peer in holders
 
-    def cancelled(self, route: KnownProvider) -> None:
+    def cancelled(self, provider: KnownProvider) -> None:
         """Record that the chosen executor was not asked, or that its answer is not used."""
         with self._lock:
-            route.in_flight = max(0, route.in_flight - 1)
+            provider.in_flight = max(0, provider.in_flight - 1)
 
-    def connected(self, route: KnownProvider, welcome: wire.Welcome) -> None:
+    def connected(self, provider: KnownProvider, welcome: wire.Welcome) -> None:
         """Record the layers and limits that a provider has stated."""
         with self._lock:
-            route.welcome = welcome
-            route.health.connected()
+            provider.welcome = welcome
+            provider.health.connected()
 
     def to_probe(self, urgent: Collection[KnownProvider] = ()) -> list[KnownProvider]:
         """Return the providers to connect to: those whose pause is over, those that have never answered, and `urgent`
         ones even during their pause, because no other provider can be asked."""
         now, routes = self._clock(), (*self.executors, *self.helpers)
         with self._lock:
-            self.all_up = not self.quarantined and all(route.is_up for route in routes)
+            self.all_up = not self.quarantined and all(provider.is_up for provider in routes)
         return [
-            route
-            for route in routes
-            if (route.welcome is None or route.health.state is State.DOWN)
-            and (route.health.retry_at <= now or route in urgent)
-            and route.peer not in self.quarantined
+            provider
+            for provider in routes
+            if (provider.welcome is None or provider.health.state is State.DOWN)
+            and (provider.health.retry_at <= now or provider in urgent)
+            and provider.peer not in self.quarantined
         ]
 
     # Quarantine
@@ -380,27 +380,28 @@ class Routes:
     def figures(self) -> tuple[ProviderFigures, ...]:
         with self._lock:
             return tuple(
-                route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
+                provider.figures(quarantined=provider.peer in self.quarantined)
+                for provider in (*self.executors, *self.helpers)
             )
 
     def check(self, index: GroupIndex) -> None:
         """Raise `QuarantinedError` if the providers that are not quarantined cannot compute a product of this group."""
         if not self.quarantined:
             return
-        liar = next((route.peer for route in self.helpers if route.peer in self.quarantined), None)
+        liar = next((provider.peer for provider in self.helpers if provider.peer in self.quarantined), None)
         if liar is not None and self._federation.pad_helpers is None:
             raise QuarantinedError(f"helper {liar.name!r} is quarantined; nothing more is sent")
-        if all(route.peer in self.quarantined for route in self.executors):
+        if all(provider.peer in self.quarantined for provider in self.executors):
             raise QuarantinedError(
                 "every executor of the federation is quarantined for this session; nothing more is sent"
             )
         able = self.able(index)
-        honest = [route for route in self.executors if route.peer not in self.quarantined]
-        if not able and all(route.welcome is not None for route in honest):
+        honest = [provider for provider in self.executors if provider.peer not in self.quarantined]
+        if not able and all(provider.welcome is not None for provider in honest):
             raise QuarantinedError(
                 "every executor of the federation that serves these layers is quarantined; nothing more is sent"
             )
-        if able and not any(len(self.holders(index, route)) == self.helpers_per_pad for route in able):
+        if able and not any(len(self.holders(index, provider)) == self.helpers_per_pad for provider in able):
             raise QuarantinedError(
                 f"too many helpers are quarantined: a pad needs {self.helpers_per_pad} of companies other than "
                 f"the executor's; nothing more is sent"
@@ -408,8 +409,8 @@ class Routes:
 
     def quarantine(self, *suspects: Peer) -> None:
         """Send nothing more to these providers."""
-        for route in (*self.executors, *self.helpers):
-            route.rejected += route.peer in suspects
+        for provider in (*self.executors, *self.helpers):
+            provider.rejected += provider.peer in suspects
         for peer in suspects:
             self.quarantined.add(peer)
         with self._lock:
@@ -419,8 +420,8 @@ class Routes:
         """In a forked child, replace the lock, which a thread of the parent may have held, and reset requests in
         flight."""
         self._lock = threading.Lock()
-        for route in (*self.executors, *self.helpers):
-            route.in_flight = 0
+        for provider in (*self.executors, *self.helpers):
+            provider.in_flight = 0
 
 
 def choose_holders(
@@ -450,22 +451,27 @@ def choose_holders(
         The holders; fewer than `count` if there are not enough.
     """
 
-    def order(route: KnownProvider) -> tuple[bool, bool, int, float]:
-        refused = sum(not admits(executor.peer, (route.peer,)) for executor in executors)
-        return not route.is_open, route.welcome is None, refused, route.health.seconds_for(_USUAL_EFFECT) or 0.0
+    def order(provider: KnownProvider) -> tuple[bool, bool, int, float]:
+        refused = sum(not admits(executor.peer, (provider.peer,)) for executor in executors)
+        return (
+            not provider.is_open,
+            provider.welcome is None,
+            refused,
+            provider.health.seconds_for(_USUAL_EFFECT) or 0.0,
+        )
 
     sorted_helpers = sorted(helpers, key=order)
     most: list[KnownProvider] = []
     for target in targets or (None,):
         taken: list[KnownProvider] = []
-        for route in sorted_helpers:
+        for provider in sorted_helpers:
             if (
                 len(taken) < count
-                and (target is None or admits(target.peer, (route.peer,)))
-                and not any(federation.one_company(route.peer, other.peer) for other in taken)
+                and (target is None or admits(target.peer, (provider.peer,)))
+                and not any(federation.one_company(provider.peer, other.peer) for other in taken)
             ):
-                taken.append(route)
-        if len(taken) == count and all(route.is_open for route in taken):
+                taken.append(provider)
+        if len(taken) == count and all(provider.is_open for provider in taken):
             return taken
         if len(taken) > len(most):
             most = taken

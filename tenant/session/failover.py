@@ -88,37 +88,37 @@ class Recovery:
         """
         while True:
             self._replace_spoilt_pads()
-            route = self._next()
-            if self._routes.may_be_asked(route, self._part.index):
-                return route
-            self._routes.cancelled(route)
+            provider = self._next()
+            if self._routes.may_be_asked(provider, self._part.index):
+                return provider
+            self._routes.cancelled(provider)
 
-    def succeeded(self, route: KnownProvider) -> None:
+    def succeeded(self, provider: KnownProvider) -> None:
         """Count a takeover if another executor had failed before this one answered."""
-        if failed := [(since, other) for other, since in self._failed.items() if other is not route]:
+        if failed := [(since, other) for other, since in self._failed.items() if other is not provider]:
             since, other = min(failed, key=lambda pair: pair[0])
             seconds = time.monotonic() - since
             self._tally.add(takeovers=1, takeover_s=seconds)
-            log.info("%s took over from %s within %.2f s", route, other, seconds)
+            log.info("%s took over from %s within %.2f s", provider, other, seconds)
 
     def _next(self) -> KnownProvider:
         part = self._part
         while True:
             self._runtime.prober.reconnect()
             self._check()
-            route = self._runtime.choose(part, self._preferred)
-            other = None if route else self._routes.choose(part.index, part.size, holders=None)
-            if route is None and other is None:
+            provider = self._runtime.choose(part, self._preferred)
+            other = None if provider else self._routes.choose(part.index, part.size, holders=None)
+            if provider is None and other is None:
                 self._runtime.prober.reconnect(urgent=self._routes.executors)
             try:
                 if other is not None:
                     self._replace_pads(other, spoilt=lambda pad: True)
-                self._before_request(pause=route is self._last if route else other is None)
+                self._before_request(pause=provider is self._last if provider else other is None)
             except BaseException:
-                if taken := route or other:
+                if taken := provider or other:
                     self._routes.cancelled(taken)
                 raise
-            if taken := route or other:
+            if taken := provider or other:
                 return taken
 
     def _before_request(self, *, pause: bool) -> None:
@@ -140,7 +140,7 @@ class Recovery:
     def _too_late(self) -> Exception:
         error: BaseException | None
         if self._failed:
-            error, names = self._error, " nor ".join(route.peer.label for route in self._failed)
+            error, names = self._error, " nor ".join(provider.peer.label for provider in self._failed)
             running = "Is it running?" if len(self._failed) == 1 else "Are they running?"
             late = self._deadline_error(f"no answer from {names}", f" (last: {error}). {running}")
         elif (error := self._effect_error) is not None:
@@ -159,7 +159,7 @@ class Recovery:
 
     # A request that failed
 
-    def after(self, error: BaseException, route: KnownProvider, *, waited_s: float) -> None:
+    def after(self, error: BaseException, provider: KnownProvider, *, waited_s: float) -> None:
         """Handle a request that failed. Returns normally if the part may be sent again.
 
         Args:
@@ -169,33 +169,33 @@ class Recovery:
             BaseException: `error`, or an error that explains it, if no other provider can be asked.
         """
         if isinstance(error, NoFreeChannelError):
-            self._routes.cancelled(route)
+            self._routes.cancelled(provider)
             why = f": {error} by other threads of this program. Use fewer threads at once;"
-            raise self._deadline_error(f"{route} was not asked", why) from error
+            raise self._deadline_error(f"{provider} was not asked", why) from error
         if isinstance(error, TransportError | ProviderError | CertificateError):
             if self._runtime.closing.is_set():
                 raise error
-            self._routes.failed(route, error, waited_s=waited_s)
-            self._has_failed(route, error)
+            self._routes.failed(provider, error, waited_s=waited_s)
+            self._has_failed(provider, error)
             if isinstance(error, TransportError):
-                self._runtime.executor(route).pool.drop_idle()
+                self._runtime.executor(provider).pool.drop_idle()
             else:
-                self._refused.add(route)
+                self._refused.add(provider)
                 if self._refused.issuperset(self._routes.able(self._part.index)):
                     raise error
             return
-        self._routes.cancelled(route)
+        self._routes.cancelled(provider)
         if isinstance(error, ProtocolError):
             self._tally.add(answers_rejected=1)
-            self._quarantine(route.peer)
-            self._has_failed(route, error)
+            self._quarantine(provider.peer)
+            self._has_failed(provider, error)
             self._has_faulted(error)
         elif not isinstance(error, QuarantinedError):
             raise error
 
-    def _has_failed(self, route: KnownProvider, error: Exception) -> None:
-        self._last, self._error = route, error
-        self._failed.setdefault(route, time.monotonic())
+    def _has_failed(self, provider: KnownProvider, error: Exception) -> None:
+        self._last, self._error = provider, error
+        self._failed.setdefault(provider, time.monotonic())
 
     # Effects that are late or lost
 
@@ -296,7 +296,7 @@ class Recovery:
 
     # Results that are wrong
 
-    def product_refused(self, route: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
+    def product_refused(self, provider: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
         """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
         `may_wrap` is True, the product has left a narrow ring.
 
@@ -309,7 +309,7 @@ class Recovery:
         """
         runtime, part = self._runtime, self._part
         with runtime.gate.settling:
-            involved = [executor := route.peer, *part.sent.holders]
+            involved = [executor := provider.peer, *part.sent.holders]
             # another part may have found the same fault already, and the keys that attribute faults may be deleted
             found = [peer for peer in involved if peer in self._routes.quarantined]
             try:
@@ -320,7 +320,7 @@ class Recovery:
             except TransportError as lost:  # no evidence, so no provider is suspected
                 runtime.end_relays(executor)
                 part.requests.clear()  # the stored requests name blocks
-                self._has_failed(route, lost)
+                self._has_failed(provider, lost)
                 return True
             if not found:
                 found, own = attribute(runtime.preparation.blame, executor, part, answer.words)
@@ -335,7 +335,7 @@ class Recovery:
         what = "an answer" if executor in suspects else "an effect"
         error = self._verification_error(suspects, what=what, certain=bool(found))
         if executor in suspects:
-            self._has_failed(route, error)
+            self._has_failed(provider, error)
         self._has_faulted(error)
         return True
 

@@ -26,7 +26,7 @@ class PartQueue:
         self._waiting, self._slots = deque(parts), list(slots)
         self._lock = threading.Lock()
 
-    def take(self, route: KnownProvider, *, only_if_faster: bool) -> Part | None:
+    def take(self, provider: KnownProvider, *, only_if_faster: bool) -> Part | None:
         """Return the next part for a slot at an executor; None if no part is left.
 
         Args:
@@ -36,8 +36,8 @@ class PartQueue:
         with self._lock:
             if not self._waiting:
                 return None
-            if only_if_faster and self._others_are_faster(route):
-                self._slots.remove(route)
+            if only_if_faster and self._others_are_faster(provider):
+                self._slots.remove(provider)
                 return None
             return self._waiting.popleft()
 
@@ -46,11 +46,11 @@ class PartQueue:
         with self._lock:
             self._waiting.clear()
 
-    def _others_are_faster(self, route: KnownProvider) -> bool:
+    def _others_are_faster(self, provider: KnownProvider) -> bool:
         """Returns True if the other slots would finish all remaining parts before this slot finishes one."""
         size = self._waiting[0].size
-        mine = route.health.seconds_for(size)
-        costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not route]
+        mine = provider.health.seconds_for(size)
+        costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not provider]
         known = [cost for cost in costs if cost]
         if mine is None or not known or len(known) < len(costs):
             return False
@@ -76,12 +76,12 @@ def multiply_parts(
     # one slot at every executor before any executor has a second one
     slots = [(executor, number) for number in range(PARALLEL_CHANNELS) for executor in executors][: len(parts)]
     own, *others = slots
-    queue = PartQueue(parts, [executor.route for executor, _ in slots])
+    queue = PartQueue(parts, [executor.provider for executor, _ in slots])
 
-    def run_parts(route: KnownProvider, *, only_if_faster: bool) -> None:
+    def run_parts(provider: KnownProvider, *, only_if_faster: bool) -> None:
         try:
-            while (part := queue.take(route, only_if_faster=only_if_faster)) is not None:
-                work(part, route)
+            while (part := queue.take(provider, only_if_faster=only_if_faster)) is not None:
+                work(part, provider)
         except BaseException:
             queue.clear()
             raise
@@ -89,14 +89,14 @@ def multiply_parts(
     # threads inherit neither context variables nor torch's inference mode, and parts write to the caller's tensors
     inference = torch.is_inference_mode_enabled()
 
-    def run_in_thread(route: KnownProvider) -> None:
+    def run_in_thread(provider: KnownProvider) -> None:
         with torch.inference_mode(inference):
-            run_parts(route, only_if_faster=True)
+            run_parts(provider, only_if_faster=True)
 
-    jobs = [executor.workers[number].submit(run_in_thread, executor.route) for executor, number in others]
+    jobs = [executor.workers[number].submit(run_in_thread, executor.provider) for executor, number in others]
     failures: list[BaseException] = []
     try:
-        run_parts(own[0].route, only_if_faster=False)  # takes every part, so none is left for slots that have not begun
+        run_parts(own[0].provider, only_if_faster=False)  # takes every part: none is left for slots that have not begun
     except Exception as error:  # an interrupt ends the wait at once
         failures.append(error)
     # parts that have not begun will not begin; the others are bounded by the deadlines of their requests

@@ -49,7 +49,7 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
         whole.pads = _take(runtime, whole, 0, whole.count)
         send_part(runtime, whole, None)
     else:
-        executors = [runtime.executor(route) for route in routes.open_for(index, whole.size)]
+        executors = [runtime.executor(provider) for provider in routes.open_for(index, whole.size)]
         most = part_rows(whole.count, whole.size, part_bytes=part_bytes, executors=len(executors))
         multiply_parts(_cut(runtime, whole, limit=limit, most=most), executors, partial(send_part, runtime))
     runtime.tally.add(products=1, rows=rows.count)
@@ -73,15 +73,15 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
         return recovery or Recovery(runtime, part, preferred, began=began, deadline=deadline)
 
     while True:
-        route = runtime.choose(part, preferred) if recovery is None and routes.all_up else None
-        if route is None:  # something has failed, or is not known yet
+        provider = runtime.choose(part, preferred) if recovery is None and routes.all_up else None
+        if provider is None:  # something has failed, or is not known yet
             recovery = recovering()
-            route = recovery.choose()
+            provider = recovery.choose()
             asked_at = time.monotonic()
         started = clock()
-        patience_s = routes.patience_s(route, part.index, part.size, left_s=deadline - asked_at)
+        patience_s = routes.patience_s(provider, part.index, part.size, left_s=deadline - asked_at)
         try:
-            answer = runtime.executor(route).ask(
+            answer = runtime.executor(provider).ask(
                 part,
                 patience_s=patience_s,
                 deadline=deadline,
@@ -91,13 +91,13 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
         except BaseException as error:
             recovery = recovering()
             # the rest of the time was spent waiting for a connection
-            recovery.after(error, route, waited_s=min(patience_s, time.monotonic() - asked_at))
+            recovery.after(error, provider, waited_s=min(patience_s, time.monotonic() - asked_at))
             continue
         finally:
             record("network + product", since=started)
-        routes.answered(route, seconds=answer.seconds, size=part.size)
+        routes.answered(provider, seconds=answer.seconds, size=part.size)
         if answer.missed and runtime.pads.relays is not None:
-            runtime.pads.relays.pause(route.peer)
+            runtime.pads.relays.pause(provider.peer)
         try:
             started = clock()
             if not answer.relayed and not _has_effects(part):
@@ -111,7 +111,9 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
             left: Sequence[int] | None = refused
             if refused:
                 recovery = recovering()
-                left = correct_or_blame(part, answer.words, refused, partial(recovery.product_refused, route, answer))
+                left = correct_or_blame(
+                    part, answer.words, refused, partial(recovery.product_refused, provider, answer)
+                )
             record("unmask + verify + dequantise", since=started)
             if left is None:
                 continue
@@ -123,9 +125,9 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
             effects_verified=part.count if part.sent.holders else 0,
             rows_relayed=part.count if answer.relayed else 0,
         )
-        routes.record_verified(route, part.sent.holders)
+        routes.record_verified(provider, part.sent.holders)
         if recovery is not None:
-            recovery.succeeded(route)
+            recovery.succeeded(provider)
         break
     if refused:
         tally.add(rows_corrected=len(refused) - len(left))

@@ -78,7 +78,7 @@ class Runtime:
     ) -> None:
         self.preparation, self.options, self.store = preparation, options, store
         self.routes, self.tally = routes, tally
-        self.gate = Gate(federation, [route.peer for route in routes.helpers], routes.quarantined)
+        self.gate = Gate(federation, [provider.peer for provider in routes.helpers], routes.quarantined)
         self.buffers = Buffers(limit=_UNUSED_BYTES)
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
@@ -88,9 +88,9 @@ class Runtime:
         self._making = threading.Lock()
         secret = SessionSecret()
         clients = {}
-        for route in routes.helpers:
-            new_channel = functools.partial(self._channel, route.peer, federation.tls_context(route.peer))
-            clients[route] = HelperClient(route, routes, new_channel, secret, ring_bits=options.ring_bits)
+        for provider in routes.helpers:
+            new_channel = functools.partial(self._channel, provider.peer, federation.tls_context(provider.peer))
+            clients[provider] = HelperClient(provider, routes, new_channel, secret, ring_bits=options.ring_bits)
         self.helpers, self._helpers = tuple(clients.values()), clients
         self.pads = Supply(
             preparation.facts,
@@ -122,19 +122,19 @@ class Runtime:
         """The clients of all executors used so far."""
         return tuple(self._executors.values())
 
-    def executor(self, route: KnownProvider) -> ExecutorClient:
+    def executor(self, provider: KnownProvider) -> ExecutorClient:
         """Return the client of an executor, and make it on first use."""
-        if (executor := self._executors.get(route)) is not None:
+        if (executor := self._executors.get(provider)) is not None:
             return executor
         with self._making:
-            if route not in self._executors:
+            if provider not in self._executors:
                 executor = ExecutorClient(
-                    route, functools.partial(self._channel, route.peer), relay=self._federation.relay
+                    provider, functools.partial(self._channel, provider.peer), relay=self._federation.relay
                 )
-                self._executors[route] = executor
+                self._executors[provider] = executor
                 if self.closing.is_set():
                     executor.close()
-            return self._executors[route]
+            return self._executors[provider]
 
     def refresh(self) -> None:
         """Close the connections to executors that have left the federation and have no request in flight."""
@@ -142,10 +142,10 @@ class Runtime:
             return
         with self._making:
             here = set(self.routes.executors)
-            left = [executor for route, executor in self._executors.items() if route not in here]
-            gone = [executor for executor in left if not executor.route.in_flight]
+            left = [executor for provider, executor in self._executors.items() if provider not in here]
+            gone = [executor for executor in left if not executor.provider.in_flight]
             for executor in gone:
-                del self._executors[executor.route]
+                del self._executors[executor.provider]
             if len(gone) == len(left):
                 self._version = self.routes.version
         for executor in gone:
@@ -166,7 +166,7 @@ class Runtime:
         if self.pads.relays is not None:
             self.pads.relays.pause(executor, for_good=True)
         for client in self.executors:
-            client.uses_blocks = client.uses_blocks and client.route.peer != executor
+            client.uses_blocks = client.uses_blocks and client.provider.peer != executor
 
     def close(self) -> None:
         """Stop threads and close connections. Waits for the threads, up to `_JOIN_S` in all. The runtime cannot be used
@@ -215,16 +215,16 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _connect_with_retries(self, route: KnownProvider, wanted: Callable[[], bool]) -> wire.Welcome:
+    def _connect_with_retries(self, provider: KnownProvider, wanted: Callable[[], bool]) -> wire.Welcome:
         # a provider that answered before may be restarting
-        refused_s = _REFUSED_S if route.welcome is None else math.inf
-        if (helper := self._helpers.get(route)) is not None:
+        refused_s = _REFUSED_S if provider.welcome is None else math.inf
+        if (helper := self._helpers.get(provider)) is not None:
             return helper.channels[False].welcome(wanted=wanted, refused_s=refused_s)
         until = time.monotonic() + self.options.deadline_s
-        return self.executor(route).welcome(until=until, wanted=wanted, refused_s=refused_s)
+        return self.executor(provider).welcome(until=until, wanted=wanted, refused_s=refused_s)
 
-    def _try_once(self, route: KnownProvider) -> wire.Welcome:
-        channel = self._channel(route.peer)  # own connections: the others may be in use
+    def _try_once(self, provider: KnownProvider) -> wire.Welcome:
+        channel = self._channel(provider.peer)  # own connections: the others may be in use
         self._probing.add(channel)
         try:
             if self.closing.is_set():  # `close` began after this channel was made, and has not seen it

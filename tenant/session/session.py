@@ -107,7 +107,7 @@ class Session:
             return ledger
         to_executors = [c.traffic for e in runtime.executors for c in e.channels]
         to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
-        channels = {("executor", e.route.peer.name): e.channels for e in runtime.executors}
+        channels = {("executor", e.provider.peer.name): e.channels for e in runtime.executors}
         channels |= {("helper", h.peer.name): h.channels for h in runtime.helpers}
         ledger.providers = tuple(_with_bytes(one, channels.get((one.role, one.name), ())) for one in ledger.providers)
         pools = runtime.pads.pools

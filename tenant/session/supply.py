@@ -150,9 +150,9 @@ class Supply:
 
     def _holders(self, index: GroupIndex, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
         """Return the helpers of the next pad and the instruction to relay; see `scheme.Materials`."""
-        route = next((route for route in self._routes.executors if route.peer == executor), None)
-        target = None if self.relays is None else self.relays.target(index, route)
-        routes = self._routes.holders(index, target or route)
+        provider = next((provider for provider in self._routes.executors if provider.peer == executor), None)
+        target = None if self.relays is None else self.relays.target(index, provider)
+        routes = self._routes.holders(index, target or provider)
         if len(routes) < max(1, self._routes.helpers_per_pad):
             raise QuarantinedError(
                 f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
@@ -160,8 +160,8 @@ class Supply:
             )
         order = None
         if self.relays is not None and target is not None:
-            order = self.relays.order(target, [route.peer for route in routes])
-        return [self._helpers[route] for route in routes], order
+            order = self.relays.order(target, [provider.peer for provider in routes])
+        return [self._helpers[provider] for provider in routes], order
 
 
 def most_rows(routes: Routes, widest: int) -> int:
@@ -169,7 +169,7 @@ def most_rows(routes: Routes, widest: int) -> int:
 
     A provider with lower limits gets several requests, so its limits do not affect requests to other providers.
     """
-    limits = [row_limit(widest, route.welcome) for route in routes.executors if route.welcome is not None]
+    limits = [row_limit(widest, provider.welcome) for provider in routes.executors if provider.welcome is not None]
     return max(limits, default=1)
 
 
@@ -319,9 +319,9 @@ class Relays:
     def __init__(self, gate: Gate, routes: Routes, client: Callable[[KnownProvider], ExecutorClient]) -> None:
         self._gate, self._routes, self._client = gate, routes, client
         self._signers = {  # read once: a file that is replaced later must not convict the executor
-            fingerprint(pin): (route.peer, load_pin(pin).public_key())
-            for route in routes.helpers
-            for pin in route.peer.pins
+            fingerprint(pin): (provider.peer, load_pin(pin).public_key())
+            for provider in routes.helpers
+            for pin in provider.peer.pins
         }
         self._granted: dict[Peer, GrantedPermit] = {}
         self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
@@ -333,31 +333,36 @@ class Relays:
         Args:
             executor: the executor that will see rows under the pad, if that is known.
         """
-        route = executor or self._routes.likely(index)
-        if route is None or route.welcome is None or route.welcome.version < wire.RELAY_VERSION or not route.is_up:
+        provider = executor or self._routes.likely(index)
+        if (
+            provider is None
+            or provider.welcome is None
+            or provider.welcome.version < wire.RELAY_VERSION
+            or not provider.is_up
+        ):
             return None
-        until, _ = self._paused.get(route.peer, (0.0, 0.0))
-        return route if until <= time.monotonic() else None
+        until, _ = self._paused.get(provider.peer, (0.0, 0.0))
+        return provider if until <= time.monotonic() else None
 
-    def order(self, route: KnownProvider, holders: Sequence[Peer]) -> RelayInstruction | None:
+    def order(self, provider: KnownProvider, holders: Sequence[Peer]) -> RelayInstruction | None:
         """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed.
 
         Raises:
             RoleConflictError: the executor belongs to a helper's company (rule 8).
         """
-        with self._asking.setdefault(route.peer, threading.Lock()):
-            permit, welcome = self._permit(route), route.welcome
+        with self._asking.setdefault(provider.peer, threading.Lock()):
+            permit, welcome = self._permit(provider), provider.welcome
         permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
         if permit is None or welcome is None or not set(holders) <= {found[0] for found in permitted if found}:
             return None
-        self._gate.check_relay(route.peer, holders)
+        self._gate.check_relay(provider.peer, holders)
         return RelayInstruction(
-            executor=route.peer,
+            executor=provider.peer,
             welcome=welcome,
-            order=wire.RelayOrder(permit=permit.token, executor=fingerprint(route.peer.certificate)),
+            order=wire.RelayOrder(permit=permit.token, executor=fingerprint(provider.peer.certificate)),
             max_bytes=permit.max_bytes,
             until=time.monotonic() + _USED_PART * permit.block_seconds,
-            failed=lambda: self.pause(route.peer),
+            failed=lambda: self.pause(provider.peer),
         )
 
     def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
@@ -383,17 +388,17 @@ class Relays:
             self._paused[executor] = (now + length, length)
             log.info("effects are not relayed to %s for %g s", executor.name, length)
 
-    def _permit(self, route: KnownProvider) -> wire.Permit | None:
-        granted, now = self._granted.get(route.peer), time.monotonic()
+    def _permit(self, provider: KnownProvider) -> wire.Permit | None:
+        granted, now = self._granted.get(provider.peer), time.monotonic()
         if granted is not None and now < granted.renew_at:
             return granted.permit
         helpers = sorted(self._signers)
         try:
-            permit = self._client(route).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
+            permit = self._client(provider).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
         except (TransportError, ProviderError, ProtocolError) as error:
-            log.info("effects are not relayed to %s: %s", route, error)
+            log.info("effects are not relayed to %s: %s", provider, error)
             late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
-            self.pause(route.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
+            self.pause(provider.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
             return None
-        self._granted[route.peer] = GrantedPermit(permit, now + _USED_PART * permit.seconds)
+        self._granted[provider.peer] = GrantedPermit(permit, now + _USED_PART * permit.seconds)
         return permit

@@ -28,14 +28,14 @@ def test_nothing_is_kept_of_executors_that_have_left(
     routes = Routes(new_federation([]), with_helpers=False, tolerance=Tolerance(first_pause_s=0.0, last_pause_s=0.0))
     heard = threading.Semaphore(0)
 
-    def away(route: KnownProvider) -> wire.Welcome:
+    def away(provider: KnownProvider) -> wire.Welcome:
         heard.release()
         raise ConnectionLostError("nobody there")
 
     prober = Prober(
         routes,
         Manifest(version=1, weight_bits=10, groups=()),
-        retry=lambda route, wanted: away(route),
+        retry=lambda provider, wanted: away(provider),
         try_once=away,
         closing=threading.Event(),
     )
@@ -71,4 +71,4 @@ def test_announcing_other_layers_does_not_reset_an_executors_health(
     assert second.health.state is State.DOWN
     routes.update([])
     routes.update([delta, replace(gamma, layers=LayerRange(1, 3))])
-    assert [str(route.health.state) for route in routes.executors] == ["up", "down"]
+    assert [str(provider.health.state) for provider in routes.executors] == ["up", "down"]

@@ -67,15 +67,15 @@ def new_routes(
     def make(executors: str, helpers: str = "", **options: object) -> Routes:
         federation: Federation = new_federation(peers("executor", executors), peers("helper", helpers), **options)
         routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
-        for route in (*routes.executors, *routes.helpers):
-            hear(route)
+        for provider in (*routes.executors, *routes.helpers):
+            hear(provider)
         return routes
 
     return make
 
 
-def hear(route: KnownProvider, first: int = 0, end: int = 9) -> None:
-    route.welcome = wire.Welcome(
+def hear(provider: KnownProvider, first: int = 0, end: int = 9) -> None:
+    provider.welcome = wire.Welcome(
         version=wire.VERSION, model_digest="", first_group=first, end_group=end, max_rows=100, max_payload=1 << 20
     )
 
@@ -84,11 +84,11 @@ def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMA
     """Send `times` requests, whose answers take the seconds in `cost`. Returns how often each provider was asked."""
     asked: Counter[str] = Counter()
     for _ in range(times):
-        route = routes.choose(GROUP, size, holders=())
-        assert route is not None
-        asked[route.peer.name] += 1
-        clock.now += cost[route.peer.name]
-        routes.answered(route, seconds=cost[route.peer.name], size=size)
+        provider = routes.choose(GROUP, size, holders=())
+        assert provider is not None
+        asked[provider.peer.name] += 1
+        clock.now += cost[provider.peer.name]
+        routes.answered(provider, seconds=cost[provider.peer.name], size=size)
     return asked
 
 
@@ -121,8 +121,8 @@ def bare_routes(clock: Clock, *, executors: int, helpers: int = 0) -> Routes:
     peers = [Peer(f"p{n}", f"O{n}", role, "127.0.0.1", 7000 + n, nowhere) for n, role in enumerate(roles)]
     federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers), pad_helpers=1 if helpers else None)
     routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
-    for route in (*routes.executors, *routes.helpers):
-        hear(route)
+    for provider in (*routes.executors, *routes.helpers):
+        hear(provider)
     return routes
 
 
@@ -167,10 +167,10 @@ def test_an_executor_that_hangs_repeatedly_leaves_time_for_others(failures: int,
     routes = bare_routes(clock, executors=2)
     hanging, other = routes.executors
     for _ in range(failures):
-        for route in (hanging, other) if all_fail else (hanging,):
+        for provider in (hanging, other) if all_fail else (hanging,):
             clock.now += 1000.0
-            routes.failed(route, "late")
-            hear(route)
+            routes.failed(provider, "late")
+            hear(provider)
     patience = routes.patience_s(hanging, GROUP, SMALL, left_s=left_s)
     assert patience <= left_s / 2
     if not (all_fail and failures):
@@ -210,16 +210,16 @@ def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) ->
         done = False
         while not done:
             probe(routes)
-            route = routes.choose(GROUP, SMALL, holders=())
-            assert route is not None
-            patience = routes.patience_s(route, GROUP, SMALL, left_s=120.0)
-            evil = route is routes.executors[0]
+            provider = routes.choose(GROUP, SMALL, holders=())
+            assert provider is not None
+            patience = routes.patience_s(provider, GROUP, SMALL, left_s=120.0)
+            evil = provider is routes.executors[0]
             done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
             clock.now += seconds
             if done:
-                routes.answered(route, seconds=seconds, size=SMALL)
+                routes.answered(provider, seconds=seconds, size=SMALL)
             else:
-                routes.failed(route, "whatever it says", waited_s=seconds)
+                routes.failed(provider, "whatever it says", waited_s=seconds)
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
@@ -232,15 +232,15 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
         done = False
         while not done:
             probe(routes)
-            [route] = routes.holders(GROUP)
-            patience = routes.patience_with_helpers_s(GROUP, [route.peer], SMALL, left_s=120.0)
-            evil = route is routes.helpers[0]
+            [provider] = routes.holders(GROUP)
+            patience = routes.patience_with_helpers_s(GROUP, [provider.peer], SMALL, left_s=120.0)
+            evil = provider is routes.helpers[0]
             done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
             clock.now += seconds
             if done:
-                routes.answered(route, seconds=seconds, size=SMALL)
+                routes.answered(provider, seconds=seconds, size=SMALL)
             else:
-                routes.late([route.peer], waited_s=seconds)
+                routes.late([provider.peer], waited_s=seconds)
             # one honest helper is enough
             assert routes.replacements(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
@@ -248,9 +248,9 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
 
 def probe(routes: Routes) -> None:
     """Let every provider answer a probe."""
-    for route in routes.to_probe():
-        hear(route)
-        route.health.connected()
+    for provider in routes.to_probe():
+        hear(provider)
+        provider.health.connected()
 
 
 def test_a_helper_that_has_not_answered_is_a_spare(new_routes: NewRoutes) -> None:
@@ -307,12 +307,12 @@ def test_holders_are_of_k_companies_without_the_executors_company(
     ]
     federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(everybody), pad_helpers=k)
     routes = Routes(federation, with_helpers=True, clock=Clock())
-    for number, route in enumerate((*routes.executors, *routes.helpers)):
-        hear(route)
+    for number, provider in enumerate((*routes.executors, *routes.helpers)):
+        hear(provider)
         if number in down:
-            routes.failed(route, "lost")
+            routes.failed(provider, "lost")
     for executor in routes.executors:
-        holders = [route.peer.operator for route in routes.holders(GROUP, executor)]
+        holders = [provider.peer.operator for provider in routes.holders(GROUP, executor)]
         assert len(set(holders)) == len(holders)
         assert executor.peer.operator not in holders
         possible = {peer.operator for peer in federation.helpers} - {executor.peer.operator}
@@ -322,15 +322,15 @@ def test_holders_are_of_k_companies_without_the_executors_company(
 
 def test_holders_that_leave_more_executors_a_choice_are_preferred(new_routes: NewRoutes) -> None:
     routes = new_routes("AB", "BC", pad_helpers=1)
-    assert [route.peer.operator for route in routes.holders(GROUP)] == ["C"]
+    assert [provider.peer.operator for provider in routes.holders(GROUP)] == ["C"]
     assert routes.can_replace(GROUP, [routes.helpers[1].peer])  # the other helper, for the first executor
-    assert not routes.can_replace(GROUP, [route.peer for route in routes.helpers])
+    assert not routes.can_replace(GROUP, [provider.peer for provider in routes.helpers])
 
 
 def test_a_company_is_more_than_an_operator(new_routes: NewRoutes) -> None:
     routes = new_routes("AB", "CD", pad_helpers=1, companies=[Company("Holding", (), ("A", "C"))])
     first = routes.executors[0]
-    assert [route.peer.operator for route in routes.holders(GROUP, first)] == ["D"]
+    assert [provider.peer.operator for provider in routes.holders(GROUP, first)] == ["D"]
     assert first not in routes.able(GROUP, [routes.helpers[0].peer])
 
 
@@ -356,17 +356,17 @@ def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
     """Simulate parts over executors that take `costs` seconds for each. Returns the parts of each, and the time of
     the last."""
     routes = [KnownProvider(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
-    for route, cost in zip(routes, costs, strict=True):
+    for provider, cost in zip(routes, costs, strict=True):
         for now in range(4):
-            route.health.answered(float(now), seconds=cost, size=LARGE)
+            provider.health.answered(float(now), seconds=cost, size=LARGE)
     slots = [n for n in range(len(costs)) for _ in range(PARALLEL_CHANNELS)]
     queue = PartQueue([LargePart()] * parts, [routes[n] for n in slots])  # type: ignore[list-item]
     free_at = dict.fromkeys(range(len(slots)), 0.0)
     done, end = [0] * len(costs), 0.0
     while free_at:
         slot = min(free_at, key=lambda slot: (free_at[slot], slot))
-        route = routes[slots[slot]]
-        if queue.take(route, only_if_faster=slot > 0) is None:
+        provider = routes[slots[slot]]
+        if queue.take(provider, only_if_faster=slot > 0) is None:
             del free_at[slot]
             continue
         done[slots[slot]] += 1
@@ -392,13 +392,13 @@ def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[f
 
 
 def test_each_part_is_taken_once_by_many_threads() -> None:
-    route = KnownProvider(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
+    provider = KnownProvider(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
     parts = [LargePart() for _ in range(500)]
-    queue = PartQueue(parts, [route] * 8)  # type: ignore[arg-type]
+    queue = PartQueue(parts, [provider] * 8)  # type: ignore[arg-type]
     taken: list[object] = []
 
     def work() -> None:
-        while (part := queue.take(route, only_if_faster=True)) is not None:
+        while (part := queue.take(provider, only_if_faster=True)) is not None:
             taken.append(part)
 
     threads = [threading.Thread(target=work) for _ in range(8)]

@@ -122,8 +122,8 @@ def test_a_connection_that_was_closed_between_requests_is_no_failure(
 def every_channel_taken(session: Session) -> Iterator[None]:
     """Take every connection, as other threads of the program could."""
     with contextlib.ExitStack() as stack:
-        for route in session.routes.executors:
-            pool = session.runtime.executor(route).pool
+        for provider in session.routes.executors:
+            pool = session.runtime.executor(provider).pool
             for _ in range(MOST_CHANNELS):
                 stack.enter_context(pool.take(until=time.monotonic() + 20))
         yield
@@ -142,7 +142,7 @@ def test_connections_in_use_are_not_a_failure_of_an_executor(
             with pytest.raises(TimeoutError):
                 asked.result(2.5)
         assert asked.result(20)
-    assert [route.health.failures for route in session.routes.executors] == [0, 0]
+    assert [provider.health.failures for provider in session.routes.executors] == [0, 0]
 
 
 def test_a_deadline_that_passes_without_a_free_connection_is_explained(
@@ -152,8 +152,8 @@ def test_a_deadline_that_passes_without_a_free_connection_is_explained(
     assert is_right(session, OUT, FORWARD, 3, 0)
     with every_channel_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
         is_right(session, OUT, FORWARD, 3, 0)
-    (route,) = session.routes.executors
-    assert (route.health.failures, route.in_flight) == (0, 0)
+    (provider,) = session.routes.executors
+    assert (provider.health.failures, provider.in_flight) == (0, 0)
     assert is_right(session, OUT, FORWARD, 3, 0)
 
 
@@ -342,7 +342,7 @@ def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     away.refuse_connections = True
     session = new_session("none", [there, away])
     assert is_right(session, QKV, FORWARD, 3, seed=1)
-    until(lambda: any(route.health.state is State.DOWN for route in session.routes.executors), within_s=15)
+    until(lambda: any(provider.health.state is State.DOWN for provider in session.routes.executors), within_s=15)
     assert "waiting for" not in caplog.text
 
 
@@ -611,7 +611,7 @@ def test_many_threads_with_providers_that_fail_at_times(new_provider: NewProvide
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(work, range(90)))
-    assert [route.in_flight for route in session.routes.executors] == [0, 0, 0]
+    assert [provider.in_flight for provider in session.routes.executors] == [0, 0, 0]
     ledger = session.ledger()
     assert ledger.products == 90
     assert ledger.answers_rejected == 0

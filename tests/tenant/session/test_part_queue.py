@@ -17,8 +17,8 @@ FAULT = VerificationError(provider="beta", group_name="mlp", direction="forward"
 @pytest.fixture
 def executors() -> Iterator[list[Any]]:
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        route = SimpleNamespace(health=SimpleNamespace(seconds_for=lambda size: None))
-        yield [SimpleNamespace(route=route, workers=[worker, worker]) for worker in (one, other)]
+        provider = SimpleNamespace(health=SimpleNamespace(seconds_for=lambda size: None))
+        yield [SimpleNamespace(provider=provider, workers=[worker, worker]) for worker in (one, other)]
 
 
 @pytest.mark.parametrize("finder", ["first", "last"])
@@ -26,7 +26,7 @@ def test_the_caller_gets_the_fault_and_not_the_quarantine_that_follows_it(execut
     parts: list[Any] = [SimpleNamespace(size=1, name=name) for name in ("first", "last")]
     both = threading.Barrier(2)
 
-    def work(part: Any, route: Any) -> None:
+    def work(part: Any, provider: Any) -> None:
         both.wait(10)
         raise FAULT if part.name == finder else QuarantinedError("beta is quarantined")
 

@@ -150,7 +150,7 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert relayed(session) == (0, 9)
     assert not session.routes.quarantined
-    assert [route.health.failures for route in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
+    assert [provider.health.failures for provider in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
 
 
 def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
@@ -172,8 +172,8 @@ def route_to(peer: Peer) -> Any:
 def test_an_executor_that_is_late_with_permits_does_not_delay_pads_for_another_one() -> None:
     asked, answer = threading.Event(), threading.Event()
 
-    def ask(route: Any) -> Any:
-        if route.peer.name == "slow":
+    def ask(provider: Any) -> Any:
+        if provider.peer.name == "slow":
             asked.set()
             answer.wait(30)
         raise TransportError("no permit")

@@ -109,7 +109,7 @@ class WeightStore:
         Later calls read the manifest from the cache.
         """
         if self._manifest is None:
-            self._manifest = self._cached_manifest() or self._quantise_all(progress)
+            self._manifest = self.cached_manifest() or self._quantise_all(progress)
         return self._manifest
 
     @property
@@ -298,7 +298,8 @@ class WeightStore:
         how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
-    def _cached_manifest(self) -> Manifest | None:
+    def cached_manifest(self) -> Manifest | None:
+        """The manifest that an earlier call has written to the cache for these files; None if there is none."""
         try:
             return Manifest.from_json(read_limited(self._manifest_path(), _MAX_MANIFEST))
         except (OSError, CheckpointError):  # a damaged manifest is made again

@@ -214,10 +214,11 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
+            vocabulary = tokenizer.get_vocab()
         except Exception as error:  # transformers raises many types for malformed files
             raise missing from error
-    # without files, transformers makes some tokenizers with special tokens only
-    if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
+    # without files, transformers makes some tokenizers of special tokens only, and SentencePiece's mark of a space
+    if vocabulary.keys() <= {*tokenizer.all_special_tokens, "\N{LOWER ONE EIGHTH BLOCK}"}:
         raise missing
     if _states(read) != before:
         raise CheckpointError(f"{folder} changed while its tokenizer was being loaded; run the command again")

@@ -91,13 +91,17 @@ def prepare(
     whole = (folder / _SEAL).exists() and not reread
     with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
+        pinned = None if prepared is None else prepared.manifest
         if prepared is not None and reread and store is not None:
             same_tokenizer = tokenizer_digests(store.path) == prepared.tokenizer
             if not (same_tokenizer and _is_known(folder, prepared, _identity(store))):
                 prepared = None
         if prepared is None:
             assert store is not None  # `_load` raises without a store
-            prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
+            _check_pinned(store, store.cached_manifest(), digest)
+            prepared = _make(
+                store, folder, digest=digest, columns=columns, pinned=pinned, must_keep=reread, progress=progress
+            )
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
             f"model {digest} has {prepared.manifest.weight_bits} weight bits, but the federation file says "
@@ -108,8 +112,23 @@ def prepare(
     return prepared
 
 
+def _check_pinned(store: WeightStore, manifest: Manifest | None, digest: str) -> None:
+    if manifest is not None and manifest.digest != digest:
+        raise CheckpointError(
+            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
+            f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
+        )
+
+
 def _make(
-    store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
+    store: WeightStore,
+    folder: Path,
+    *,
+    digest: str,
+    columns: int,
+    pinned: Manifest | None,
+    must_keep: bool,
+    progress: Progress | None,
 ) -> Preparation:
     keys, second = VerificationKeys.fresh(), VerificationKeys.fresh()
     stacks = dict[GroupIndex, Callable[[], RingMatrix]]()
@@ -117,6 +136,11 @@ def _make(
     identity = _identity(store)
 
     def look(index: GroupIndex, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+        if pinned is not None and entry not in pinned.groups[index : index + 1]:
+            raise CheckpointError(
+                f"{store.path} is not the model {digest} that the federation pins: {entry.name} has other weights. Use "
+                f"the checkpoint (and weight_bits) that the providers serve, or correct [model] in the federation file."
+            )
         if entry.experts > 1:
             for columns_of in (keys, second):
                 columns_of.add_stack(index, group.weight, experts=entry.experts, transposed=entry.transposed)
@@ -129,11 +153,7 @@ def _make(
 
     facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
     manifest = store.assemble([f.entry for f in facts])
-    if manifest.digest != digest:
-        raise CheckpointError(
-            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
-            f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
-        )
+    _check_pinned(store, manifest, digest)
     prepared = Preparation(
         manifest=manifest,
         facts=tuple(facts),
@@ -367,6 +387,15 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
     Raises:
         CheckpointError: the tensors, experts, config.json or tokenizer differ.
     """
+    identity = _identity(model)
+    known = _is_known(folder, prepared, identity)
+    if not known and own_digest(model, prepared.manifest) != prepared.own_digest:
+        raise CheckpointError(
+            f"{model.path} is not the checkpoint that was prepared for model {prepared.manifest.digest}: its "
+            f"config.json or the tensors that stay with you (embeddings, norms) are not those of "
+            f"{prepared.checkpoint}. Load that checkpoint or its slim copy. If the providers serve {model.path}, run "
+            f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
+        )
     tokenizer = tokenizer_digests(model.path)
     if tokenizer and prepared.tokenizer and tokenizer != prepared.tokenizer:
         other = sorted(name for name, _ in tokenizer.items() ^ prepared.tokenizer.items())
@@ -376,19 +405,10 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
             f"that. If you trust the files, run `symbiosis-priv tenant prepare --model {model.path} --federation "
             f"federation.toml`"
         )
-    identity = _identity(model)
-    if _is_known(folder, prepared, identity):
-        return
-    if own_digest(model, prepared.manifest) != prepared.own_digest:
-        raise CheckpointError(
-            f"{model.path} is not the checkpoint that was prepared for model {prepared.manifest.digest}: its "
-            f"config.json or the tensors that stay with you (embeddings, norms) are not those of "
-            f"{prepared.checkpoint}. Load that checkpoint or its slim copy. If the providers serve {model.path}, run "
-            f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
-        )
-    check_experts(model, prepared.manifest)
-    _check_unchanged(model, identity)
-    _remember(folder, prepared, identity)
+    if not known:
+        check_experts(model, prepared.manifest)
+        _check_unchanged(model, identity)
+        _remember(folder, prepared, identity)
 
 
 def _is_known(folder: Path, prepared: Preparation, identity: str) -> bool:

@@ -440,14 +440,6 @@ def test_federation_check_names_the_provider_that_is_down(local: LocalFederation
     assert "check its address, and with its operator whether it runs" in result.output
 
 
-def test_a_checkpoint_without_a_tokenizer_is_an_error(model: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
-    with pytest.raises(CheckpointError, match="no tokenizer"):
-        load_tokenizer(bare)
-    assert load_tokenizer(model)("Patient:")["input_ids"]
-
-
 def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
     """With a fixed length, the text is the same, and the number of forward passes does not depend on its end."""
     split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))

@@ -33,6 +33,8 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AlbertConfig,
@@ -47,12 +49,15 @@ from transformers import (
     BertModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    RobertaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -694,6 +699,24 @@ def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Pa
         load_model(llama, kind=AutoModelForSequenceClassification, remote=RemoteConfig(masking="simulate"))
     with pytest.raises(CheckpointError, match="cannot be loaded as AutoModelForCausalLM"):
         load_model(hostile(hidden_size=65), remote=None)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, BertConfig, GPT2Config, T5Config, RobertaConfig])
+def test_a_checkpoint_without_a_tokenizer_is_an_error(config: Any, tmp_path: Path) -> None:
+    """Without files, transformers makes some tokenizers of special tokens only."""
+    config().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("words", ["ACGT", ["go", "stop"], ["\N{LOWER ONE EIGHTH BLOCK}a"]])
+def test_a_tokenizer_need_not_know_english(words: Any, tmp_path: Path) -> None:
+    """Vocabularies of proteins, genomes, molecules or games."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    own = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>").save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)(words[0])["input_ids"] == [1]
 
 
 # Models that predict no next token

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -512,9 +513,28 @@ def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStor
     with pytest.raises(CheckpointError, match="is not the checkpoint"):
         bound(store, store.path, cache)
     rewrite(model, **{"model.layers.0.mlp.down_proj.weight": lambda t: t * 2})
+    with pytest.raises(CheckpointError, match=rf"is not the model {digest} .*: model\.layers\.0\.mlp\.down_proj has"):
+        prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
     other = WeightStore(model).manifest().digest
     with pytest.raises(CheckpointError, match=f"is model {other}, but the federation pins {digest}"):
         prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+
+
+def test_another_base_model_is_named_before_keys_are_made(
+    store: WeightStore, gpt2: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the tokenizer is blamed, nor does the advised command make keys that are then thrown away."""
+    (Path(shutil.copytree(gpt2, tmp_path / "other")) / "tokenizer.json").write_text("{}")
+    digest, other = store.manifest().digest, tmp_path / "other"
+    with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
+        bound(store, other, cache)
+    made = mock.Mock()
+    monkeypatch.setattr(preparation.VerificationKeys, "add", made)
+    for _ in range(2):  # the weights are unknown, then the manifest is in the cache
+        with pytest.raises(CheckpointError, match="federation pins"):
+            prepare(WeightStore(other, cache=cache), digest=digest, columns=16, reread=True, cache=cache)
+        WeightStore(other, cache=cache).manifest()
+    made.assert_not_called()
 
 
 def test_weight_bits_are_checked_also_when_everything_is_cached(store: WeightStore, tmp_path: Path) -> None:

@@ -141,7 +141,12 @@ class OffloadedWeight(OffloadedParameter):
 
     @classmethod
     def _no_reading(cls) -> str:
-        who, advice = describe_reader()
+        return cls.refusal(*describe_reader())
+
+    @classmethod
+    def refusal(cls, who: str, advice: str | None = None) -> str:
+        """Return the message that refuses `who`, a reader of the weight. `advice` says what works instead; None lists
+        the PEFT methods that work."""
         advice = advice or (
             f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and methods that do not change "
             f"linears, such as prompt tuning"

@@ -7,7 +7,7 @@ The experts of a row depend on the row. A single expert is never a layer group o
 would show a provider how rows are routed. Whole stacks are layer groups (`GroupSpec.experts`): a tenant can multiply
 every row by all experts, or send `counts`. Only the classes that transformers calls through its experts interface
 (`transformers.integrations.moe`) are offloaded: their routing, gate and sum are separate from their products. Routers
-stay with the tenant. Other classes of experts (Llama 4, DBRX, JetMoe, NLLB-MoE, Switch Transformers, ...) stay with the
+stay with the tenant. Other classes of experts (Llama 4, DBRX, NLLB-MoE, Switch Transformers, ...) stay with the
 tenant as a whole.
 """
 

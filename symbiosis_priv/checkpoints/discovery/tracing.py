@@ -354,7 +354,9 @@ def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
             attempt(part.forward, part.config, part.main_input_name)
     if not trace.calls or (not whole and trace.share() < _LEAST_SHARE):
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids, pixels "
-            f"or sound alone. It said: {'; '.join(dict.fromkeys(failures))}"
+            f"{type(model).__name__} cannot be traced without weights, because its code fails. If the sizes in "
+            f"config.json are wrong (an image_size below what the stages need, for example), correct them; else use "
+            f"another base model: one that runs on token ids, pixels or sound alone, and does not divide its rows by "
+            f"values. The code said: {'; '.join(dict.fromkeys(failures))}"
         )
     return runs

@@ -9,10 +9,12 @@ from typing import Any
 
 from peft import PeftType
 from peft.tuners.delora import DeloraModel
+from peft.tuners.glora import GloraModel
 from peft.tuners.tinylora import TinyLoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
+from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.registration import replace
 
@@ -77,5 +79,15 @@ class RemoteTinyLora(OnOffloadedLayers, TinyLoraModel):
     """TinyLoRA on offloaded layers too."""
 
 
+class RefusedGlora(GloraModel):
+    """GLoRA, which multiplies by the weight in every step: refused on offloaded layers."""
+
+    def _create_and_replace(self, config: Any, adapter: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if (layer := remote_layer(target)) is not None:
+            raise UnsupportedMethodError(type(layer.weight).refusal("PEFT's GLoRA"))
+        super()._create_and_replace(config, adapter, target, *args, **kwargs)
+
+
+replace(PeftType.GLORA, RefusedGlora)
 replace(PeftType.DELORA, RemoteDelora)
 replace(PeftType.TINYLORA, RemoteTinyLora)

@@ -23,6 +23,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex
+from tenant.core.verifier import VerificationKeys
 from tenant.preparation import keys as preparation
 from tenant.preparation.key_files import tensors_of
 from tenant.preparation.keys import _alone, prepare
@@ -529,7 +530,7 @@ def test_another_base_model_is_named_before_keys_are_made(
     with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
         bound(store, other, cache)
     made = mock.Mock()
-    monkeypatch.setattr(preparation.VerificationKeys, "add", made)
+    monkeypatch.setattr(VerificationKeys, "add", made)
     for _ in range(2):  # the weights are unknown, then the manifest is in the cache
         with pytest.raises(CheckpointError, match="federation pins"):
             prepare(WeightStore(other, cache=cache), digest=digest, columns=16, reread=True, cache=cache)

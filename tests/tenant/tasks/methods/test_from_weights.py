@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
     DeloraConfig,
+    GloraConfig,
     HRAConfig,
     LoraConfig,
     PeftConfig,
+    RandLoraConfig,
     ShiraConfig,
     SupertuningConfig,
     TinyLoraConfig,
@@ -23,9 +25,10 @@ from peft import (
 from peft.tuners.hra.layer import HRALinear
 from torch import Tensor, nn
 
-from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
+from symbiosis_priv.errors import CheckpointError, NonFiniteError, UnsupportedMethodError
 from tenant import MaskBertConfig, RemoteConfig, backend_of, rounded_model
 from tenant.model.base_weights import BaseWeights
+from tenant.model.loading import load_adapter, load_model
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.hra import rotated
 from tenant.tasks.methods.lora import weights_at_hand
@@ -33,6 +36,7 @@ from tenant.tasks.methods.shira import _flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 
+IDS = torch.arange(3, 19).view(2, 8)
 SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
 METHODS: dict[str, Callable[[], PeftConfig]] = {
     "dora": lambda: LoraConfig(use_dora=True, **SMALL),
@@ -268,6 +272,32 @@ def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) ->
 
 
 # Others
+
+
+def test_glora_is_refused_by_name_and_works_on_a_whole_model(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
+    config = GloraConfig(target_modules=["q_proj"])
+    whole: Any = get_peft_model(methods.load(exact_llama, split=False), copy.deepcopy(config))
+    whole.save_pretrained(str(tmp_path))
+    split = methods.load(exact_llama, split=True)
+    for use in (lambda: get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
+        with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
+            use()
+
+
+def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2: Path) -> None:
+    found = []
+    for remote in (None, RemoteConfig(masking="simulate")):
+        torch.manual_seed(1)
+        model = load_model(gpt2, remote=remote, dtype=torch.float16)
+        adapted: Any = get_peft_model(model, RandLoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True))
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(10)
+        found.append(adapted.eval())
+    assert found[0](input_ids=IDS).logits.isnan().any()
+    with pytest.raises(NonFiniteError):
+        found[1](input_ids=IDS)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "hra", "shira"])

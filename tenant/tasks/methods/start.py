@@ -82,10 +82,10 @@ class RemoteTinyLora(OnOffloadedLayers, TinyLoraModel):
 class RefusedGlora(GloraModel):
     """GLoRA, which multiplies by the weight in every step: refused on offloaded layers."""
 
-    def _create_and_replace(self, config: Any, adapter: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if (layer := remote_layer(target)) is not None:
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        if (layer := remote_layer(args[2])) is not None:
             raise UnsupportedMethodError(type(layer.weight).refusal("PEFT's GLoRA"))
-        super()._create_and_replace(config, adapter, target, *args, **kwargs)
+        super()._create_and_replace(*args, **kwargs)
 
 
 replace(PeftType.GLORA, RefusedGlora)

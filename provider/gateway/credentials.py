@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider.config.schema import TlsConfig
 from provider.refusal import Refusal
-from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.reading import fingerprint, key_fingerprint, load_certificates
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError
@@ -113,6 +113,6 @@ class Credentials:
             last = peer.not_after if peer.party.fingerprint in self.helpers else None
         if peer.mark in self.revoked or last is None:
             return Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more: ask the provider's operator")
-        if clock.now() > min(peer.not_after, last):
+        if reading.now() > min(peer.not_after, last):
             return Refusal(ErrorCode.REVOKED, "this certificate has expired: renew it (`symbiosis-priv keys request`)")
         return None

@@ -18,7 +18,7 @@ from provider.gateway.shapes import check_shape, refuse_bad
 from provider.gateway.slots import Slot
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
-from symbiosis_priv.certificates.signing import is_signed
+from symbiosis_priv.certificates.reading import is_signed
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.stream import FrameStream

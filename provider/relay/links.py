@@ -25,8 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig, RelayTarget
-from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
-from symbiosis_priv.certificates.signing import sign
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, SymbiosisError, one_line
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address

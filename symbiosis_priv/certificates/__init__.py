@@ -6,13 +6,10 @@ A provider's certificate has the usages `serverAuth` and `clientAuth` (a helper 
 provider's hosts. A tenant's certificate has the usage `clientAuth` and the URI `urn:symbiosis-priv:tenant:<name>`. So
 neither is accepted in place of the other.
 
-    naming            checks the names of parties
-    pem               reads and writes files of certificates and keys
-    reading           reads certificates and keys: kind, names, validity
-    issuing           creates certificates of authorities, providers and tenants, and rotates them
-    signing_requests  creates and signs certificate requests
-    signing           signs and verifies with the key of a certificate
-    revocation        reads and writes the list of revoked certificates
-    alerts            logs warnings about readable key files and certificates that expire soon
-    keys_cli          `symbiosis-priv keys`
+    naming      checks the names of parties
+    pem         reads and writes files of certificates and keys
+    reading     reads certificates and keys: kind, names, validity, signatures; warns of what expires
+    issuing     creates certificates of authorities, providers and tenants, rotates them, and signs requests
+    revocation  reads and writes the list of revoked certificates
+    keys_cli    `symbiosis-priv keys`
 """

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from symbiosis_priv.certificates import clock, issuing, reading, revocation, signing_requests
+from symbiosis_priv.certificates import issuing, reading, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.certificates.reading import Description, Identity, Kind
 from symbiosis_priv.display import terminal
@@ -111,12 +111,12 @@ def request(
 
     If the key exists, the request is for the existing key. Use this to renew a certificate.
     """
-    path = signing_requests.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
+    path = issuing.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
     terminal.say(f"  name         {name}")
     key = reading.pair(directory, name).key
     terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
-    terminal.say(f"  fingerprint  {signing_requests.load_request(path).fingerprint}")
+    terminal.say(f"  fingerprint  {issuing.load_request(path).fingerprint}")
     signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
     _next(f"Send {path} to {signer}, and this fingerprint by another channel. The signer runs:")
@@ -146,10 +146,10 @@ def sign(
             f"{request} does not exist: the owner of the key makes it with `symbiosis-priv keys request --name "
             f"{shlex.quote(request.stem)}` and sends it to you"
         )
-    wanted = signing_requests.load_request(request)
+    wanted = issuing.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
-    path = signing_requests.sign_request(
+    path = issuing.sign_request(
         wanted,
         authority=_identity(directory, authority),
         directory=directory,
@@ -291,7 +291,7 @@ def _report(identity: Identity) -> None:
 
 
 def _print_certificate(path: Path, description: Description) -> None:
-    days = (description.not_after - clock.now()).days
+    days = (description.not_after - reading.now()).days
     left = f"{days} days left" if days >= 0 else f"EXPIRED: {_renewal(path)}"
     terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
     terminal.say(f"  kind         {description.kind}")

@@ -1,23 +1,29 @@
-"""Reads certificates and keys: kind, names, validity and fingerprints."""
+"""Reads certificates and keys: kind, names, validity and fingerprints. Signs and verifies with the keys.
+
+Logs warnings, each once, about key files that other users can read and certificates that expire soon.
+"""
 
 import hashlib
+import logging
+import os
 import re
 import shlex
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from symbiosis_priv.certificates import clock
 from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN, is_operator
 from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError, one_line
@@ -26,6 +32,10 @@ Pin = Path | x509.Certificate
 """The only certificate that is accepted from a provider: a file that holds it alone, or a certificate that the
 federation's authority has issued."""
 
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
+_SOON: Final = timedelta(days=14)
+_ECDSA: Final = ec.ECDSA(hashes.SHA256())
 _BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
@@ -61,6 +71,11 @@ class Description:
     hosts: tuple[str, ...]
     not_after: datetime
     fingerprint: str
+
+
+def now() -> datetime:
+    """The current time, in one place, so that tests can replace it."""
+    return datetime.now(UTC)
 
 
 def pair(directory: Path, name: str) -> Identity:
@@ -190,7 +205,7 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 def is_current(certificate: x509.Certificate) -> bool:
-    return certificate.not_valid_before_utc <= clock.now() <= certificate.not_valid_after_utc
+    return certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc
 
 
 def require_identity(identity: Identity, *, kind: Kind) -> None:
@@ -263,3 +278,48 @@ def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extens
 
 def _der(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.DER)
+
+
+def sign(key: PrivateKeyTypes, message: bytes) -> bytes:
+    """Sign a message, which begins with the domain of its kind. Raises `CertificateError`: the key is neither
+    elliptic-curve nor Ed25519."""
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        return key.sign(message, _ECDSA)
+    if isinstance(key, ed25519.Ed25519PrivateKey):
+        return key.sign(message)
+    raise CertificateError("the key is neither elliptic-curve nor Ed25519: make one with `keys request --provider`")
+
+
+def is_signed(key: PublicKeyTypes, message: bytes, signature: bytes) -> bool:
+    """Returns True if the signature of the message is by this key. False also for a key of another kind."""
+    try:
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            key.verify(signature, message, _ECDSA)
+        elif isinstance(key, ed25519.Ed25519PublicKey):
+            key.verify(signature, message)
+        else:
+            return False
+    except InvalidSignature:
+        return False
+    return True
+
+
+def warn_of_exposed_key(key: Path) -> None:
+    """Logs a warning, once, if other users of this machine may read or write a key file."""
+    if os.name == "posix" and key.exists() and (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
+        _warn_once(f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
+
+
+def warn_of_expiry(path: Path, *, fix: Callable[[], str]) -> None:
+    """Logs a warning, once a day, for every certificate of a file that expires within 14 days."""
+    for certificate in load_certificates(path):
+        until = certificate.not_valid_after_utc
+        left = until - now()
+        if timedelta() <= left < _SOON:
+            _warn_once(f"{path} expires in {left.days} days, on {until:%Y-%m-%d %H:%M} UTC: {fix()}")
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)

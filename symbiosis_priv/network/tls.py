@@ -33,7 +33,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from symbiosis_priv.certificates.alerts import warn_of_expiry, warn_of_exposed_key
 from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.certificates.reading import (
     Identity,
@@ -51,6 +50,8 @@ from symbiosis_priv.certificates.reading import (
     require_identity,
     tenant_name,
     usages,
+    warn_of_expiry,
+    warn_of_exposed_key,
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 

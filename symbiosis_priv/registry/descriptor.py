@@ -29,7 +29,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import reading, signing
+from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.reading import is_authority, is_issued_by, load_certificates, provider_name
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
@@ -217,7 +217,7 @@ def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
     """Sign a descriptor with the key of its certificate. Raises `CertificateError`: the key is neither elliptic-curve
     nor Ed25519; `ConfigError`: the signed descriptor is too large."""
     body = _encoder.encode(descriptor)
-    signature = signing.sign(key, _DOMAIN + body)
+    signature = reading.sign(key, _DOMAIN + body)
     data = _encoder.encode(_Signed(body=body, signature=signature))
     if len(data) > MAX_BYTES:
         raise ConfigError(
@@ -242,7 +242,7 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         key = certificate.public_key()
     except _MALFORMED as error:
         raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
-    if not signing.is_signed(key, _DOMAIN + signed.body, signed.signature):
+    if not reading.is_signed(key, _DOMAIN + signed.body, signed.signature):
         raise DescriptorError("it is not signed by the key of its certificate")
     if reading.operator_of(certificate) is None:
         raise DescriptorError("its certificate names no operator (`symbiosis-priv keys sign --operator`)")

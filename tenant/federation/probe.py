@@ -21,7 +21,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, expand, mask_key, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.checkpoints.layers import LayerRange, spans
 from symbiosis_priv.errors import (
@@ -239,7 +239,7 @@ class ProviderProbe:
         connection = self._open()
         if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
             until = x509.load_der_x509_certificate(shown).not_valid_after_utc
-            finding.days_left = (until - clock.now()).total_seconds() / _DAY_S
+            finding.days_left = (until - reading.now()).total_seconds() / _DAY_S
         finding.clock_ahead_s = self._clock_ahead()
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic import passes, wraps
 from symbiosis_priv.arithmetic.modular import Column, dot
-from symbiosis_priv.certificates.signing import is_signed
+from symbiosis_priv.certificates.reading import is_signed
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, ProviderError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire

@@ -21,8 +21,7 @@ from torch import Tensor
 from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.keystream import expand, relay_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction, quantise_rows
-from symbiosis_priv.certificates.reading import Identity, fingerprint
-from symbiosis_priv.certificates.signing import sign
+from symbiosis_priv.certificates.reading import Identity, fingerprint, sign
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex

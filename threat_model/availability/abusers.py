@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint
-from symbiosis_priv.certificates.signing import sign
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire

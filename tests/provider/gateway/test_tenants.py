@@ -32,7 +32,7 @@ from provider.gateway.usage import UsageCounters, UsageCounts, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
-from symbiosis_priv.certificates import clock, issuing, keys_cli, reading
+from symbiosis_priv.certificates import issuing, keys_cli, reading
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
@@ -718,11 +718,11 @@ def test_requests_are_refused_once_the_certificate_has_expired(
     """The handshake checks the lifetime once, but a connection may be open for months."""
     erin = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
     context = client_context(certificate=erin.certificate, key=erin.key, pins=(keys.provider.certificate,))
-    real_now = clock.now
+    real_now = reading.now
     with Provider(configure()) as provider:
         alice, open_one = connect("alice", to=provider), connect(context=context, to=provider)
         open_one.product(execute(0, 1), ones(1))
-        monkeypatch.setattr(clock, "now", lambda: real_now() + timedelta(days=2))
+        monkeypatch.setattr(reading, "now", lambda: real_now() + timedelta(days=2))
         open_one.send(execute(0, 1), bytes(4 * WIDTH))
         reply, _ = open_one.receive()
         assert isinstance(reply, wire.Failure)

@@ -23,9 +23,8 @@ from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
-from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, is_signed, load_certificates, sign
 from symbiosis_priv.certificates.revocation import mark_of
-from symbiosis_priv.certificates.signing import is_signed, sign
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import listen

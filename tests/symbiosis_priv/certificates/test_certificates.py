@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, revocation, signing_requests
+from symbiosis_priv.certificates import issuing, pem, reading, revocation
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
@@ -203,7 +203,7 @@ def test_a_leaf_certificate_cannot_issue(tmp_path: Path, authority: Identity) ->
 
 
 def test_expired_authority(tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=3651))
+    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=3651))
     with pytest.raises(CertificateError, match=r"authority\.pem is valid only from"):
         issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
 
@@ -297,7 +297,7 @@ def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: p
 
 
 def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
+    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) - timedelta(days=30))
     identity = issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice", days=1)
     monkeypatch.undo()
     with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate --name alice"):
@@ -366,10 +366,10 @@ def test_other_certificates_have_no_kind(tmp_path: Path) -> None:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """`warned()` returns the warnings since the last call."""
-    monkeypatch.setattr(alerts, "_warned", set())
+    monkeypatch.setattr(reading, "_warned", set())
 
     def take() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records if record.name == alerts.__name__]
+        messages = [record.getMessage() for record in caplog.records if record.name == reading.__name__]
         caplog.clear()
         return messages
 
@@ -406,7 +406,7 @@ def test_certificates_that_expire_soon_are_warned_about_once(
     use_both_sides(provider, tenant, authority)
     assert warned() == []
     later = datetime.now(UTC) + timedelta(days=10)
-    monkeypatch.setattr(clock, "now", lambda: later)
+    monkeypatch.setattr(reading, "now", lambda: later)
     for _ in range(2):
         use_both_sides(provider, tenant, authority)
     messages = warned()
@@ -454,7 +454,7 @@ def test_names_in_a_certificate_cannot_control_the_terminal(tmp_path: Path) -> N
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a\n  fingerprint  sha256:0\x1b[8m")])
     made = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, clock.now(), clock.now() + timedelta(days=9))
+        x509.CertificateBuilder(name, name, key.public_key(), 1, reading.now(), reading.now() + timedelta(days=9))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("a.example\r\x1b[2K")]), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -481,7 +481,7 @@ def test_an_altered_certificate_or_request_is_parsed_or_a_certificate_error(
     path.write_text(f"-----BEGIN {label}-----\n{base64.encodebytes(bytes(altered)).decode()}-----END {label}-----\n")
     with contextlib.suppress(CertificateError, ConfigError):
         if which is request:
-            signing_requests.load_request(path)
+            issuing.load_request(path)
             return
         (found,) = reading.load_certificates(path)
         reading.describe(path)
@@ -495,7 +495,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
     """A folder, and the DER of a certificate and of a request."""
     folder = tmp_path_factory.mktemp("parsed")
     identity = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="gpu")
-    request = signing_requests.create_request(folder, name="alice")
+    request = issuing.create_request(folder, name="alice")
     der = serialization.Encoding.DER
     return (
         folder,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from provider.config.provider_toml import template
-from symbiosis_priv.certificates import clock, issuing, reading, signing_requests
+from symbiosis_priv.certificates import issuing, reading
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
@@ -38,8 +38,8 @@ def authority(tmp_path: Path) -> Identity:
 
 
 def sign(authority: Identity, request: Path, *, renew: bool = False) -> Path:
-    return signing_requests.sign_request(
-        signing_requests.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
+    return issuing.sign_request(
+        issuing.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
     )
 
 
@@ -59,7 +59,7 @@ def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivat
 
 def test_a_provider_accepts_a_tenant_with_a_signed_request(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    request = signing_requests.create_request(tenant, name="alice")
+    request = issuing.create_request(tenant, name="alice")
     assert stat.S_IMODE((tenant / "alice.key").stat().st_mode) == 0o600
     assert b"PRIVATE" not in request.read_bytes()
     assert not list(authority.certificate.parent.glob("alice*"))
@@ -159,7 +159,7 @@ def test_bad_requests_are_refused(
     path = tmp_path / "bad.csr"
     write(path)
     with pytest.raises(error, match=words):
-        signing_requests.load_request(path)
+        issuing.load_request(path)
 
 
 @given(st.binary(max_size=400))
@@ -167,12 +167,12 @@ def test_any_bytes_are_parsed_or_an_error_of_the_tree(tmp_path_factory: pytest.T
     path = tmp_path_factory.getbasetemp() / "any.csr"
     path.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\n" + data)
     with pytest.raises(CertificateError):
-        signing_requests.load_request(path)
+        issuing.load_request(path)
 
 
 def test_a_name_belongs_to_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
-    first = signing_requests.create_request(tmp_path / "one", name="alice")
-    other = signing_requests.create_request(tmp_path / "two", name="alice")
+    first = issuing.create_request(tmp_path / "one", name="alice")
+    other = issuing.create_request(tmp_path / "two", name="alice")
     record = sign(authority, first)
     before = record.read_bytes()
     with pytest.raises(CertificateError, match=r"already gives the name alice to another key.*--renew"):
@@ -180,10 +180,7 @@ def test_a_name_belongs_to_its_key_unless_it_is_renewed(tmp_path: Path, authorit
     assert record.read_bytes() == before
     sign(authority, first)  # the same key again: a renewal
     sign(authority, other, renew=True)
-    assert (
-        reading.key_fingerprint(reading.load_certificates(record)[0])
-        == signing_requests.load_request(other).fingerprint
-    )
+    assert reading.key_fingerprint(reading.load_certificates(record)[0]) == issuing.load_request(other).fingerprint
     assert (record.parent / "alice.previous.pem").exists()
 
 
@@ -193,27 +190,27 @@ def test_no_request_replaces_another_tenants_certificate(
     tmp_path: Path, authority: Identity, name: str, renew: bool
 ) -> None:
     operator = authority.certificate.parent
-    sign(authority, signing_requests.create_request(tmp_path / "one", name="alice"))
+    sign(authority, issuing.create_request(tmp_path / "one", name="alice"))
     issuing.issue(operator, authority=None, kind=Kind.PROVIDER, name="alpha")
-    sign(authority, signing_requests.create_request(tmp_path / "one", name="renamed"))
+    sign(authority, issuing.create_request(tmp_path / "one", name="renamed"))
     (operator / "renamed.pem").rename(operator / "elsewhere.pem")
     before = {path: path.read_bytes() for path in operator.iterdir()}
     with pytest.raises(CertificateError):
-        sign(authority, signing_requests.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
+        sign(authority, issuing.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
     assert {path: path.read_bytes() for path in operator.iterdir()} == before
 
 
 def test_a_request_keeps_an_existing_key_but_never_a_providers_key(tmp_path: Path) -> None:
-    path = signing_requests.create_request(tmp_path, name="alice")
-    key, fingerprint = (tmp_path / "alice.key").read_bytes(), signing_requests.load_request(path).fingerprint
-    signing_requests.create_request(tmp_path, name="alice")
+    path = issuing.create_request(tmp_path, name="alice")
+    key, fingerprint = (tmp_path / "alice.key").read_bytes(), issuing.load_request(path).fingerprint
+    issuing.create_request(tmp_path, name="alice")
     assert (tmp_path / "alice.key").read_bytes() == key
-    assert signing_requests.load_request(path).fingerprint == fingerprint
+    assert issuing.load_request(path).fingerprint == fingerprint
     issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
     with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
-        signing_requests.create_request(tmp_path, name="alpha")
+        issuing.create_request(tmp_path, name="alpha")
     with pytest.raises(ConfigError, match=r"name '\.\./x'"):
-        signing_requests.create_request(tmp_path, name="../x")
+        issuing.create_request(tmp_path, name="../x")
 
 
 # The command line
@@ -238,7 +235,7 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
 
 def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    signed = sign(authority, signing_requests.create_request(tenant, name="alice"))
+    signed = sign(authority, issuing.create_request(tenant, name="alice"))
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
     with pytest.raises(CertificateError, match="keys request --name alice"):
         run("rotate", "--name", "alice", "--directory", tenant)
@@ -247,7 +244,7 @@ def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_pat
 @pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
 def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, authority: Identity, kind: Kind) -> None:
     """The key is elsewhere: a new key here would take over the name, and refuse the owner's next request."""
-    request = signing_requests.create_request(tmp_path / "own", name="alice", kind=kind)
+    request = issuing.create_request(tmp_path / "own", name="alice", kind=kind)
     signer: list[str | Path] = ["--directory", authority.certificate.parent]
     details = ["--operator", "Alpha GmbH", "--host", "a.example"] if kind is Kind.PROVIDER else []
     run("sign", request, *signer, *details)
@@ -266,9 +263,9 @@ def test_the_command_that_an_expired_certificate_names_renews_it(
     folder, signed = authority.certificate.parent if signed_here else tmp_path / "own", authority.certificate.parent
     details: list[str] = ["--operator", "L", "--host", "l.example"] if kind is Kind.PROVIDER else []
     request: list[str | Path] = ["sign", folder / "late.csr", "--directory", signed, *details]
-    signing_requests.create_request(folder, name="late", kind=kind)
+    issuing.create_request(folder, name="late", kind=kind)
     run(*request, "--days", "1")
-    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
+    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=2))
     late = Identity(folder / "late.pem", folder / "late.key")
     if not signed_here:
         shutil.copy(signed / "late.pem", folder)
@@ -288,7 +285,7 @@ def test_all_certificates_of_a_tenant_can_be_revoked(tmp_path: Path, authority: 
     operator = authority.certificate.parent
     given = []
     for folder in ("one", "one", "one", "two"):
-        request = signing_requests.create_request(tmp_path / folder, name="alice")
+        request = issuing.create_request(tmp_path / folder, name="alice")
         given.append(mark_of(reading.load_certificates(sign(authority, request, renew=True))[0]))
     assert len(set(given)) == 4
     run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
@@ -305,7 +302,7 @@ def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, autho
     for _ in range(3):
         issuing.rotate(alice.certificate, authority=authority)
         given.append(alice.certificate.read_bytes())
-    sign(authority, signing_requests.create_request(tmp_path / "new", name="alice"), renew=True)
+    sign(authority, issuing.create_request(tmp_path / "new", name="alice"), renew=True)
     given.append(alice.certificate.read_bytes())
     given.append(issuing.prepare_rotation(alice.certificate, authority=authority).certificate.read_bytes())
     output = run("revoke", "--name", "alice", "--directory", folder)
@@ -331,7 +328,7 @@ def test_an_expired_certificate_is_not_kept(authority: Identity, monkeypatch: py
     folder = authority.certificate.parent
     alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
     issuing.rotate(alice.certificate, authority=authority, days=30)
-    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
+    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=2))
     issuing.rotate(alice.certificate, authority=authority, days=30)
     assert len(reading.load_certificates(folder / "brief.previous.pem")) == 1
 
@@ -341,7 +338,7 @@ def test_printed_commands_and_settings_work_as_printed(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     output = run("authority", "--name", "federation", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == frozenset()
-    signing_requests.create_request(tmp_path, name="alice")
+    issuing.create_request(tmp_path, name="alice")
     (line,) = [line for line in output.splitlines() if line.startswith("symbiosis-priv keys sign")]
     words = shlex.split(line.replace("NAME.csr", str(tmp_path / "alice.csr")))[2:]
     run(*words)
@@ -361,7 +358,7 @@ def test_printed_commands_and_settings_work_as_printed(tmp_path: Path) -> None:
 
 def test_the_signer_determines_a_providers_operator_and_hosts(tmp_path: Path, authority: Identity) -> None:
     federation = authority.certificate.parent
-    request = signing_requests.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
+    request = issuing.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
     with pytest.raises(ConfigError, match=r"--operator 'Alpha GmbH' --host alpha\.example"):
         run("sign", request, "--directory", federation)
     run("sign", request, "--directory", federation, "--operator", "Gamma AG", "--host", "gamma.example")
@@ -369,16 +366,16 @@ def test_the_signer_determines_a_providers_operator_and_hosts(tmp_path: Path, au
     assert reading.kind_of(signed) is Kind.PROVIDER
     assert (reading.provider_name(signed), reading.operator_of(signed)) == ("gamma", "Gamma AG")
     assert reading.hosts_of(signed) == ("gamma.example",)
-    other = signing_requests.create_request(tmp_path / "other", name="gamma", kind=Kind.PROVIDER)
+    other = issuing.create_request(tmp_path / "other", name="gamma", kind=Kind.PROVIDER)
     with pytest.raises(CertificateError, match="already gives the name gamma to another key"):
         run("sign", other, "--directory", federation, "--operator", "Other", "--host", "other.example")
-    tenant = signing_requests.create_request(tmp_path / "tenant", name="gamma")
+    tenant = issuing.create_request(tmp_path / "tenant", name="gamma")
     with pytest.raises(CertificateError, match="another case of it"):
         run("sign", tenant, "--directory", federation)
 
 
 def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path, authority: Identity) -> None:
-    request = signing_requests.create_request(tmp_path / "tenant", name="alice")
+    request = issuing.create_request(tmp_path / "tenant", name="alice")
     for option in (("--operator", "Alice AG"), ("--host", "alice.example")):
         with pytest.raises(ConfigError, match="leave"):
             run("sign", request, "--directory", authority.certificate.parent, *option)

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.certificates import clock, issuing, reading
+from symbiosis_priv.certificates import issuing, reading
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
 from symbiosis_priv.network import tls
@@ -50,7 +50,7 @@ class Keys:
 @contextmanager
 def last_month() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
+        patch.setattr(reading, "now", lambda: datetime.now(UTC) - timedelta(days=30))
         yield
 
 

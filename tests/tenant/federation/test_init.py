@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates.issuing import create_authority, issue
+from symbiosis_priv.certificates.issuing import create_authority, create_request, issue
 from symbiosis_priv.certificates.reading import Kind, fingerprint
-from symbiosis_priv.certificates.signing_requests import create_request
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation

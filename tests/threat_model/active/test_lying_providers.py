@@ -99,7 +99,7 @@ def test_lying_registries_are_refused_by_the_checks_of_descriptors(
     assert refused(report, "lying registry")
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
-        patch.setattr("symbiosis_priv.certificates.signing.is_signed", lambda *_: True)
+        patch.setattr("symbiosis_priv.certificates.reading.is_signed", lambda *_: True)
         fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {
         "an executor that another authority vouches for",

@@ -180,7 +180,7 @@ class Gate:
         helpers: the helpers of the federation that are used.
 
     Attributes:
-        settling: a lock that is held while a fault is attributed. No request is sent while it is held.
+        attributing: a lock that is held while a fault is attributed. No request is sent while it is held.
 
     Raises:
         RoleConflictError: a company has both roles, and would know a pad and see a row under it.
@@ -193,7 +193,7 @@ class Gate:
             companies=federation.companies,
             pad_helpers=federation.pad_helpers,
         )
-        self.settling = threading.Lock()
+        self.attributing = threading.Lock()
         self._quarantined = quarantined
         self._may_see = functools.lru_cache(_CACHED_PEERS)(federation.admissible)
 
@@ -208,7 +208,7 @@ class Gate:
             QuarantinedError: the provider is quarantined.
             RoleConflictError: the provider's company knows a seed of these rows' pads (rule 8).
         """
-        with self.settling:
+        with self.attributing:
             if peer in self._quarantined:
                 raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")
         if rows is None:

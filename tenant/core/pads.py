@@ -22,6 +22,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, NoReturn, Self
 
@@ -207,6 +208,24 @@ class Pad:
             raise BurntRowError("a pad was about to be used twice; nothing was sent under it again") from None
 
 
+@dataclass(frozen=True)
+class PadOrder:
+    """The order of a pad.
+
+    Args:
+        counts: rows of every expert of a stack: each mask's effect is a product with its own expert's matrix.
+        ahead: True if no product waits for this pad yet. It then does not delay pads that a product waits for.
+        executor: the executor that will see rows under the pad; None for any executor that serves the group.
+    """
+
+    index: GroupIndex
+    direction: Direction
+    rows: int
+    counts: Counts | None = None
+    ahead: bool = False
+    executor: Peer | None = None
+
+
 class EffectSource(ABC):
     """Draws pads for all layer groups of a session. The session stops the `workers`, which compute effects."""
 
@@ -218,28 +237,13 @@ class EffectSource(ABC):
         self._keystreams: dict[tuple[Seed, GroupIndex, Direction, bool, bool], Keystream] = {}
 
     @abstractmethod
-    def draw(
-        self,
-        index: GroupIndex,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None = None,
-        ahead: bool,
-        executor: Peer | None = None,
-    ) -> Pad:
-        """Burn `rows` fresh row indices and start to compute the effects of their masks.
+    def draw(self, order: PadOrder) -> Pad:
+        """Burn fresh row indices and start to compute the effects of their masks."""
 
-        Args:
-            counts: rows of every expert of a stack: each mask's effect is a product with its own expert's matrix.
-            ahead: True if no product waits for this pad yet. It then does not delay pads that a product waits for.
-            executor: the executor that will see rows under the pad; None for any executor that serves the group.
-        """
-
-    def _burn(self, index: GroupIndex, direction: Direction, rows: int, counts: Counts | None = None) -> int:
+    def _burn(self, order: PadOrder) -> int:
         """Burn row indices, and return the first one. Rows for experts have counters and keystreams of their own."""
-        facts = self._facts[index].for_rows(counts)
-        return self._secret.burn(group_name=facts.entry.name, direction=direction, rows=rows)
+        facts = self._facts[order.index].for_rows(order.counts)
+        return self._secret.burn(group_name=facts.entry.name, direction=order.direction, rows=order.rows)
 
     def _keystream(
         self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None, *, second: bool = False

@@ -4,7 +4,6 @@ calls.
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
                     Simulation            the tenant's own copy of the weights; no network; the reference
                     session.Session       providers, masked and verified
-PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, for comparison only (masking.paper_pool)
 """
 
 from abc import ABC, abstractmethod
@@ -153,14 +152,16 @@ class RingBackend(Backend):
     ) -> None:
         if not inputs[0].shape[0]:
             return
-        near, here = inputs, outputs
-        if not inputs[0].is_cpu:
-            near, here = _on_host(inputs), [_host_like(out) for out in outputs]
-        rows = FloatRows(self.facts[index], direction, near, here, counts)
+        if inputs[0].is_cpu:
+            self.products.multiply(
+                GroupIndex(index), direction, FloatRows(self.facts[index], direction, inputs, outputs, counts)
+            )
+            return
+        on_host = [_host_like(out) for out in outputs]
+        rows = FloatRows(self.facts[index], direction, _on_host(inputs), on_host, counts)
         self.products.multiply(GroupIndex(index), direction, rows)
-        if here is not outputs:
-            for out, result in zip(outputs, here, strict=True):
-                out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
+        for out, result in zip(outputs, on_host, strict=True):
+            out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
 
     def close(self) -> None:
         self.products.close()
@@ -168,10 +169,10 @@ class RingBackend(Backend):
 
 def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors to the CPU. All copies are started before the first one is waited for."""
-    near = [_host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
+    copies = [_host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
     for device in {part.device for part in parts if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return near
+    return copies
 
 
 def _host_like(tensor: Tensor) -> Tensor:

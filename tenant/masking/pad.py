@@ -13,14 +13,11 @@ from functools import partial
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Seed
-from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.block_statement import block_id
 from tenant.connections.helper_client import HelperClient, MaskRows, Relay
-from tenant.core.pads import EffectSource, Pad, RelayedBlock, SessionSecret, Share
+from tenant.core.pads import EffectSource, Pad, PadOrder, RelayedBlock, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.worker import Promise
 
@@ -46,22 +43,14 @@ class PadSource(EffectSource):
         super().__init__(facts, secret)
         self._holders = holders
 
-    def draw(
-        self,
-        index: GroupIndex,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None = None,
-        ahead: bool,
-        executor: Peer | None = None,
-    ) -> Pad:
-        helpers, target = self._holders(index, executor)
-        first = self._burn(index, direction, rows, counts)
+    def draw(self, order: PadOrder) -> Pad:
+        index, direction, rows, counts = order.index, order.direction, order.rows, order.counts
+        helpers, target = self._holders(index, order.executor)
+        first = self._burn(order)
         wanted, shares = MaskRows(index, direction, self._facts[index].for_rows(counts), first, rows, counts), []
         for helper in helpers:
             relay = None if target is None else helper.relay(target, wanted)
-            effect = helper.submit(wanted, ahead=ahead, relay=relay)
+            effect = helper.submit(wanted, ahead=order.ahead, relay=relay)
             share = Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect)
             if relay is not None:
                 share = share._replace(block=self._block(relay, helper.seed), fetch=partial(_fetch, helper, wanted))

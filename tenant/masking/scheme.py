@@ -4,9 +4,9 @@
 own module decides anything by the scheme's name; documents, messages and defaults may name it
 (`tests/tenant/masking/test_registry.py`). A scheme may
 
-* have its own options: `options_type`, a frozen dataclass that checks its values; * open an answer in its own way
-before the check: its pads override `tenant.core.pads.Pad.open`; * use no pads at all: `effects` then returns
-`UNMASKED_BY_CHOICE`.
+* have its own options: `options_type`, a frozen dataclass that checks its values;
+* open an answer in its own way before the check: its pads override `tenant.core.pads.Pad.open`;
+* use no pads at all: `effects` then returns `UNMASKED_BY_CHOICE`.
 """
 
 from abc import ABC, abstractmethod

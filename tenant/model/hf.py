@@ -39,8 +39,7 @@ from tenant.model.experts.decoding import refuse_decoding
 from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
 from tenant.model.offloaded import NO_DISK, OffloadedParameter, set_dtype_and_device
-from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
-from tenant.model.tied_head import untie_head
+from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
 from tenant.options import Experts, Options
 
 log = logging.getLogger(__name__)

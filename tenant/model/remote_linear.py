@@ -8,18 +8,23 @@ compared with a copy. Like autograd, this module does not notice a write through
 
 The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
 
+A tied LM head may be offloaded as well (`untie_head`). Providers multiply by the table of the checkpoint, so the
+tenant's embedding table, which stays for look-ups, must not change: it is frozen, and the head raises an error if the
+table was trained or resized.
+
 The bias is public. The product includes the checkpoint's bias, and a layer adds the difference that training has made.
 """
 
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
@@ -308,3 +313,35 @@ class RemoteConv1D(RemoteLayer, Conv1D):  # type: ignore[misc]
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = True) -> None:
         super().__init__(weight=OffloadedConv1DWeight((inputs, outputs)), bias=bias, group=group, member=member)
         self.nx, self.nf = inputs, outputs
+
+
+def untie_head(model: PreTrainedModel, tied: Mapping[str, str]) -> list[nn.Module]:
+    """Stop transformers from tying an offloaded head to the embeddings on loading. `tied` is from
+    `discovery.skeleton.tied_head`. Returns the modules whose `weight` is the head's table; none if the head stays with
+    the tenant."""
+    tables = []
+    for parameter, source in tied.items():
+        owner, _, leaf = parameter.rpartition(".")
+        head = model.get_submodule(owner)
+        if isinstance(head, RemoteLayer):
+            del model.all_tied_weights_keys[parameter]
+            if leaf == "weight":
+                tables.append(model.get_submodule(source.rpartition(".")[0]))
+                head.register_forward_pre_hook(_Unchanged(tables[-1]))
+    return tables
+
+
+class _Unchanged:
+    """Hook before the head's product: refuses a table that differs from that of the checkpoint."""
+
+    def __init__(self, table: nn.Module) -> None:
+        self._table = table
+
+    def __call__(self, head: Any, _: Any) -> None:
+        weight = self._table.weight
+        if weight.requires_grad or weight.shape != head.weight.shape:
+            raise UnsupportedMethodError(
+                "the embedding table is also the LM head, whose product is offloaded, so the table cannot be trained "
+                "or resized. Freeze it: model.get_input_embeddings().weight.requires_grad_(False); or load the model "
+                "with RemoteConfig(tied_head=False)"
+            )

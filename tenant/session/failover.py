@@ -32,7 +32,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from tenant.connections.executor_client import Answer, NoFreeChannelError, fetch_effects
 from tenant.core.blame import attribute
-from tenant.core.pads import Pad, Share, with_first_rows
+from tenant.core.pads import Pad, PadOrder, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider
 from tenant.session.refused import restore_product
@@ -282,15 +282,14 @@ class Recovery:
             self._late.clear()
 
     def _replace_pads(self, executor: KnownProvider | None, *, spoilt: Callable[[Pad], bool]) -> None:
-        part = self._part
+        part, peer = self._part, None if executor is None else executor.peer
         self._redraws += 1
         fresh = {}
         for number, (first, pad) in enumerate(with_first_rows(part.pads)):
             if spoilt(pad):
                 counts = part.counts_of(first, pad.rows)
-                fresh[number] = self._runtime.pads.draw(
-                    part.index, part.direction, pad.rows, counts=counts, executor=executor
-                )
+                order = PadOrder(part.index, part.direction, pad.rows, counts, executor=peer)
+                fresh[number] = self._runtime.pads.draw(order)
         part.remask(fresh)
         self._tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
 
@@ -308,7 +307,7 @@ class Recovery:
             CheckpointError: the tenant's own packed weights are damaged.
         """
         runtime, part = self._runtime, self._part
-        with runtime.gate.settling:
+        with runtime.gate.attributing:
             involved = [executor := provider.peer, *part.sent.holders]
             # another part may have found the same fault already, and the keys that attribute faults may be deleted
             found = [peer for peer in involved if peer in self._routes.quarantined]

@@ -41,7 +41,7 @@ from symbiosis_priv.network import wire
 from tenant.connections.executor_client import ExecutorClient, row_limit
 from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
-from tenant.core.pads import EffectSource, Pad, SessionSecret
+from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.options import SessionOptions
 from tenant.routing.known_provider import KnownProvider
@@ -109,7 +109,7 @@ class Supply:
         if self.source is None:
             return UNMASKED_BY_CHOICE
         if counts is not None:
-            return [self.source.draw(index, direction, rows, counts=counts, ahead=False)]
+            return [self.source.draw(PadOrder(index, direction, rows, counts))]
         if (pool := self._pools.get((index, direction))) is None:
             pool = self._new_pool(index, direction, self.source)
         return pool.take(rows)
@@ -120,20 +120,10 @@ class Supply:
             pool = self._pools.get((index, direction)) or self._new_pool(index, direction, self.source)
             pool.order(rows)
 
-    def draw(
-        self,
-        index: GroupIndex,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None,
-        executor: KnownProvider | None,
-    ) -> Pad:
-        """Draw a fresh pad for rows that an executor will see. With None, every executor that serves the group may see
-        them."""
+    def draw(self, order: PadOrder) -> Pad:
+        """Draw a fresh pad now."""
         assert self.source is not None
-        peer = None if executor is None else executor.peer
-        return self.source.draw(index, direction, rows, counts=counts, ahead=False, executor=peer)
+        return self.source.draw(order)
 
     def _new_pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> "PadPool":
         facts = self._facts[index]
@@ -244,7 +234,7 @@ class PadPool:
             self.taken += rows
             self.dry += missing
         if missing:
-            pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
+            pads.append(self._source.draw(PadOrder(self._index, self._direction, missing)))
         return pads
 
     def order(self, rows: int) -> None:
@@ -271,7 +261,7 @@ class PadPool:
 
     def _draw_ahead(self, rows: int) -> None:
         try:
-            pad = self._source.draw(self._index, self._direction, rows, ahead=True)
+            pad = self._source.draw(PadOrder(self._index, self._direction, rows, ahead=True))
         except SymbiosisError as error:
             log.warning("drawing pads ahead failed, the next step draws its own: %s", error)
             with self._lock:

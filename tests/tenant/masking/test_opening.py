@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import VerificationError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.core.pads import EffectSource, Pad
-from tenant.masking.local import LocalSource
-from tenant.masking.registry import register, unregister
+from tenant.core.pads import EffectSource, Pad, PadOrder
+from tenant.masking.registry import LocalSource, register, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tests.tenant.conftest import NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
@@ -34,17 +31,8 @@ class Rounded(Pad):
 class RoundedSource(LocalSource):
     """Answers with a small error, which is rounded off."""
 
-    def draw(
-        self,
-        index: GroupIndex,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None = None,
-        ahead: bool,
-        executor: Peer | None = None,
-    ) -> Pad:
-        pad = super().draw(index, direction, rows, counts=counts, ahead=ahead, executor=executor)
+    def draw(self, order: PadOrder) -> Pad:
+        pad = super().draw(order)
         return Rounded(pad.rows, pad.shares)
 
 

@@ -18,8 +18,7 @@ from symbiosis_priv.limits import GroupIndex
 from tenant import RemoteConfig
 from tenant.cli.finetune import finetune
 from tenant.core.pads import EffectSource
-from tenant.masking.local import LocalSource
-from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
+from tenant.masking.registry import LocalSource, register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import joined
-from tenant.core.pads import EffectSource, Pad, SessionSecret, Share
-from tenant.masking.local import LocalSource
+from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret, Share
+from tenant.masking.registry import LocalSource
 from tenant.preparation.prepared import Preparation
 from tenant.session.supply import PadPool, PoolMemory
 from tenant.worker import Promise, Worker
@@ -217,17 +215,9 @@ class Flaky(EffectSource):
         self.error, self.at_once, self.away = error, at_once, True
         self.drawn: list[tuple[int, bool]] = []
 
-    def draw(
-        self,
-        index: GroupIndex,
-        direction: Direction,
-        rows: int,
-        *,
-        counts: Counts | None = None,
-        ahead: bool,
-        executor: Peer | None = None,
-    ) -> Pad:
-        first = self._burn(index, direction, rows)
+    def draw(self, order: PadOrder) -> Pad:
+        rows, ahead = order.rows, order.ahead
+        first = self._burn(order)
         self.drawn.append((rows, ahead))
         effect: Promise[Tensor] = Promise()
         if ahead and self.away:
@@ -271,20 +261,10 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
     """Slices of an effect that has not arrived: fulfilled, failed and cancelled alike."""
 
     class Slow(Flaky):
-        def draw(
-            self,
-            index: GroupIndex,
-            direction: Direction,
-            rows: int,
-            *,
-            counts: Counts | None = None,
-            ahead: bool,
-            executor: Peer | None = None,
-        ) -> Pad:
+        def draw(self, order: PadOrder) -> Pad:
             self.promised: Promise[Tensor] = Promise()
-            return Pad(
-                rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), 100 if ahead else 0, self.promised),)
-            )
+            first = 100 if order.ahead else 0
+            return Pad(order.rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), first, self.promised),))
 
     for outcome in ("result", "error", "cancel"):
         source = Slow(preparation, ValueError())
@@ -315,4 +295,4 @@ def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch:
     source = Flaky(preparation, ValueError())
     monkeypatch.setattr("tenant.core.pads.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):
-        source.draw(GroupIndex(0), FORWARD, 1, ahead=False)
+        source.draw(PadOrder(GroupIndex(0), FORWARD, 1))

@@ -37,7 +37,7 @@ from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
-from tenant.core.pads import EffectSource
+from tenant.core.pads import EffectSource, PadOrder
 from tenant.masking.backend import RingBackend
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
@@ -433,8 +433,8 @@ def test_no_request_leaves_until_a_fault_is_attributed(
 
     def slowly(*args: Any, **kwargs: Any) -> bool:
         if not heard:
-            source.draw(GroupIndex(QKV), FORWARD, 1, ahead=True)
-            source.draw(GroupIndex(MLP), FORWARD, 1, ahead=False)
+            source.draw(PadOrder(GroupIndex(QKV), FORWARD, 1, ahead=True))
+            source.draw(PadOrder(GroupIndex(MLP), FORWARD, 1))
         heard.append(len(helper.effects))
         return accepts(*args, **kwargs)
 

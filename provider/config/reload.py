@@ -60,17 +60,13 @@ class Reloader:
             found = self._stamps()
             if requested or last == found != self._seen:  # otherwise a file may be half written
                 self._seen = found
-                self._try()
+                try:
+                    self._reload()
+                    self._succeeded = True
+                except Exception as error:  # after any error the next change must still be noticed
+                    log.failure("reload_failed", error)
+                    self._succeeded = False
             last = found
-
-    def _try(self) -> None:
-        try:
-            self._reload()
-        except Exception as error:  # after any error the next change must still be noticed
-            log.failure("reload_failed", error)
-            self._succeeded = False
-        else:
-            self._succeeded = True
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(map(_stamp, self._files()))

@@ -68,7 +68,7 @@ log = logs.EventLog(__name__)
 
 _KEYSTREAM_SLICE = 4 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
-_SHARED_PARTS = 4  # and not from products of at most this many times the answer's size
+_SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
 _NOTHING = memoryview(b"")
 
 
@@ -145,32 +145,30 @@ class Executor:
         self._inbox.post(Stop())
 
     def _take_turn(self) -> float | None:
-        """Run one step in the executor's own thread. Returns the seconds to wait for messages, or None at the end."""
+        """Take in all arrived messages and run one batch, in the executor's own thread. Returns the seconds to wait for
+        messages, or None at the end."""
         with self._turn:
             if self._broken is not None:
                 raise self._broken
             self._begin_turn()
             if self._stopped and not self._jobs:
                 return None
-            return self._step()
-
-    def _step(self) -> float:
-        """Take in all arrived messages and run one batch. Returns the seconds to wait for messages."""
-        self._receive()
-        now = time.monotonic()
-        for job in self._scheduler.expire(now):
-            self._report.late += 1
-            self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
-        if pieces := self._scheduler.take(now):
-            self._run_batch(pieces)
-            self._record_products()
-            return 0.0
-        if self._stopped and not self._jobs:
-            return 0.0
-        if self._cold and not self._stopped:
-            self._warm_up(self._cold)
-            return 0.0
-        return self._rest(now)
+            for message in self._inbox.arrived():
+                self._take_in(message)
+            now = time.monotonic()
+            for job in self._scheduler.expire(now):
+                self._report.late += 1
+                self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
+            if pieces := self._scheduler.take(now):
+                self._run_batch(pieces)
+                self._record_products()
+                return 0.0
+            if self._stopped and not self._jobs:
+                return 0.0
+            if self._cold and not self._stopped:
+                self._warm_up(self._cold)
+                return 0.0
+            return self._rest(now)
 
     def _rest(self, now: float) -> float:
         """Begin to rest, because nothing can be multiplied. Returns the seconds until the scheduler's next deadline."""
@@ -237,16 +235,14 @@ class Executor:
 
     # Messages
 
-    def _receive(self) -> None:
-        for message in self._inbox.arrived():
-            self._take_in(message)
-
     def _take_in(self, message: InboxMessage) -> None:
         match message.envelope:
             case ProductRequest():
                 self._accept(self._job_of(message))
             case Cancel():
-                self._cancel(message.sender)
+                if (job := self._jobs.get(message.sender)) is not None:  # otherwise it has been answered
+                    self._report.cancelled += 1
+                    self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
             case ReportRequest():
                 self._answer_report(message.sender)
             case Wake():
@@ -286,12 +282,6 @@ class Executor:
         self._scheduler.put(job)
         self._order_keystream(job)
 
-    def _cancel(self, sender: Hashable) -> None:
-        job = self._jobs.get(sender)
-        if job is not None:  # otherwise it has been answered
-            self._report.cancelled += 1
-            self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
-
     def _answer_report(self, sender: Hashable) -> None:
         report = self._report
         report.groups_loaded = self._model.groups_loaded
@@ -312,9 +302,9 @@ class Executor:
         if job.ordered - job.taken > rows:
             return
         rows = min(rows, job.rows - job.ordered)
-        part = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.ordered, rows=rows)
+        ordered = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.ordered, rows=rows)
         job.ordered += rows
-        self._maker.order(job, job.tenant, lambda: self._model.mask_rows(part))
+        self._maker.order(job, job.tenant, lambda: self._model.mask_rows(ordered))
 
     def _take_keystream(self) -> None:
         for job, rows in self._maker.made():
@@ -351,7 +341,11 @@ class Executor:
             encoding = wire.encoding_of(arithmetic)
             rows = encoding.unpack(flat, rows=count)
             begun = time.monotonic()
-            counts, order = _by_expert(pieces) if by_expert else (None, None)
+            counts: Counts | None = None
+            order: Tensor | None = None  # sorts the rows by expert; None if they are sorted already
+            if by_expert:
+                parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
+                counts, order = (parts[0], None) if len(parts) == 1 else merge(parts)
             if order is not None:
                 rows = rows[order]
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic, counts=counts)
@@ -374,12 +368,12 @@ class Executor:
         answers: list[AddressedAnswer] = []
         for piece in pieces:
             job, rows = piece.job, piece.rows
-            part = body[start : start + rows * row_bytes]
-            start += len(part)
+            own = body[start : start + rows * row_bytes]
+            start += len(own)
             if rows == job.rows:
-                shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
-                answers.append(self._answer_of(job, copy_of(part) if shared else part))
-            elif (whole := self._collected(piece, part)) is not None:
+                shared = len(body) > max(_SHARED_BYTES, _SHARED_TIMES * len(own))
+                answers.append(self._answer_of(job, copy_of(own) if shared else own))
+            elif (whole := self._collected(piece, own)) is not None:
                 answers.append(self._answer_of(job, whole))
         if answers:
             self._inbox.answer(answers)
@@ -441,12 +435,6 @@ class Executor:
         job.payload = job.result = None
         job.made = _NOTHING
         return job.sender, ExecutorAnswer(failure, product, job.taken, self._after_answer)
-
-
-def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:
-    """The counts of the pieces' rows sorted by expert, and their order; None if they are sorted already."""
-    parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
-    return (parts[0], None) if len(parts) == 1 else merge(parts)
 
 
 def _matrices(counts: Counts | None) -> int:

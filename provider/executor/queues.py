@@ -180,10 +180,6 @@ _LINGER_MS = 1000
 _ROWS_BYTES = 4
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class InboxMessage(NamedTuple):
     """A message in an inbox, and the sender that gets the answer."""
 
@@ -205,7 +201,7 @@ class ExecutorAnswer(NamedTuple):
     failure: bytes
     payload: memoryview
     rows: int
-    after: Callable[[], None] = _do_nothing
+    after: Callable[[], None] = lambda: None
 
 
 AddressedAnswer = tuple[Hashable, ExecutorAnswer]

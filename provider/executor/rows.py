@@ -20,22 +20,22 @@ from provider.fairness.round_robin import RoundRobin
 _BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
 
 
-def joined(parts: Sequence[memoryview]) -> memoryview:
-    """The concatenation of all parts. Not a copy if only one part is not empty."""
-    if len(parts) > 1:
-        parts = [part for part in parts if part]
-    if len(parts) == 1:
-        return parts[0]
-    whole, start = empty(sum(map(len, parts))), 0
-    for part in parts:
-        fill(whole[start : start + len(part)], part)
-        start += len(part)
+def joined(buffers: Sequence[memoryview]) -> memoryview:
+    """The concatenation of all buffers. Not a copy if only one buffer is not empty."""
+    if len(buffers) > 1:
+        buffers = [buffer for buffer in buffers if buffer]
+    if len(buffers) == 1:
+        return buffers[0]
+    whole, start = empty(sum(map(len, buffers))), 0
+    for buffer in buffers:
+        fill(whole[start : start + len(buffer)], buffer)
+        start += len(buffer)
     return whole
 
 
-def copy_of(part: memoryview) -> memoryview:
-    own = empty(len(part))
-    fill(own, part)
+def copy_of(buffer: memoryview) -> memoryview:
+    own = empty(len(buffer))
+    fill(own, buffer)
     return own
 
 

@@ -104,7 +104,9 @@ class ProcessExecutor(ExecutorHandle):
     def start(self) -> None:
         path = Path(self.endpoint.removeprefix("ipc://"))
         _private_folder(path.parent)
-        _require_unused(path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            if not probe.connect_ex(str(path)):  # ZeroMQ would replace its socket
+                raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
         self._watcher.start()
@@ -124,7 +126,7 @@ class ProcessExecutor(ExecutorHandle):
         try:
             self._process.wait(timeout)
         except TimeoutExpired:
-            self._kill()
+            self._process.kill()
         self._watcher.join(timeout)
         if self._guard.ident is not None:
             self._guard.join()
@@ -142,11 +144,8 @@ class ProcessExecutor(ExecutorHandle):
             process.stdin.flush()
         return process
 
-    def _kill(self) -> None:
-        self._process.kill()
-
     def _on_hang(self) -> None:
-        self._kill()
+        self._process.kill()
 
     def _watch(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -230,13 +229,6 @@ def _private_folder(path: Path) -> None:
     if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # the owner of a folder can always enter it
         raise ConfigError(f"endpoint: other users may enter {path}; choose a new folder, or chmod 700 it")
     PrivateFolder.open(path).close()
-
-
-def _require_unused(path: Path) -> None:
-    """Raise `ConfigError` if another provider listens at the path: ZeroMQ would replace its socket."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        if not probe.connect_ex(str(path)):
-            raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
 
 
 def _close_pipe(process: Popen[bytes]) -> None:

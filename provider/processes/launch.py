@@ -96,7 +96,9 @@ def main() -> None:
         if nodes == 1:
             if FOLDER_VARIABLE not in os.environ:
                 os.environ[FOLDER_VARIABLE] = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-            rendezvous_handler_registry.register(_BACKEND, _one_machine)
+            rendezvous_handler_registry.register(
+                _BACKEND, lambda p: Rendezvous(p.run_id, HashStore(), host=_LOOPBACK, port=0, node=0, nodes=1)
+            )
         else:
             os.environ.pop(FOLDER_VARIABLE, None)
             create = _several_machines(options.master_addr, options.master_port, node=options.node_rank)
@@ -104,13 +106,10 @@ def main() -> None:
         torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
 
 
-def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
-    return Rendezvous(parameters.run_id, HashStore(), host=_LOOPBACK, port=0, node=0, nodes=1)
-
-
 def _several_machines(host: str, port: int, *, node: int) -> Callable[[RendezvousParameters], RendezvousHandler]:
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        store = _listen(host, port) if node == 0 else _connect(host, port)
+        timeout = timedelta(seconds=_RENDEZVOUS_S)
+        store = _listen(host, port) if node == 0 else TCPStore(host, port, is_master=False, timeout=timeout)
         return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
 
     return create
@@ -127,10 +126,6 @@ def _listen(host: str, port: int) -> Store:
         timeout=timedelta(seconds=_RENDEZVOUS_S),
         master_listen_fd=listener.detach(),  # TCPStore itself would listen on all interfaces
     )
-
-
-def _connect(host: str, port: int) -> Store:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_RENDEZVOUS_S))
 
 
 if __name__ == "__main__":

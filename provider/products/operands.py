@@ -100,12 +100,12 @@ class Transfers:
     """Computes products on one device. Not thread-safe.
 
     Args:
-        part: number of rows of one copy.
+        chunk: number of rows of one copy.
     """
 
-    def __init__(self, device: torch.device, *, part: int = 256) -> None:
+    def __init__(self, device: torch.device, *, chunk: int = 256) -> None:
         self._device = device
-        self._part = part
+        self._chunk = chunk
         self._module: Any = torch.get_device_module(device)
         self._up, self._down = self._stream(), self._stream()
 
@@ -123,7 +123,7 @@ class Transfers:
         """
         columns = matrix.columns(direction, by_expert=counts is not None)[1]
         host_rows, host_product = self._host(*rows.shape), self._host(len(rows), columns)
-        if len(rows) <= self._part:
+        if len(rows) <= self._chunk:
             host_rows.copy_(rows)
             sent = host_rows.to(self._device, non_blocking=True)
             host_product.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
@@ -132,17 +132,17 @@ class Transfers:
         products = torch.empty(host_product.shape, dtype=torch.int32, device=self._device)
         compute = self._module.current_stream(self._device)
         in_use = []  # until all streams are done, because torch reuses memory as soon as it is freed
-        for start in range(0, len(rows), self._part):
-            part = slice(start, start + self._part)
-            host_rows[part].copy_(rows[part])  # the CPU copies while the device works on earlier parts
+        for start in range(0, len(rows), self._chunk):
+            chunk = slice(start, start + self._chunk)
+            host_rows[chunk].copy_(rows[chunk])  # the CPU copies while the device works on earlier parts
             with self._module.stream(self._up):
-                in_use.append(host_rows[part].to(self._device, non_blocking=True))
+                in_use.append(host_rows[chunk].to(self._device, non_blocking=True))
             compute.wait_stream(self._up)
-            part_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
-            matrix.product(in_use[-1], direction, counts=part_counts, out=products[part])
+            chunk_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
+            matrix.product(in_use[-1], direction, counts=chunk_counts, out=products[chunk])
             self._down.wait_stream(compute)
             with self._module.stream(self._down):
-                host_product[part].copy_(products[part], non_blocking=True)
+                host_product[chunk].copy_(products[chunk], non_blocking=True)
         self._module.synchronize(self._device)
         return host_product
 

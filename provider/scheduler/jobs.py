@@ -98,7 +98,7 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
 _Kind = tuple[Direction, wire.Arithmetic, bool]
 """The kind of a product: a key without its layer group."""
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
-TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
+ARITHMETIC_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
 
 class Pace:
@@ -129,7 +129,7 @@ class Pace:
         rows = self.rows_in(job, self._slice_s)
         if reading := _matrices_of_row(job) * self._read(job.key) * job.row_work:
             rows = min(rows, int(self._slice_s / reading))
-        return max(TELLING_ROWS, rows)
+        return max(ARITHMETIC_ROWS, rows)
 
     def rows_in(self, job: Job, seconds: float) -> int:
         """Number of rows with the job's key whose arithmetic takes `seconds`."""
@@ -146,10 +146,10 @@ class Pace:
         if not work:
             return
         kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
-        if rows < TELLING_ROWS * matrices:
+        if rows < ARITHMETIC_ROWS * matrices:
             self._reads[key] = read = _nearer(self._read(key) or per_weight, per_weight)
             self._least_reads[kind] = min(self._least_reads.get(kind, read), read)
-        if rows < TELLING_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
+        if rows < ARITHMETIC_ROWS * matrices or per_weight < self._read(key):  # reading hid the arithmetic
             self._rates[key] = max(self._rate(key), rate)
         else:
             self._rates[key] = _nearer(self._rate(key), rate)

@@ -189,15 +189,15 @@ class Opportunistic(Discipline[J]):
         if len(may_go) == 1:
             return may_go[0]
         most = self._waiting.charged(may_go[0]) + self._max_wait_s
-        near = [job for job in may_go if self._waiting.charged(job) <= most]
-        longest = min(near, key=lambda job: job.offered)
+        in_share = [job for job in may_go if self._waiting.charged(job) <= most]
+        longest = min(in_share, key=lambda job: job.offered)
         if now - longest.offered >= self._slice_s:
             return longest
         heads: dict[Key, J] = {}  # the first job of each key, in order of fair shares
-        for job in near:
+        for job in in_share:
             heads.setdefault(job.key, job)
         if len(heads) == 1:
-            return near[0]
+            return in_share[0]
         leads = self._leads(stage, {job.key for job in firsts})
         return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
 
@@ -213,7 +213,9 @@ class Opportunistic(Discipline[J]):
 
     def batch(self, leader: J) -> list[Piece[J]]:
         room = self._room(leader)
-        others = [job for job in self._waiting.of_key(leader.key) if job is not leader and self._may_join(job, leader)]
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        if leader.key.by_expert:  # rows for more experts take longer, and the room is counted in rows of the leader
+            others = [job for job in others if self._pace.rows(job) >= self._pace.rows(leader)]
         if not others:
             return [Piece.next_of(leader, room)]
         others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
@@ -222,7 +224,8 @@ class Opportunistic(Discipline[J]):
         if leader.stage == "inference":
             first = Piece.next_of(leader, room)
             pieces = [first, *whole(inference, room - first.rows)]
-            filling = [job for job in fine_tuning if self._is_near_its_turn(job)]
+            most = self._waiting.least_charged("fine_tuning") + self._slice_s if fine_tuning else 0.0
+            filling = [job for job in fine_tuning if self._waiting.charged(job) <= most]
             if self._waiting.inference_is_due():
                 rows = sum(piece.rows for piece in pieces)  # added rows take time even if the weights are read anyway
                 room = min(room, rows + self._pace.rows_in(leader, _SLOWDOWN * self._pace.seconds(leader, rows)))
@@ -230,15 +233,6 @@ class Opportunistic(Discipline[J]):
             pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
-
-    def _may_join(self, job: J, leader: J) -> bool:
-        """False if the job's rows go to more experts than the leader's rows: the room is counted in rows of the leader,
-        and such rows take longer."""
-        return not leader.key.by_expert or self._pace.rows(job) >= self._pace.rows(leader)
-
-    def _is_near_its_turn(self, job: J) -> bool:
-        """True if the tenant was charged at most one slice more than the next tenant of its stage."""
-        return self._waiting.charged(job) <= self._waiting.least_charged(job.stage) + self._slice_s
 
 
 def _filling(jobs: list[J], room: int) -> list[Piece[J]]:

@@ -8,7 +8,7 @@ from typing import Generic
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.discipline import Discipline, Lockstep
-from provider.scheduler.jobs import TELLING_ROWS, J, Pace, Piece, Stage
+from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Pace, Piece, Stage
 from provider.scheduler.opportunistic import Opportunistic
 from provider.scheduler.waiting import RunnableJobs
 
@@ -79,8 +79,15 @@ class Scheduler(Generic[J]):
         total = sum(piece.rows for piece in pieces)
         seconds = self.pace.seconds(leader, total)
         for piece in pieces:
-            alone = piece.job.key.by_expert  # rows for other experts share no reading of weights
-            self._hand_out(piece, self.pace.seconds(piece.job, piece.rows) if alone else seconds * piece.rows / total)
+            job, its_seconds = piece.job, seconds * piece.rows / total
+            if job.key.by_expert:  # rows for other experts share no reading of weights
+                its_seconds = self.pace.seconds(job, piece.rows)
+            self._waiting.charge(job, its_seconds * job.row_cost / max(1, job.row_work))
+            job.taken = piece.stop
+            if piece.last or not job.runnable:
+                self._waiting.remove(job)
+            if piece.last:
+                self._leave(job)
         return pieces
 
     def take_alone(self, job: J) -> list[Piece[J]]:
@@ -89,7 +96,7 @@ class Scheduler(Generic[J]):
 
         The tenant is not charged: no other tenant waits for a turn.
         """
-        if self._jobs or job.rows > TELLING_ROWS or not self._discipline.is_alone(job):
+        if self._jobs or job.rows > ARITHMETIC_ROWS or not self._discipline.is_alone(job):
             return []
         self._discipline.arrived(job)
         job.taken, job.left = job.rows, True
@@ -116,16 +123,6 @@ class Scheduler(Generic[J]):
         for piece in pieces:
             if piece.job.tenant not in self._jobs:
                 self._discipline.departed(piece.job, now)
-
-    def _hand_out(self, piece: Piece[J], seconds: float) -> None:
-        """Take a piece off its job, and charge the tenant with its part of the product and with its other cost."""
-        job = piece.job
-        self._waiting.charge(job, seconds * job.row_cost / max(1, job.row_work))
-        job.taken = piece.stop
-        if piece.last or not job.runnable:
-            self._waiting.remove(job)
-        if piece.last:
-            self._leave(job)
 
     def _leave(self, job: J) -> None:
         job.left = True

@@ -14,8 +14,8 @@ plans would otherwise gather different layer groups. There are two ways to multi
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
-single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the parts of
-their experts in its shard. The sum of the ranks' results is the product.
+single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
+their experts' matrices in its shard. The sum of the ranks' results is the product.
 
 A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`rank_group`) long before the
 group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
@@ -145,7 +145,13 @@ class ShardedOperands(Operands):
         rank did not take part. The group cannot be used any more."""
         if self._entries[group].transposed:
             direction = opposite(direction)
-        mode = self._mode(group, direction, len(rows)) if counts is None else Mode.EXPERTS
+        if counts is not None:
+            mode = Mode.EXPERTS
+        elif self._fixed is not None:
+            mode = self._fixed
+        else:
+            crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
+            mode = Mode.GATHERED if len(rows) >= crossover else Mode.COLUMNS
         return self._multiply(rows, group=group, direction=direction, mode=mode, counts=counts)
 
     def warm_up(self) -> Iterator[None]:
@@ -185,7 +191,7 @@ class ShardedOperands(Operands):
                 self._heartbeats.close()
                 return
             with self._ending_on_error(self._name_of(plan)):
-                self._take_part(plan)
+                self._compute(plan)
 
     def close(self) -> None:
         """End the other ranks. Only rank 0 calls this."""
@@ -202,12 +208,12 @@ class ShardedOperands(Operands):
         out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
         if not len(rows):
             return out
-        shares = [len(part) for part in rows.tensor_split(self._world)]
+        shares = [len(chunk) for chunk in rows.tensor_split(self._world)]
         each = shares if mode is Mode.GATHERED else [len(rows)] * self._world
         plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each))
         with self._ending_on_error(self._name_of(plan)):
             self._announce(plan)
-            self._take_part(plan, rows.contiguous(), out, counts)
+            self._compute(plan, rows.contiguous(), out, counts)
         return out
 
     def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> Widths:
@@ -219,10 +225,10 @@ class ShardedOperands(Operands):
         self._sequence = plan.sequence
         dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
 
-    def _take_part(
+    def _compute(
         self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None, counts: Counts | None = None
     ) -> None:
-        """Compute one rank's part of a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
+        """Compute what one rank adds to a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
         unit = self._units[plan.group]
         if plan.mode is Mode.EXPERTS:
             self._by_expert(plan, unit, counts, rows, out)
@@ -236,9 +242,9 @@ class ShardedOperands(Operands):
     def _gathered(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, outputs = unit.columns(plan.direction)
         if rows is not None and out is not None:
-            parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
-            self._scatter(parts)
-            mine, product = parts[_LEAD], results[_LEAD]
+            chunks, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
+            self._scatter(chunks)
+            mine, product = chunks[_LEAD], results[_LEAD]
         else:
             mine, product = self._receive(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
         mine, product = mine.to(self._device), product.to(self._device)
@@ -260,18 +266,18 @@ class ShardedOperands(Operands):
         if out is None:
             self._send(product)
             return
-        parts = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
-        self._gather(parts)
-        torch.cat(parts, dim=1, out=out)
+        chunks = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
+        self._gather(chunks)
+        torch.cat(chunks, dim=1, out=out)
 
     def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         _, outputs = unit.columns(BACKWARD)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns, count = shards[self._rank], plan.rows[self._rank]
         if rows is not None:
-            parts = [rows[:, shard].contiguous() for shard in shards]
-            self._scatter(parts)
-            mine = parts[_LEAD]
+            chunks = [rows[:, shard].contiguous() for shard in shards]
+            self._scatter(chunks)
+            mine = chunks[_LEAD]
         else:
             mine = self._receive(count, columns.stop - columns.start)
         product = self._matrix(count, outputs).to(self._device)
@@ -298,8 +304,8 @@ class ShardedOperands(Operands):
 
     # Matrices between rank 0 and the other ranks
 
-    def _scatter(self, parts: Sequence[Tensor]) -> None:
-        sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(parts) if rank and part.numel()]
+    def _scatter(self, chunks: Sequence[Tensor]) -> None:
+        sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(chunks) if rank and part.numel()]
         _wait(sent)
 
     def _receive(self, count: int, width: int) -> Tensor:
@@ -313,8 +319,8 @@ class ShardedOperands(Operands):
             dist.send(product, _LEAD)
 
     def _gather(self, results: Sequence[Tensor]) -> None:
-        """Receive the other ranks' parts of a result."""
-        arriving = [(part, part.to(self._device)) for part in results]
+        """Receive the other ranks' rows or columns of a result."""
+        arriving = [(chunk, chunk.to(self._device)) for chunk in results]
         _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
         for rank, (here, there) in enumerate(arriving):
             if rank and here is not there:
@@ -324,12 +330,6 @@ class ShardedOperands(Operands):
         return torch.empty((rows, width), dtype=torch.int32, device="cpu")
 
     # Start and failure
-
-    def _mode(self, group: int, direction: Direction, rows: int) -> Mode:
-        if self._fixed is not None:
-            return self._fixed
-        crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
-        return Mode.GATHERED if rows >= crossover else Mode.COLUMNS
 
     def _load(self, index: int, mesh: DeviceMesh) -> Unit:
         whole, choice = self._store.packed(index)

@@ -25,10 +25,10 @@ class Unit(nn.Module):
 
     def __init__(self, whole: Packed, choice: Choice) -> None:
         super().__init__()
-        block = kernel_of(choice.layout).block
-        if block is None:
+        granule = kernel_of(choice.layout).shard_granule
+        if granule is None:
             raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
-        self._block = block
+        self._granule = granule
         nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
         self._whole = replace(whole, data=nothing)
         self._choice = choice
@@ -54,7 +54,7 @@ class Unit(nn.Module):
 
     def columns_of(self, rank: int, world: int) -> slice:
         """The outputs in the shard of a rank."""
-        each = _chunk(self.weight.shape[0], world) * self._block
+        each = _chunk(self.weight.shape[0], world) * self._granule
         return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
 
     def columns(self, direction: Direction, *, experts: int = 1) -> Widths:
@@ -78,7 +78,7 @@ class Unit(nn.Module):
             start, stop = max(columns.start, first), min(columns.stop, first + height)
             if start >= stop:
                 continue
-            weights = kernel.part(shard, start - columns.start, stop - columns.start)
+            weights = kernel.cut(shard, start - columns.start, stop - columns.start)
             here = slice(start - first, stop - first)
             if direction == FORWARD:
                 product = rows.new_empty((segment.stop - segment.start, stop - start))
@@ -111,6 +111,6 @@ class Unit(nn.Module):
             self._choice.kernel(direction, len(rows)).product(weights, rows, direction, out)
 
 
-def _chunk(blocks: int, world: int) -> int:
-    """Number of blocks that `Shard(0)` gives to a rank; the last ranks get fewer or none."""
-    return -(-blocks // world)
+def _chunk(granules: int, world: int) -> int:
+    """Number of granules that `Shard(0)` gives to a rank; the last ranks get fewer or none."""
+    return -(-granules // world)

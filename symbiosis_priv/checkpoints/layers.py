@@ -84,16 +84,12 @@ def layers_of(names: Iterable[str]) -> tuple[int, ...]:
     seen: set[str] = set()
     layers = []
     for name in names:
-        if block := _block(name):
-            seen.add(block)
+        parts = name.split(".")
+        numbered = next((i for i, part in enumerate(parts) if part.partition("+")[0].isdecimal()), None)
+        if numbered is not None:
+            seen.add(".".join([*parts[:numbered], parts[numbered].partition("+")[0]]))
         layers.append(max(0, len(seen) - 1))
     return tuple(layers)
-
-
-def _block(name: str) -> str | None:
-    parts = name.split(".")
-    numbered = next((i for i, part in enumerate(parts) if part.partition("+")[0].isdecimal()), None)
-    return None if numbered is None else ".".join([*parts[:numbered], parts[numbered].partition("+")[0]])
 
 
 @dataclass(frozen=True, order=True)

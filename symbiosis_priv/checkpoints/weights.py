@@ -136,7 +136,11 @@ class WeightStore:
         if cached is not None:
             return cached
         group = self.quantised(entry)
-        self._cache_group(entry.digest, group)
+        tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
+        if group.bias is not None:
+            tensors["bias"] = group.bias
+        path = self._cache / f"{entry.digest}.safetensors"
+        self._write_to_cache(lambda: replace_atomically(path, lambda file: save_file(tensors, file)))
         return group
 
     def matrix(self, index: int) -> RingMatrix:
@@ -197,7 +201,7 @@ class WeightStore:
             device=torch.device(self.device),
             kernel=self._kernel,
             shardable=self._shardable,
-            part=_part(entry),
+            height=_height(entry),
             results=self._choices,
         )
 
@@ -224,7 +228,7 @@ class WeightStore:
                     weight_bits=self.weight_bits,
                     device=device,
                     shardable=shardable,
-                    part=_part(entry),
+                    height=_height(entry),
                     results=self._choices,
                 )
             )
@@ -385,14 +389,6 @@ class WeightStore:
             return None
         return group if group.digest() == digest else None
 
-    def _cache_group(self, digest: str, group: QuantisedGroup) -> None:
-        tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
-        if group.bias is not None:
-            tensors["bias"] = group.bias
-        self._write_to_cache(
-            lambda: replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
-        )
-
     def _write_to_cache(self, write: Callable[[], None]) -> None:
         """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything
         again."""
@@ -413,7 +409,7 @@ def _key(entry: GroupEntry) -> str:
     return f"{entry.digest}-turned" if entry.transposed else entry.digest
 
 
-def _part(entry: GroupEntry) -> int:
+def _height(entry: GroupEntry) -> int:
     """Number of packed outputs of one expert's matrix; 0 if the group is not a stack."""
     _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
     return outputs if entry.experts > 1 else 0

@@ -7,6 +7,7 @@ the first time, because packing takes far longer. The results are stored on disk
 """
 
 import functools
+import itertools
 import logging
 import math
 import platform
@@ -80,19 +81,14 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
 
 def self_test(kernel: Kernel, device: torch.device) -> bool:
     """Returns True if a kernel is exact on a small matrix of each packed width. Raises the kernel's own errors."""
-    return all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
-
-
-def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device) -> bool:
-    outputs, inputs = _TEST_SHAPE
-    top = (1 << (weight_bits - 1)) - 1
-    weight = (probe_rows(outputs, inputs) % (2 * top + 1) - top).to(torch.int16)
-    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
-    return all(
-        is_exact(kernel, weight, packed, count=count, direction=direction)
-        for direction in DIRECTIONS
-        for count in _TEST_ROWS
-    )
+    for weight_bits in (8, 12):
+        top = (1 << (weight_bits - 1)) - 1
+        weight = (probe_rows(*_TEST_SHAPE) % (2 * top + 1) - top).to(torch.int16)
+        packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
+        for direction, count in itertools.product(DIRECTIONS, _TEST_ROWS):
+            if not is_exact(kernel, weight, packed, count=count, direction=direction):
+                return False
+    return True
 
 
 def is_exact(kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, direction: Direction) -> bool:
@@ -127,7 +123,7 @@ def probe_rows(count: int, width: int) -> Tensor:
 _FEW_LIMIT = 8
 _COUNTS = {"few": 4, "many": 64}  # row counts that represent their class in a timing
 _CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
-# size of the part of a matrix that is timed; it gives work to all processors
+# size of the sample of a matrix that is timed; it gives work to all processors
 _TIMED_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 _MAX_CHOICES = 16 << 20  # limit of the file of results, in bytes
 _REPEATS = 3
@@ -150,7 +146,7 @@ def choose(
     device: torch.device,
     kernel: str = "auto",
     shardable: bool = False,
-    part: int = 0,
+    height: int = 0,
     results: Path | None = None,
 ) -> Choice:
     """The choice for a matrix: the fastest one in the measurement of `tune`, else the one that is probably fastest.
@@ -159,14 +155,14 @@ def choose(
         shape: (outputs, inputs).
         kernel: "auto", or a name in `KERNELS`.
         shardable: with "auto", choose only layouts that can be split by output channel.
-        part: number of outputs of a part that is multiplied alone, such as one expert (`Kernel.part`); 0 if only the
+        height: number of outputs that are multiplied alone, such as those of one expert (`Kernel.cut`); 0 if only the
             whole matrix is multiplied.
         results: the file that `tune` writes.
 
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
     """
-    exact = functools.partial(_exact_for, shape, device, kernel, shardable=shardable, part=part)
+    exact = functools.partial(_exact_for, shape, device, kernel, shardable=shardable, height=height)
     if kernel == "auto" and results is not None:
         stored = _read_results(results).get(_shape_class(shape, weight_bits, device, shardable=shardable))
         if stored and stored.kernels.keys() == _CLASSES:
@@ -180,20 +176,20 @@ def choose(
 
 
 def tune(
-    weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, part: int = 0, results: Path
+    weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, height: int = 0, results: Path
 ) -> None:
-    """Time the candidates on part of a matrix, and store the fastest. Does nothing if there is a result or one
+    """Time the candidates on a sample of a matrix, and store the fastest. Does nothing if there is a result or one
     candidate only.
 
     Args:
         weight: int16 `[o, d]` on the CPU.
-        shardable, part: as for `choose`.
+        shardable, height: as for `choose`.
         results: a file in the cache folder.
     """
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
     if key in _read_results(results):
         return
-    found = list(_exact_for(weight.shape, device, "auto", shardable=shardable, part=part))
+    found = list(_exact_for(weight.shape, device, "auto", shardable=shardable, height=height))
     if len(found) == 1:
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
@@ -215,20 +211,21 @@ def tune(
 
 
 def _exact_for(
-    shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, part: int, layout: str | None = None
+    shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, height: int, layout: str | None = None
 ) -> Iterator[Kernel]:
     """Yield the exact kernels for a matrix, the probably fastest first; or those of `layout`, of which there may be
     none. Raises `ConfigError` if no kernel is exact."""
 
     def fits(k: Kernel) -> bool:
-        shards = k.block is not None or not shardable or kernel != "auto"
-        return layout in (None, k.layout) and max(shape) <= k.max_terms() and shards and part % k.granule == 0
+        shards = k.shard_granule is not None or not shardable or kernel != "auto"
+        return layout in (None, k.layout) and max(shape) <= k.max_terms() and shards and height % k.granule == 0
 
     found = candidates(device, kernel=kernel, fits=fits)
     first = next(found, None)
-    if first is None and (part if kernel == "auto" else part % KERNELS[kernel].granule):
+    if first is None and (height if kernel == "auto" else height % KERNELS[kernel].granule):
         # some layouts cannot be cut at every expert; the unchanged weights can
-        found = candidates(device, kernel=_cut_anywhere(device), fits=lambda k: layout in (None, k.layout))
+        cut_anywhere = "int32" if device.type == "cpu" else "fp64"
+        found = candidates(device, kernel=cut_anywhere, fits=lambda k: layout in (None, k.layout))
         first = next(found, None)
     if first is not None:
         yield first
@@ -238,10 +235,6 @@ def _exact_for(
             f"kernel = {kernel!r} gives no exact product of a layer of {list(shape)} on {device}; use kernel = 'auto' "
             f"or device = 'cpu'"
         )
-
-
-def _cut_anywhere(device: torch.device) -> str:
-    return "int32" if device.type == "cpu" else "fp64"
 
 
 def _seconds(kernel: Kernel, weight: Tensor, packed: Packed, count: int, *, direction: Direction) -> float:

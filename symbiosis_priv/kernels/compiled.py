@@ -30,7 +30,7 @@ class CompiledKernel(Kernel):
     """A kernel for one instruction set: `pmaddwd`, `vpdpwssd` or plain C."""
 
     layout = "panels"
-    block = granule = _PANEL
+    shard_granule = granule = _PANEL
 
     def __init__(self, isa: Isa) -> None:
         self.isa = isa

@@ -41,12 +41,12 @@ class Kernel(ABC):
 
     name: str
     layout: ClassVar[str]
-    block: ClassVar[int | None] = None
+    shard_granule: ClassVar[int | None] = None
     """Output channels in one element of the packed data's first dimension. The data can be sharded there. None if it
     cannot."""
 
     granule: ClassVar[int]
-    """`part` cuts packed weights at multiples of this number of outputs."""
+    """`cut` divides packed weights at multiples of this number of outputs."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
@@ -69,11 +69,11 @@ class Kernel(ABC):
         """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. The result shares no memory with
         `weight`."""
 
-    def part(self, packed: Packed, start: int, stop: int) -> Packed:
+    def cut(self, packed: Packed, start: int, stop: int) -> Packed:
         """The packed weights of the outputs `start` to `stop - 1`. Both limits are multiples of `granule`. The result
         shares memory with `packed`."""
-        part = packed.data[start // self.granule : stop // self.granule]
-        return replace(packed, outputs=stop - start, data=part)
+        data = packed.data[start // self.granule : stop // self.granule]
+        return replace(packed, outputs=stop - start, data=data)
 
     def prepare(self, packed: Packed) -> None:  # noqa: B027
         """Do the work that the first products with these weights, on their device, would otherwise wait for."""

@@ -28,7 +28,7 @@ class RingMatrix:
     Args:
         weight: int16 `[o, d]`.
         kernel: "auto", or a name in `KERNELS`; a named kernel must pass the self-test too.
-        part: as for `choose`.
+        height: as for `choose`.
 
     Raises:
         ConfigError: no such kernel, or none that is exact here.
@@ -41,10 +41,10 @@ class RingMatrix:
         weight_bits: int,
         device: torch.device | str = "cpu",
         kernel: str = "auto",
-        part: int = 0,
+        height: int = 0,
     ) -> None:
         device = torch.device(device)
-        choice = choose(weight.shape, weight_bits=weight_bits, device=device, kernel=kernel, part=part)
+        choice = choose(weight.shape, weight_bits=weight_bits, device=device, kernel=kernel, height=height)
         self._hold(kernel_of(choice.layout).pack(weight.cpu(), weight_bits=weight_bits), choice, device)
 
     @classmethod
@@ -110,7 +110,10 @@ class RingMatrix:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")
         count = rows.shape[0]
         if out is None:
-            out = _fresh(count, columns, device=self.device)
+            if self.device.type == "cpu":  # numpy keeps the GIL, which matters for one row
+                out = torch.from_numpy(np.empty((count, columns), dtype=np.int32))
+            else:
+                out = torch.empty((count, columns), dtype=torch.int32, device=self.device)
         elif out.shape != (count, columns) or out.dtype != torch.int32 or not out.is_contiguous():
             raise RangeError(f"expected a contiguous int32 {[count, columns]} to write to, got {list(out.shape)}")
         if rows.device != self.device:
@@ -123,7 +126,7 @@ class RingMatrix:
         height = self._packed.outputs // self.experts
         for expert, segment in segments(counts):
             start = expert * height
-            matrix = self.chosen(count).part(self._packed, start, start + height)
+            matrix = self.chosen(count).cut(self._packed, start, start + height)
             self._multiply(matrix, rows[segment], direction, out[segment])
         return out
 
@@ -144,9 +147,3 @@ class RingMatrix:
         for start in range(0, count, step):
             block = slice(start, start + step)
             self.chosen(count, direction).product(packed, rows[block], direction, out[block])
-
-
-def _fresh(rows: int, columns: int, *, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # numpy keeps the GIL, which matters for one row
-        return torch.from_numpy(np.empty((rows, columns), dtype=np.int32))
-    return torch.empty((rows, columns), dtype=torch.int32, device=device)

@@ -22,12 +22,12 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.kernel import Kernel, Packed
 
-_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights that are converted at a time
+_CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 26  # weights that are converted at a time
 
 
 class _PlainKernel(Kernel):
     layout = "plain"
-    block = granule = 1
+    shard_granule = granule = 1
 
     def is_candidate(self, device: torch.device) -> bool:
         return device.type != "cpu" or not native.vectorised()
@@ -43,19 +43,19 @@ class _PlainKernel(Kernel):
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         rows = self._widen(rows)
         if direction == FORWARD:
-            for part, block in self._blocks(packed):
-                self._add(out[:, part].zero_(), rows, block.t(), packed.weight_bits)
+            for outputs, weights in self._converted(packed):
+                self._add(out[:, outputs].zero_(), rows, weights.t(), packed.weight_bits)
         else:
             out.zero_()
-            for part, block in self._blocks(packed):
-                self._add(out, rows[:, part], block, packed.weight_bits)
+            for outputs, weights in self._converted(packed):
+                self._add(out, rows[:, outputs], weights, packed.weight_bits)
 
-    def _blocks(self, packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-        weights = _CPU_BLOCK if packed.data.device.type == "cpu" else _GPU_BLOCK
-        step = max(1, weights // packed.inputs)
+    def _converted(self, packed: Packed) -> Iterator[tuple[slice, Tensor]]:
+        most = _CPU_WEIGHTS if packed.data.device.type == "cpu" else _GPU_WEIGHTS
+        step = max(1, most // packed.inputs)
         for start in range(0, packed.outputs, step):
-            part = slice(start, min(start + step, packed.outputs))
-            yield part, self._widen(packed.data[part])
+            outputs = slice(start, min(start + step, packed.outputs))
+            yield outputs, self._widen(packed.data[outputs])
 
     @abstractmethod
     def _widen(self, values: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class Float64Kernel(_PlainKernel):
         # |row| <= 2^31 and |weight| < 2^(b-1): a sum of this many terms is at most 2^53
         terms = 1 << (23 - weight_bits)
         for start in range(0, rows.shape[1], terms):
-            part = slice(start, start + terms)
-            out.add_((rows[:, part] @ matrix[part]).to(torch.int64).to(torch.int32))
+            summed = slice(start, start + terms)
+            out.add_((rows[:, summed] @ matrix[summed]).to(torch.int64).to(torch.int32))
 
 
 BALANCE = -0x7F7F7F80
@@ -123,7 +123,7 @@ class DigitKernel(Kernel):
         data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
         return Packed(self.layout, outputs, inputs, weight_bits, data)
 
-    def part(self, packed: Packed, start: int, stop: int) -> Packed:
+    def cut(self, packed: Packed, start: int, stop: int) -> Packed:
         return replace(packed, outputs=stop - start, data=packed.data[:, start:stop])
 
 
@@ -141,21 +141,21 @@ class LimbKernel(DigitKernel):
 
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         if direction == FORWARD:
-            width, parts = packed.data.shape[2], [(slice(0, packed.outputs), [w.t() for w in packed.data])]
-            self._product(rows, width, iter(parts), out)
+            width, steps = packed.data.shape[2], [(slice(0, packed.outputs), [w.t() for w in packed.data])]
+            self._product(rows, width, iter(steps), out)
         else:
             self._product(rows, packed.data.shape[1], self._turned(packed.data), out)
 
     def _turned(self, digits: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Divide a backward product by its output columns. Yields the slice of columns of each part, and the digits
+        """Divide a backward product by its output columns. Yields the slice of columns of each step, and the digits
         `[o, columns]` of each plane, stored column by column."""
         _, outputs, inputs = digits.shape
         step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
         for start in range(0, inputs, step):
-            part = slice(start, start + step)
-            yield part, [w[:, part].t().contiguous().t() for w in digits]
+            columns = slice(start, start + step)
+            yield columns, [w[:, columns].t().contiguous().t() for w in digits]
 
-    def _product(self, rows: Tensor, width: int, parts: Iterator[tuple[slice, list[Tensor]]], out: Tensor) -> None:
+    def _product(self, rows: Tensor, width: int, steps: Iterator[tuple[slice, list[Tensor]]], out: Tensor) -> None:
         count = rows.shape[0]
         padded = max(_MULTIPLE, count + -count % _MULTIPLE)
         x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
@@ -164,8 +164,8 @@ class LimbKernel(DigitKernel):
         for limb in limbs:
             limb.copy_(x)  # the lowest byte of the row
             x >>= 8
-        for part, matrices in parts:
-            target = out[:, part].zero_()
+        for columns, matrices in steps:
+            target = out[:, columns].zero_()
             # CUDA requires more than 16 rows: there are at least 3 limbs of 8 rows
             for j, matrix in enumerate(matrices):
                 products = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)

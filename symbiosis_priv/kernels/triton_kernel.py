@@ -112,7 +112,7 @@ class TritonKernel(DigitKernel):
             self.choose(packed, milliseconds=_milliseconds)
 
     def choose(self, packed: Packed, *, milliseconds: Callable[[Callable[[], None]], float]) -> None:
-        """Choose the fastest tile for each class of row counts and each direction. Parts of a matrix (`part`) keep the
+        """Choose the fastest tile for each class of row counts and each direction. Ranges of a matrix (`cut`) keep the
         first candidate."""
         device = packed.data.device
         for direction, most in itertools.product(DIRECTIONS, TILES):

@@ -188,7 +188,9 @@ def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
     if entry.transposed:
         weight = weight.t().contiguous()
     height = len(weight) // entry.experts
-    return RingMatrix(weight, weight_bits=weight_bits, part=height).as_stack(entry.experts, transposed=entry.transposed)
+    return RingMatrix(weight, weight_bits=weight_bits, height=height).as_stack(
+        entry.experts, transposed=entry.transposed
+    )
 
 
 # On disk

@@ -85,7 +85,8 @@ class KnownValues(TorchDispatchMode):
             return torch.tensor(kind is _aten.ne, dtype=torch.bool, device="cpu").expand(args[0].shape)
         result = _without_values(func, args, kwargs)
         if unknown:
-            return args[0] if _writes_to_known(func, args) else result
+            writes = func._schema.name.endswith("_") and isinstance(args[0], Tensor)
+            return args[0] if writes and not args[0].is_meta else result  # known values stay as they are
         elements = sum(tensor.numel() for tensor in _tensors((result,)))
         if elements > _MOST_VALUES or (kind in _UNINITIALISED and _asks_for(kwargs, "meta")):
             return result
@@ -176,11 +177,6 @@ def _takes_device(func: Any) -> bool:
 
 def _asks_for(kwargs: dict[str, Any], device: str) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == device
-
-
-def _writes_to_known(func: Any, args: Any) -> bool:
-    """Returns True if an operation writes unknown values to a tensor with known values. Such a write is left out."""
-    return func._schema.name.endswith("_") and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

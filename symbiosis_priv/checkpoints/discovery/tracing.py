@@ -220,7 +220,7 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
     for module in experts_of(model).values():
-        module.forward = _unrouted
+        module.forward = lambda x, *_, **__: torch.empty_like(x)  # a tensor of their result's shape
     try:
         runs = _run_all(model.eval(), trace)
         calls = trace.calls
@@ -232,11 +232,6 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
             handle.remove()
         model.eval()
     return calls, trace.computed_with
-
-
-def _unrouted(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Takes the place of the forward pass of experts, and returns a tensor of their result's shape."""
-    return torch.empty_like(x)
 
 
 class _Trace(TorchFunctionMode):

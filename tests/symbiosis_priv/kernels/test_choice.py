@@ -165,13 +165,13 @@ def test_a_remembered_kernel_that_no_longer_exists_is_not_used(
 
 def test_a_shardable_kernel_is_chosen_although_another_is_faster(plant: Callable[..., Planted], memory: Path) -> None:
     planted = plant()
-    planted.block = None  # type: ignore[assignment, misc]
+    planted.shard_granule = None  # type: ignore[assignment, misc]
     for shardable in (True, False):
         tune(WEIGHT, weight_bits=10, device=CPU, shardable=shardable, results=memory)
     assert used(memory) == {"planted"}
     for where in (memory, None):
         found = choose(SHAPE, weight_bits=10, device=CPU, shardable=True, results=where)
-        assert all(KERNELS[name].block is not None for name in found.kernels.values())
+        assert all(KERNELS[name].shard_granule is not None for name in found.kernels.values())
 
 
 DEEP = b'{"a": {"layout": "", "kernels": {}, "later": ' + b"[" * 10_000

@@ -47,10 +47,10 @@ def test_a_stack_serves_dense_products_and_products_by_expert(
     assert torch.equal(matrix.product(dense, direction), expert_product(weight, (2,), dense, direction, joined))
 
 
-@pytest.mark.parametrize("part", [64, 24, 1])
-def test_the_chosen_layout_can_be_cut_between_experts(part: int) -> None:
-    choice = choose((6 * part, 40), weight_bits=10, device=torch.device("cpu"), part=part)
-    assert all(part % KERNELS[name].granule == 0 for name in choice.kernels.values())
+@pytest.mark.parametrize("height", [64, 24, 1])
+def test_the_chosen_layout_can_be_cut_between_experts(height: int) -> None:
+    choice = choose((6 * height, 40), weight_bits=10, device=torch.device("cpu"), height=height)
+    assert all(height % KERNELS[name].granule == 0 for name in choice.kernels.values())
 
 
 def test_counts_that_do_not_match_the_rows_are_refused() -> None:

@@ -2,13 +2,12 @@
 
 Modules:
 
-    federation_toml   reads `federation.toml`
-    federation        the checked file; decides which executor may receive rows under which pads (rule 8)
-    parties           providers, companies and registries; refuses duplicates and conflicting roles (rules 8 and 11)
+    federation   reads `federation.toml`; decides which executor may receive rows under which pads (rule 8)
+    parties      providers, companies and registries; refuses duplicates and conflicting roles (rules 8 and 11)
 """
 
 from symbiosis_priv.federation.federation import Federation as Federation
-from symbiosis_priv.federation.federation_toml import load_federation as load_federation
+from symbiosis_priv.federation.federation import load_federation as load_federation
 from symbiosis_priv.federation.parties import Company as Company
 from symbiosis_priv.federation.parties import Peer as Peer
 from symbiosis_priv.federation.parties import Registries as Registries

@@ -1,23 +1,80 @@
-"""A tenant's federation, and rule 8: which executor may receive rows under which pads.
+"""`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve.
 
-Rule 8: a company that knows a pad's seed never sees a row masked with that pad. All providers of one company may know
+[model]
+digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
+weight_bits = 10
+# tied_head = true               # the providers serve the product of a tied LM head
+# experts = false                # the providers do not serve the experts of a mixture
+# ring_bits = 24                 # bits of the integers on the wire: fewer bytes, coarser rounding. Without it 32
+
+[tenant]
+certificate = "keys/alice.pem"   # paths are relative to this file
+key = "keys/alice.key"
+
+[[provider]]
+name = "alpha"
+operator = "Alpha GmbH"          # the company that runs it: never both an executor's and a helper's (rule 8)
+role = "executor"
+address = "alpha.example:7401"
+certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
+# next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
+# layers = "0-15"                # layers that it must serve. Without it the provider decides
+
+[pads]
+helpers = 2                      # two helpers share each pad, others are spares. Without it all share every pad
+# relay = true                   # helpers send effects to the executor: half the bytes down (docs/federation.md)
+
+[[company]]                      # its members and operators count as one party; so do providers of one operator
+name = "Holding SE"
+members = ["alpha", "gamma"]     # names of providers
+operators = ["Delta AG"]         # operators that are not listed as providers here
+
+[registry]                       # further executors are found here; helpers never are
+addresses = ["registry.example:7500"]
+authority = "keys/federation.pem"   # signs certificates that name the executor and its operator
+# revoked = "keys/revoked.txt"   # revoked certificates
+
+`parties` checks rule 11, and `check_choice` checks rule 8: which executor may receive rows under which pads.
+
+A company that knows a pad's seed never sees a row masked with that pad. All providers of one company may know
 what each of them knows. Without `[pads]`, all helpers share every pad, so a company with both roles is refused. With
 `helpers = k`, the tenant chooses for each executor k helpers of k different companies, none of them the executor's. A
 file that leaves no such choice is refused.
 """
 
+import re
 import ssl
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope
-from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.federation.parties import Company, Parties, Peer, Registries, is_this_machine
-from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
+from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
+from symbiosis_priv.federation.parties import (
+    Company,
+    Parties,
+    Peer,
+    Registries,
+    check_parties,
+    check_spelling,
+    is_this_machine,
+    plain,
+)
+from symbiosis_priv.limits import (
+    DEFAULT_RING_BITS,
+    DEFAULT_WEIGHT_BITS,
+    MAX_WEIGHT_BITS,
+    MIN_WEIGHT_BITS,
+    RingBits,
+    Role,
+)
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import client_context
+from symbiosis_priv.system.toml import load_toml
 
 
 @dataclass(frozen=True)
@@ -112,8 +169,16 @@ def check_choice(federation: Federation) -> None:
         )
     for executor in federation.executors:
         others = [helper for helper in helpers if federation.admissible(executor, [helper])]
-        layers = _turning_points(executor.layers, helpers)
-        found = {layer: federation.companies_of([h for h in others if _may_serve(h, layer)]) for layer in layers}
+        # the layers at which the set of serving helpers may change
+        changes = {bound for h in helpers if h.layers for bound in (h.layers.first, h.layers.last + 1)}
+        if executor.layers is None:
+            changes.add(0)
+        else:
+            changes = {executor.layers.first} | {layer for layer in changes if layer in executor.layers}
+        found = {
+            layer: federation.companies_of([h for h in others if h.layers is None or layer in h.layers])
+            for layer in sorted(changes)
+        }
         short = {layer: companies for layer, companies in found.items() if companies < k}
         # The layers of an executor may be unknown. Then the check requires enough helpers at one layer at least.
         if short and (executor.layers is not None or len(short) == len(found)):
@@ -126,13 +191,169 @@ def check_choice(federation: Federation) -> None:
             )
 
 
-def _turning_points(layers: LayerRange | None, helpers: Sequence[Peer]) -> list[int]:
-    """The first layer of a range, and the layers of the range at which the set of serving helpers may change."""
-    bounds = {bound for h in helpers if h.layers for bound in (h.layers.first, h.layers.last + 1)}
-    if layers is None:
-        return sorted({0} | bounds)
-    return sorted({layers.first} | {bound for bound in bounds if bound in layers})
+_FEWEST_MEMBERS = 2
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-def _may_serve(peer: Peer, layer: int) -> bool:
-    return peer.layers is None or layer in peer.layers
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Model(_Section, frozen=True):
+    digest: str
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    tied_head: bool = False
+    experts: bool = True
+    ring_bits: RingBits = DEFAULT_RING_BITS
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.digest):
+            raise ValueError(
+                f"digest = {self.digest!r} is not sha256: and 64 hexadecimal digits; `symbiosis-priv provider manifest "
+                f"MODEL` prints the digest of your own copy"
+            )
+
+
+class _Tenant(_Section, frozen=True):
+    certificate: Path
+    key: Path
+
+
+class _Provider(_Section, frozen=True):
+    name: _Name
+    operator: _Name
+    role: Role
+    address: str
+    certificate: Path
+    next_certificate: Path | None = None
+    layers: str | None = None
+
+
+class _Pads(_Section, frozen=True):
+    helpers: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    relay: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.helpers is None and self.relay is None:
+            raise ValueError("pads has neither helpers nor relay")
+
+
+class _Company(_Section, frozen=True):
+    name: _Name
+    members: list[_Name]
+    operators: list[_Name] = []
+
+
+class _Registry(_Section, frozen=True):
+    addresses: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
+    authority: Path
+    revoked: Path | None = None
+
+
+class _File(_Section, frozen=True):
+    model: _Model
+    tenant: _Tenant
+    provider: Annotated[list[_Provider], msgspec.Meta(min_length=1)]
+    pads: _Pads | None = None
+    company: list[_Company] = []
+    registry: _Registry | None = None
+
+
+def load_federation(path: str | Path) -> Federation:
+    """Read and check a federation file.
+
+    Raises:
+        ConfigError: the file is unreadable, has an unknown or missing key or no executor, or two entries are one party.
+        RoleConflictError: one party or one company is both executor and helper; or, with `[pads]`, an executor has too
+            few helpers of other companies.
+        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
+    """
+    path = Path(path)
+    file = load_toml(path, _File, made_by="symbiosis-priv federation init")
+    peers = [_peer(entry, path) for entry in file.provider]
+    registries = None
+    if (section := file.registry) is not None:
+        for address in section.addresses:
+            _address(address, f"{path}, [registry]")
+        registries = Registries(tuple(section.addresses), section.authority, section.revoked)
+    federation = Federation(
+        model_digest=file.model.digest,
+        weight_bits=file.model.weight_bits,
+        ring_bits=file.model.ring_bits,
+        tenant_certificate=file.tenant.certificate,
+        tenant_key=file.tenant.key,
+        peers=tuple(peers),
+        companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
+        pad_helpers=file.pads.helpers if file.pads else None,
+        relay=bool(file.pads and file.pads.relay),
+        registries=registries,
+        scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts),
+    )
+    if not federation.executors and registries is None:
+        raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
+    try:
+        for peer in peers:
+            check_spelling(peer.name)
+            check_spelling(peer.operator)
+        for company in federation.companies:
+            for name in (company.name, *company.members, *company.operators):
+                check_spelling(name)
+        _check_companies(federation)
+        check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
+        check_choice(federation)
+    except (ConfigError, CertificateError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    return federation
+
+
+def _peer(entry: _Provider, path: Path) -> Peer:
+    place = f"{path}, provider {entry.name!r}"
+    host, port = _address(entry.address, place)
+    try:
+        layers = None if entry.layers is None else LayerRange.parse(entry.layers)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    return Peer(
+        name=entry.name,
+        operator=entry.operator,
+        role=entry.role,
+        host=host,
+        port=port,
+        certificate=entry.certificate,
+        next_certificate=entry.next_certificate,
+        layers=layers,
+    )
+
+
+def _address(text: str, place: str) -> tuple[str, int]:
+    try:
+        host, port = parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if not port:
+        raise ConfigError(f"{place}: port 0 is not valid; ask the operator of {text!r} for the port")
+    return host, port
+
+
+def _check_companies(federation: Federation) -> None:
+    listed = {plain(peer.name) for peer in federation.peers}
+    called: set[str] = set()
+    for company in federation.companies:
+        if plain(company.name) in called:
+            raise ConfigError(f"two [[company]] are called {company.name!r}: list their members together")
+        called.add(plain(company.name))
+        if unknown := [name for name in company.members if plain(name) not in listed]:
+            known = ", ".join(repr(peer.name) for peer in federation.peers)
+            raise ConfigError(
+                f"company {company.name!r}: no [[provider]] is called {unknown[0]!r}; there are {known}. "
+                f"List an operator without a [[provider]] under operators = [...]"
+            )
+        for key, entries in (("members", company.members), ("operators", company.operators)):
+            meant = [plain(entry) for entry in entries]
+            if twice := [entry for entry in entries if meant.count(plain(entry)) > 1]:
+                raise ConfigError(f"company {company.name!r} lists {twice[0]!r} twice in {key}: remove one of them")
+        if len(company.members) + len(company.operators) < _FEWEST_MEMBERS:
+            raise ConfigError(
+                f"company {company.name!r} has fewer than two members: list two or more, or remove this [[company]]"
+            )

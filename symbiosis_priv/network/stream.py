@@ -156,7 +156,9 @@ class RecordStream:
         if self._timeout != timeout:  # setting it is a system call, and there are thousands of records
             self._timeout, self._flags = timeout, 0
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self.raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+                # a `struct timeval` of at least one microsecond: the kernel reads 0 as no timeout
+                timeval = _TIMEVAL.pack(*divmod(max(1, int(1e6 * timeout)), 1_000_000))
+                self.raw.setsockopt(socket.SOL_SOCKET, option, timeval)
         return time.monotonic() + timeout
 
     def _take_in(self, *, promised: int = 1) -> int:
@@ -166,7 +168,10 @@ class RecordStream:
         to_arrive = promised - self._incoming.pending - _PARTIAL_RECORD
         much = to_arrive >= self._chunk
         if (size := self._chunk if much else 1) != self._awaited:
-            self._await(size)
+            # Make the socket readable only after `size` bytes, or the end of the stream, have arrived.
+            self._awaited = size
+            with contextlib.suppress(OSError):  # not supported by this system
+                self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
         # After a partial read, the kernel waits for `size` bytes again, which may never come. So wait here until all
         # have arrived, but not for long: a peer whose window is full sends no more before a read makes room.
         until = time.monotonic() + self._timeout
@@ -184,12 +189,6 @@ class RecordStream:
         self._incoming.write(_arrived.buffer[:count])
         return count
 
-    def _await(self, size: int) -> None:
-        """Make the socket readable only after `size` bytes, or the end of the stream, have arrived (SO_RCVLOWAT)."""
-        self._awaited = size
-        with contextlib.suppress(OSError):  # not supported by this system
-            self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
-
     def _flush(self, until: float) -> None:
         while self.unsent:
             if not self._to_send:
@@ -200,11 +199,6 @@ class RecordStream:
                 raise TimeoutError(_TIMED_OUT) from error
             if self._to_send:
                 _check_time(until)
-
-
-def _timeval(seconds: float) -> bytes:
-    """A `struct timeval`, at least one microsecond: the kernel reads 0 as no timeout."""
-    return _TIMEVAL.pack(*divmod(max(1, int(1e6 * seconds)), 1_000_000))
 
 
 def _check_time(until: float) -> None:

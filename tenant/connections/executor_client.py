@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 import torch
@@ -255,28 +255,26 @@ class ExecutorClient:
             blocks = blocks_at(self.provider.peer, part) if self.uses_blocks and part.count <= limit else ()
             for pad in part.pads if self._relay and not blocks else ():
                 fetch_effects(pad)
-            requests = part.requests[self, limit] = [
-                wire.Execute(
-                    nonce=fresh_nonce(),
-                    group=part.index,
-                    direction=part.direction,
-                    arithmetic="ring",
-                    rows=min(limit, part.count - first),
-                    counts=part.counts and part.counts_of(first, limit),
-                    ring_bits=part.rows.ring_bits,
-                    blocks=blocks,
-                    confirms=tuple(self._to_confirm()) if self.confirms else (),
+            requests = part.requests[self, limit] = []
+            for first in range(0, part.count, limit):
+                confirms = list[bytes]()
+                with suppress(IndexError):  # other threads may have taken them
+                    while self.confirms and len(confirms) < wire.MAX_BLOCKS:
+                        confirms.append(self.confirms.popleft())
+                requests.append(
+                    wire.Execute(
+                        nonce=fresh_nonce(),
+                        group=part.index,
+                        direction=part.direction,
+                        arithmetic="ring",
+                        rows=min(limit, part.count - first),
+                        counts=part.counts and part.counts_of(first, limit),
+                        ring_bits=part.rows.ring_bits,
+                        blocks=blocks,
+                        confirms=tuple(confirms),
+                    )
                 )
-                for first in range(0, part.count, limit)
-            ]
         return requests
-
-    def _to_confirm(self) -> Iterator[bytes]:
-        for _ in range(wire.MAX_BLOCKS):
-            try:
-                yield self.confirms.popleft()
-            except IndexError:  # other threads may have taken them
-                return
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

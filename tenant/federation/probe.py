@@ -9,7 +9,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -58,12 +58,23 @@ def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: S
     """
     executors = [s for s in serving if s.peer.role == "executor"]
     helpers = [s for s in serving if s.peer.role == "helper"]
-    found = [line for direction in DIRECTIONS for line in _gaps(executors, layers, direction)]
+    found = []
+    for direction in DIRECTIONS:
+        served = {group for executor in executors for group in executor.groups[direction]}
+        if gap := [group for group in range(len(layers)) if group not in served]:
+            fix = "list, start or repair an executor that serves them"
+            found.append(f"{layer_text(gap, layers)} {direction}: no executor; {fix}")
     if not federation.helpers:
         return found
     for executor in executors:
         for direction in DIRECTIONS:
-            found += _unmasked(federation, executor, helpers, layers, direction)
+            short: dict[str, list[int]] = {}  # layer groups whose rows cannot be masked, by what is missing
+            for group in executor.groups[direction]:
+                there = [helper.peer for helper in helpers if group in helper.groups[direction]]
+                if want := _want(federation, executor.peer, there):
+                    short.setdefault(want, []).append(group)
+            for want, groups in short.items():
+                found.append(f"executor {executor.peer.name!r}, {layer_text(groups, layers)} {direction}: {want}")
     return found
 
 
@@ -72,29 +83,6 @@ def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
     found = spans(layers[group] for group in groups)
     several = len(found) > 1 or any(span != LayerRange(span.first, span.first) for span in found)
     return f"layer{'s' * several} {', '.join(map(str, found))}"
-
-
-def _gaps(executors: Sequence[ServedGroups], layers: Sequence[int], direction: Direction) -> Iterator[str]:
-    served = {group for executor in executors for group in executor.groups[direction]}
-    if gap := [group for group in range(len(layers)) if group not in served]:
-        yield f"{layer_text(gap, layers)} {direction}: no executor; list, start or repair an executor that serves them"
-
-
-def _unmasked(
-    federation: Federation,
-    executor: ServedGroups,
-    helpers: Sequence[ServedGroups],
-    layers: Sequence[int],
-    direction: Direction,
-) -> Iterator[str]:
-    """Yield a message for each set of an executor's layer groups whose rows cannot be masked."""
-    short: dict[str, list[int]] = {}
-    for group in executor.groups[direction]:
-        there = [helper.peer for helper in helpers if group in helper.groups[direction]]
-        if want := _want(federation, executor.peer, there):
-            short.setdefault(want, []).append(group)
-    for want, groups in short.items():
-        yield f"executor {executor.peer.name!r}, {layer_text(groups, layers)} {direction}: {want}"
 
 
 def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str | None:
@@ -240,7 +228,9 @@ class ProviderProbe:
         if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
             until = x509.load_der_x509_certificate(shown).not_valid_after_utc
             finding.days_left = (until - reading.now()).total_seconds() / _DAY_S
-        finding.clock_ahead_s = self._clock_ahead()
+        began = time.time()
+        report, _ = self._expect(wire.HealthReport, wire.FetchHealth())
+        finding.clock_ahead_s = report.time - (began + time.time()) / 2
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
                 f"the clock of {finding.peer.name} is {abs(finding.clock_ahead_s):,.0f} s "
@@ -250,7 +240,12 @@ class ProviderProbe:
         welcome = self._hello()
         groups = self._check_groups(welcome.groups)
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
-        self._round_trips(finding, GroupIndex(groups.start))
+        times = []
+        for _ in range(_ROUND_TRIPS):
+            start = time.perf_counter()
+            self._product(GroupIndex(groups.start), FORWARD, 0)
+            times.append(time.perf_counter() - start)
+        finding.round_trip_s = statistics.median(times)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
 
@@ -277,12 +272,6 @@ class ProviderProbe:
         self._connection.open(self._deadline)
         return self._connection
 
-    def _clock_ahead(self) -> float:
-        """Return the seconds that the provider's clock is ahead."""
-        began = time.time()
-        report, _ = self._expect(wire.HealthReport, wire.FetchHealth())
-        return report.time - (began + time.time()) / 2
-
     def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest
         hello = wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest)
@@ -307,14 +296,6 @@ class ProviderProbe:
                     f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
                 )
         return groups
-
-    def _round_trips(self, finding: Finding, index: GroupIndex) -> None:
-        def seconds() -> float:
-            start = time.perf_counter()
-            self._product(index, FORWARD, 0)
-            return time.perf_counter() - start
-
-        finding.round_trip_s = statistics.median(seconds() for _ in range(_ROUND_TRIPS))
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
         """Verify a product of one row at the first and the last group of linears, in both directions.

@@ -90,10 +90,14 @@ class Prober:
 
     def _connect(self) -> None:
         self._before()
+
+        def until_enough(provider: KnownProvider) -> wire.Welcome:
+            return self._retry(provider, lambda: not self._enough())
+
         waiting = {
             probe
             for provider in (*self._routes.executors, *self._routes.helpers)
-            if provider.peer not in self._routes.quarantined and (probe := self._probe(provider, self._until_enough))
+            if provider.peer not in self._routes.quarantined and (probe := self._probe(provider, until_enough))
         }
         grace_over: float | None = None
         while waiting:
@@ -107,9 +111,6 @@ class Prober:
             _, waiting = wait(waiting, left, FIRST_COMPLETED)
         if not self._enough():
             raise self._missing()
-
-    def _until_enough(self, provider: KnownProvider) -> wire.Welcome:
-        return self._retry(provider, lambda: not self._enough())
 
     def _enough(self) -> bool:
         answered = sum(provider.welcome is not None for provider in self._routes.helpers)
@@ -125,18 +126,18 @@ class Prober:
             if error := self._errors.get(provider):
                 return error
         layers = self._manifest.layers
-        states = [self._state_of(provider, layers) for provider in routes.executors]
+        states = []
+        for provider in routes.executors:
+            if provider.welcome is None:
+                states.append(f"{provider} has not answered ({self._errors.get(provider, 'it is quarantined')})")
+            else:
+                served = [layer for group, layer in enumerate(layers) if provider.serves(GroupIndex(group))]
+                states.append(f"{provider} serves {_text(served)}")
         return UncoveredError(
             f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
             f"{'; '.join(states)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
             f"check` shows the layers of each executor."
         )
-
-    def _state_of(self, provider: KnownProvider, layers: Sequence[int]) -> str:
-        if provider.welcome is not None:
-            served = [layer for group, layer in enumerate(layers) if provider.serves(GroupIndex(group))]
-            return f"{provider} serves {_text(served)}"
-        return f"{provider} has not answered ({self._errors.get(provider, 'it is quarantined')})"
 
     def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None] | None:
         with self._lock:

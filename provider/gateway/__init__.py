@@ -10,6 +10,5 @@ slots            limits the connections of each tenant
 admission        limits the memory for requests, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used
-usage_journal    keeps the counts that are not committed yet
 credentials      tenants' and helpers' certificates, and the revocation list
 """

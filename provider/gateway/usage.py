@@ -1,48 +1,56 @@
 """The bill: what each tenant has used, per day and role. The bill survives any end of this process.
 
 The counts are in one SQLite file in WAL mode. A commit takes eight system calls, so no request waits for one. A request
-is counted in a journal in mapped memory (`usage_journal`) before it is answered. Once a second, a thread commits the
-counts that the file does not have yet. The same commit records the committed totals of each journal, so every count is
-in the bill once, whenever the process is killed. After a SIGKILL, the bill and the tenants' own counts differ by the
-requests in flight at most. `read` adds the counts that are in journals only, and the next provider that opens the file
-commits them. Every few seconds the file is flushed to the disk; a power cut loses at most the counts since the last
-flush.
+is counted by one line of an append-only log beside the file, before it is answered. The log is mapped into memory, so
+adding a line takes no system call, and the kernel keeps the line when the process is killed: its newline is written
+last, and a line without one does not count. Once a second, a thread commits the sums of all new lines, and in the same
+transaction up to which byte each log is committed. So every count is in the bill once, whenever the process is killed;
+the bill and the tenants' own counts differ by the requests in flight at most. `read` adds the lines that are not
+committed, and the next provider that opens the file commits them and removes the log. Every few seconds the file is
+flushed to the disk; a power cut loses at most the counts since the last flush.
 
-Counts that cannot be written (the disk is full or slow, or another process writes) stay in the journal and are tried
-again; `unwritten_s` gives the time since then. If the file is deleted, a new one is made within seconds. Nothing is
-written to a file that has replaced the first one, or to a damaged file before it is repaired. A file lists each of its
-journals from the start of the journal; journals that it does not list are not added to it.
+Counts that cannot be committed (the disk is full or slow, or the file was moved or replaced) stay in the log and are
+tried again; `unwritten_s` gives the time since then.
 """
 
 import contextlib
-import itertools
+import fcntl
+import glob
+import mmap
 import operator
 import os
+import secrets
 import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
 from provider import logs
-from provider.gateway.usage_journal import MOST, Journal, JournalReader, Key, Totals, journals, owners_of, pack, unpack
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import Role
 from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.system.files import UNDECODABLE
+from symbiosis_priv.system.files import UNDECODABLE, lock
+from symbiosis_priv.system.pacing import Periodic
 
 log = logs.EventLog(__name__)
 
-_VERSION = 1  # of the file
+K = TypeVar("K")
+
+_VERSION = 2  # of the file
 _COMMIT_S = 1.0
-_FLUSH_S = 5.0
-_REST = 20  # the pause between two flushes is at least this many times the duration of a flush
+_FLUSH = 5  # commits before the file is flushed to the disk
 _LOCK_S = 0.25  # longest wait for another process that writes
+_CLOSE_S = 60.0
 _DAY_S = 86_400
+_LOG_BYTES = 4 << 20  # some 30,000 lines
+_LOG, _OLD_LOG = ".log-", ".counts-"  # parts of the names of logs, and of those of earlier releases
+_MOST = (1 << 63) - 1  # the largest sum in SQLite
 
 
 class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
@@ -72,23 +80,28 @@ class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a datac
     slow: int = 0
 
 
-_ROW_DAMAGE = "value in usage."  # part of SQLite's message for a value of the wrong type; other rows are intact
-COUNTED = UsageCounts.__struct_fields__
-_values = msgspec.structs.astuple
-_ZEROS = (0,) * len(COUNTED)
-
-
-class _DamagedRecordError(sqlite3.DatabaseError):
-    """The file's record of a journal cannot be read."""
-
-
-JournalTotals = list[tuple[Key, Totals]]
-
 BilledRole = Role | Literal["none"]
 """The role in which a tenant is served; "none" before its hello."""
 
+COUNTED = UsageCounts.__struct_fields__
 _KEY = ("day", "tenant", "authority", "role")
 COLUMNS = (*_KEY, *COUNTED)
+
+Key = tuple[str, str, str, str]
+Counts = tuple[int, ...]
+_Sums = dict[Key, Counts]
+_Line = tuple[
+    str,
+    str,
+    str,
+    str,
+    Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=len(COUNTED), max_length=len(COUNTED))
+    ],
+]
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Line).decode
+_values = msgspec.structs.astuple
 
 _CREATE = f"""
 CREATE TABLE IF NOT EXISTS usage (
@@ -96,20 +109,61 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, tenant, authority, role)
 ) WITHOUT ROWID, STRICT
 """
-_CREATE_JOURNALS = "CREATE TABLE IF NOT EXISTS journals (name TEXT PRIMARY KEY, settled BLOB) WITHOUT ROWID, STRICT"
-_RECORD = "INSERT OR REPLACE INTO journals VALUES (?, ?)"
-_FORGET = "DELETE FROM journals WHERE name = ?"
-
-
-def _sum(name: str) -> str:
-    """SQL for a sum that cannot fail: a stored value that is not a count is 0, and the sum is limited to `MOST`."""
-    return f"min(max(coalesce(CAST({name} AS INTEGER), 0), 0), {MOST} - excluded.{name}) + excluded.{name}"
-
-
+_CREATE_LOGS = "CREATE TABLE IF NOT EXISTS logs (name TEXT PRIMARY KEY, committed INTEGER) WITHOUT ROWID, STRICT"
 _ADD = f"""
 INSERT INTO usage VALUES ({", ".join("?" * len(COLUMNS))})
-ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {_sum(name)}" for name in COUNTED)}
+ON CONFLICT DO UPDATE SET
+{", ".join(f"{name} = min({name}, {_MOST} - excluded.{name}) + excluded.{name}" for name in COUNTED)}
 """
+_COMMITTED = "INSERT OR REPLACE INTO logs VALUES (?, ?)"
+_FORGET = "DELETE FROM logs WHERE name = ?"
+
+
+class _Log:
+    """An append-only log of this process, which holds a lock on the file. Not thread-safe.
+
+    Args:
+        database: the log is made beside this file.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, database: Path) -> None:
+        while True:
+            self.path = database.with_name(f"{database.name}{_LOG}{secrets.token_hex(8)}")
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+                if os.fstat(self._file).st_nlink:  # otherwise a starting provider has taken it for an abandoned log
+                    with open(self._file, "wb", closefd=False) as file:
+                        file.write(bytes(_LOG_BYTES))  # now, so that a full disk cannot raise SIGBUS later
+                    break
+            except BaseException:
+                self.path.unlink(missing_ok=True)
+                os.close(self._file)
+                raise
+            os.close(self._file)
+        self._map = mmap.mmap(self._file, _LOG_BYTES)
+        self.size = 0
+        self.full = False
+
+    def add(self, line: bytes) -> None:
+        """Add a line, or mark the log as full."""
+        end = self.size + len(line)
+        if end >= _LOG_BYTES:
+            self.full = True
+            return
+        self._map[self.size : end] = line
+        self._map[end] = 10  # the line counts from now on
+        self.size = end + 1
+
+    def close(self, *, remove: bool) -> None:
+        """Close the file, and remove it if its lines are committed."""
+        self._map.close()
+        if remove:
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
 
 
 class UsageCounters:
@@ -120,28 +174,31 @@ class UsageCounters:
             which then holds their sums.
 
     Raises:
-        ConfigError: the file cannot be written, is damaged, or belongs to another release.
+        ConfigError: the file cannot be written, is damaged, or belongs to another release; or a file beside it belongs
+            to another user or to an earlier release.
     """
 
     def __init__(self, database: Path | None) -> None:
         self._database = database
-        self._connection = _open(database)
-        self._file = _identity(database)
-        self._damaged = False
+        self._logs: list[_Log] = []  # lines go to the last one
+        self._new: _Sums = {}  # since the last attempt to commit
+        self._uncommitted: _Sums = {}  # of earlier attempts
+        self._totals: dict[tuple[str, ...], Counts] = {}  # since the start, without `_new`
+        self._day = (0, "")
+        self._commits = 0
         self._failing_since: float | None = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._journals: list[Journal] = []  # counts go to the last one
-        self._ended: dict[Key, Totals] = {}  # sums of replaced journals, without the day
-        self._day = (0, "")
+        self._connection = _open(database)
         try:
-            self._take_over()
-            self._begin_journal()
+            if database is not None:
+                self._identity = _identity(database)
+                self._take_over(database)
+                self._logs.append(_Log(database))
         except (sqlite3.Error, OSError) as error:
             self._connection.close()
             raise _unusable(database, error) from error
-        self._closed = threading.Event()
-        self._flusher = threading.Thread(target=self._run, name="usage", daemon=True)
+        self._flusher = Periodic(self._commit_or_flush, every_s=_COMMIT_S, name="usage")
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: BilledRole, counts: UsageCounts) -> None:
@@ -149,9 +206,10 @@ class UsageCounters:
         values = _values(counts)
         with self._lock:
             key = (self._today(), tenant.name, tenant.authority, role)
-            if not self._journals[-1].add(key, values):  # the journal is full: hundreds of new tenants within a second
-                self._journals.append(Journal(None, fields=len(COUNTED)))
-                self._journals[-1].add(key, values)
+            before = self._new.get(key)
+            self._new[key] = values if before is None else tuple(map(operator.add, before, values))
+            if self._logs:
+                self._logs[-1].add(_encode((*key, values)))
 
     def settle(self) -> None:
         """Commit all earlier counts to the file. Waits for another commit or another process for 0.25 s at most."""
@@ -160,17 +218,34 @@ class UsageCounters:
             return
         try:
             with self._lock:
-                found = [(journal, journal.totals()) for journal in self._journals]
-            changed = [(journal, slots) for journal, slots in found if [t for _, t in slots] != journal.settled]
-            if changed and not self._write(changed):
-                self._failing_since = self._failing_since or time.monotonic()
-                return
+                for key, counts in self._new.items():
+                    _add(self._uncommitted, key, counts)
+                    _add(self._totals, key[1:], counts)
+                self._new = {}
+                sizes = [(each.path.name, each.size) for each in self._logs]
+            if self._uncommitted:
+                self._check_file()
+                with _transaction(self._connection):
+                    self._connection.executemany(_ADD, _rows(self._uncommitted))
+                    self._connection.executemany(_COMMITTED, sizes)
+                self._uncommitted = {}
             self._failing_since = None
-            last = found[-1][0]
-            if last.outdated or (self._database is not None and not last.name):  # counts in memory end with the process
-                self._renew_journals(found)
+            while len(self._logs) > 1:
+                self._remove(self._logs.pop(0))
+            self._renew_log()
+        except (sqlite3.Error, OSError) as error:  # for example a full disk: keep serving, and warn the operator
+            log.often("usage_not_counted", error=type(error).__name__)
+            self._failing_since = self._failing_since or time.monotonic()
+            with contextlib.suppress(OSError):
+                self._renew_log()
         finally:
             self._writing.release()
+
+    def flush(self) -> None:
+        """Commit all counts, and flush the file to the disk."""
+        self.settle()
+        with self._writing, contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     @property
     def unwritten_s(self) -> float:
@@ -181,235 +256,73 @@ class UsageCounters:
     def totals(self) -> dict[tuple[TenantIdentity, BilledRole], UsageCounts]:
         """The counts since this process started."""
         with self._lock:
-            sums = dict(self._ended)
-            found = [journal.totals() for journal in self._journals]
-        for slots in found:
-            _add_to(sums, slots)
+            sums = dict(self._totals)
+            for key, counts in self._new.items():
+                _add(sums, key[1:], counts)
         return {
-            (TenantIdentity(name, authority=authority), cast("BilledRole", role)): UsageCounts(*totals)
-            for (name, authority, role), totals in sums.items()
+            (TenantIdentity(name, authority=authority), cast("BilledRole", role)): UsageCounts(*counts)
+            for (name, authority, role), counts in sums.items()
         }
 
     def close(self) -> None:
-        """Write all counts to the disk, and close the file. If that fails, the journals stay for the next provider."""
-        self._closed.set()
-        self._flusher.join()
-        self.settle()
+        """Write all counts to the disk, and close the file. If that fails, the logs stay for the next provider."""
+        self._flusher.close(_CLOSE_S)
+        self.flush()
         with self._writing, self._lock:
-            for journal in self._journals:
+            for each in self._logs:
                 if self._failing_since is None:
-                    self._end(journal)
+                    self._remove(each)
                 else:
-                    journal.close(remove=False)
+                    each.close(remove=False)
+            self._logs = []
             self._connection.close()  # the last connection also checkpoints
 
-    def _take_over(self) -> None:
-        """Commit the counts in journals of providers that were killed."""
-        if self._database is None:
-            return
-        run = self._connection.execute
-        with journals(self._database, fields=len(COUNTED)) as found:
-            for journal in filter(JournalReader.lock, found):
-                name = journal.path.name
-                run("BEGIN IMMEDIATE")
-                self._connection.executemany(_ADD, _missing_rows(self._connection, name, journal.totals()))
-                run(_FORGET, (name,))
-                run("COMMIT")
-                journal.path.unlink()
-        for (name,) in run("SELECT name FROM journals").fetchall():
-            if not self._database.with_name(name).exists():
-                run(_FORGET, (name,))
+    def _commit_or_flush(self) -> None:
+        self._commits += 1
+        if self._commits % _FLUSH:
+            self.settle()
+        else:
+            self.flush()
 
-    def _begin_journal(self) -> None:
-        """Count in a new journal from now on. Raises OSError or sqlite3.Error."""
-        journal = Journal(self._database, fields=len(COUNTED))
-        if journal.name:
-            self._connection.execute(_RECORD, (journal.name, pack(())))
-        with self._lock:
-            self._journals.append(journal)
+    def _take_over(self, database: Path) -> None:
+        """Commit the lines in logs of providers that were killed."""
+        for path in _logs_of(database):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                if not lock(file.fileno()):
+                    continue  # its provider is running
+                sums, size, _ = _lines(file.read(), _committed(self._connection, path.name))
+                with _transaction(self._connection):
+                    self._connection.executemany(_ADD, _rows(sums))
+                    self._connection.execute(_COMMITTED, (path.name, size))
+                path.unlink()
+        for (name,) in self._connection.execute("SELECT name FROM logs").fetchall():
+            if not database.with_name(name).exists():
+                self._connection.execute(_FORGET, (name,))
 
-    def _renew_journals(self, settled: Sequence[tuple[Journal, JournalTotals]]) -> None:
-        """Replace journals that were just settled. A journal with newer counts is replaced next time."""
-        try:
-            self._begin_journal()
-        except (sqlite3.Error, OSError) as error:
-            log.often("usage_not_counted", error=type(error).__name__)
-            return
-        with self._lock:
-            for journal, slots in settled:
-                if journal.totals() == slots:
-                    self._journals.remove(journal)
-                    _add_to(self._ended, slots)
-                    self._end(journal)
+    def _check_file(self) -> None:
+        """Raises OSError if the database is not the file that was opened: SQLite would write to the old one."""
+        if self._database is not None and _identity(self._database) != self._identity:
+            log.often("usage_database_gone", path=str(self._database))
+            raise FileNotFoundError(self._database)
 
-    def _end(self, journal: Journal) -> None:
-        """Remove a settled journal, and its record in the database."""
-        journal.close(remove=True)
+    def _renew_log(self) -> None:
+        """Begin another log if the last one is full or was deleted. Until then, lines are in memory only."""
+        if self._database is not None and (self._logs[-1].full or not self._logs[-1].path.exists()):
+            new = _Log(self._database)
+            with self._lock:
+                self._logs.append(new)
+
+    def _remove(self, each: _Log) -> None:
+        """Remove a committed log, and its record in the database."""
+        each.close(remove=True)
         with contextlib.suppress(sqlite3.Error):
-            self._connection.execute(_FORGET, (journal.name,))
-
-    def _write(self, changed: Sequence[tuple[Journal, JournalTotals]]) -> bool:
-        """Commit the counts of journals that the file does not have. Returns False if that fails."""
-        rows = [row for journal, slots in changed for row in _rows(slots, journal.settled)]
-        settled = [(journal, [totals for _, totals in slots]) for journal, slots in changed]
-        try:
-            self._connection.execute("BEGIN")
-            self._connection.executemany(_ADD, rows)
-            self._connection.executemany(_RECORD, [(journal.name, pack(totals)) for journal, totals in settled])
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:  # for example a full disk: keep serving, and warn the operator
-            log.often("usage_not_counted", error=type(error).__name__)
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.execute("ROLLBACK")
-            return False
-        for journal, totals in settled:
-            journal.settled = totals
-        return True
+            self._connection.execute(_FORGET, (each.path.name,))
 
     def _today(self) -> str:
         number = int(time.time() // _DAY_S)
         if number != self._day[0]:
             self._day = (number, datetime.fromtimestamp(number * _DAY_S, UTC).strftime("%Y-%m-%d"))
         return self._day[1]
-
-    def _run(self) -> None:
-        next_flush = time.monotonic() + _FLUSH_S
-        while not self._closed.wait(_COMMIT_S):
-            if (begun := time.monotonic()) < next_flush:
-                self.settle()
-                continue
-            self.flush()
-            ended = time.monotonic()  # checking a long bill takes a while
-            next_flush = ended + max(_FLUSH_S, _REST * (ended - begun))
-
-    def flush(self) -> None:
-        """Commit all counts, and flush the file to the disk. Opens the file again if it was deleted or is damaged."""
-        found = _identity(self._database)
-        if found != self._file:
-            log.often("usage_database_gone", path=str(self._database), replaced=found is not None)
-            with self._writing:
-                self._connection.close()
-                if found is None:
-                    self._open_again()
-        elif self._damaged or _is_damaged(self._database):
-            log.often("usage_database_damaged", path=str(self._database))
-            with self._writing:
-                self._damaged = True
-                self._connection.close()  # closing may repair the file: the newer pages are in the WAL file
-                self._open_again()
-        self.settle()
-        with self._writing, contextlib.suppress(sqlite3.Error):
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _open_again(self) -> None:
-        """Open a new or repaired file. A restored older copy gets the later counts again."""
-        with contextlib.suppress(ConfigError):
-            connection = _open(self._database)
-            try:
-                for journal in filter(lambda journal: journal.name, self._journals):
-                    if (settled := _settled(connection, journal.name)) is None:
-                        connection.execute(_RECORD, (journal.name, pack(journal.settled)))
-                    else:
-                        journal.settled = settled
-            except sqlite3.Error:
-                connection.close()
-                return
-            self._connection, self._file, self._damaged = connection, _identity(self._database), False
-
-
-def _add_to(sums: dict[Key, Totals], slots: JournalTotals) -> None:
-    """Add the totals of a journal to sums over all days."""
-    for (_, *key), totals in slots:
-        sums[tuple(key)] = tuple(map(operator.add, sums.get(tuple(key), _ZEROS), totals))
-
-
-def _rows(slots: Iterable[tuple[Key | None, Totals]], settled: Sequence[Totals]) -> list[tuple[str | int, ...]]:
-    """The rows to add to a file that has the settled totals. (After a power cut, the settled totals may be larger.)"""
-    rows: list[tuple[str | int, ...]] = []
-    for (key, totals), old in zip(slots, itertools.chain(settled, itertools.repeat(_ZEROS)), strict=False):
-        counts = [max(0, now - before) for now, before in zip(totals, old, strict=True)]
-        if _is_intact(key) and any(counts):
-            rows.append((*key, *counts))
-    return rows
-
-
-def _is_intact(key: Key | None) -> TypeGuard[Key]:
-    """False for the key of a damaged slot."""
-    return key is not None and len(key) == len(_KEY)
-
-
-def _settled(connection: sqlite3.Connection, journal: str) -> list[Totals] | None:
-    """The totals of a journal that the file has; None if the file does not list the journal."""
-    found = connection.execute("SELECT settled FROM journals WHERE name = ?", (journal,)).fetchone()
-    try:
-        totals = None if found is None else unpack(found[0])
-    except UNDECODABLE as error:
-        raise _DamagedRecordError(f"the record of {journal} is damaged") from error
-    if any(len(counts) != len(COUNTED) for counts in totals or ()):
-        raise _DamagedRecordError(f"the record of {journal} is damaged")
-    return totals
-
-
-def _open(database: Path | None) -> sqlite3.Connection:
-    try:
-        if database is not None:  # for this user only; SQLite gives its other files the same mode
-            with contextlib.suppress(FileExistsError):  # closing a file that SQLite has open would drop SQLite's locks
-                os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            _check_owners(database)
-        connection = sqlite3.connect(
-            database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_LOCK_S
-        )
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
-        connection.execute(_CREATE)
-        connection.execute(_CREATE_JOURNALS)
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        columns = tuple(name for _, name, *_ in connection.execute("PRAGMA table_info(usage)"))
-        if version > _VERSION or columns != COLUMNS:
-            raise sqlite3.DatabaseError("the file belongs to another release")
-        connection.execute(f"PRAGMA user_version = {_VERSION}")  # a write, to notice a full disk now
-        if _is_damaged(database):  # now, because the descriptor of this check stays open as long as `connection`
-            raise sqlite3.DatabaseError("the file is damaged")
-    except (sqlite3.Error, OSError) as error:
-        raise _unusable(database, error) from error
-    return connection
-
-
-def _check_owners(database: Path) -> None:
-    """Refuse SQLite's other files if another user has made them, because SQLite's own error names the database only."""
-    owners = owners_of(database)
-    for path in (database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal")):
-        if path.exists() and path.stat().st_uid not in owners:
-            raise ConfigError(
-                f"[usage] database = {database}: {path} belongs to another user; delete it, or choose a file in a "
-                f"folder to which only this user can write"
-            )
-
-
-def _unusable(database: Path | None, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"[usage] database = {database}: {error}; free disk space and allow writing, or choose another file"
-    )
-
-
-def _is_damaged(database: Path | None) -> bool:
-    """True if a new connection cannot read the file. (An open connection may read old pages from its memory.)"""
-    try:
-        with contextlib.closing(sqlite3.connect(database or ":memory:", timeout=_LOCK_S)) as connection:
-            found = (message for (message,) in connection.execute("PRAGMA quick_check"))
-            return any(message != "ok" and _ROW_DAMAGE not in message for message in found)
-    except sqlite3.Error as error:
-        return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
-
-
-def _identity(database: Path | None) -> tuple[int, int] | None:
-    """Device and inode of a file; None if it does not exist."""
-    with contextlib.suppress(OSError):
-        if database is not None:
-            status = database.stat()
-            return status.st_dev, status.st_ino
-    return None
 
 
 def read(
@@ -420,63 +333,140 @@ def read(
     Args:
         database: usage database of a provider.
         since: the first day, for example 2026-01-31.
-        damaged: called with a message for every row with a value that is not a count or not text, and for damaged
-            parts of journals. A damaged count is 0 in the bill; invalid characters are replaced.
+        damaged: called with a message for every log with damaged lines. Their counts are not in the bill.
 
     Raises:
-        ConfigError: the file does not exist or is not a usage database.
+        ConfigError: the file does not exist, is damaged or is not a usage database; or a file beside it belongs to
+            another user or to an earlier release.
     """
+    found = {}
+    for path in _logs_of(database):
+        with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+            found[path] = path.read_bytes()  # before the database, which then has at least what it is recorded to have
     try:
-        with (
-            journals(database, fields=len(COUNTED)) as found,  # first: files that are removed meanwhile stay readable
-            contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection,
-        ):
-            connection.text_factory = lambda text: text.decode(errors="replace")
+        uri = f"{database.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             connection.execute("BEGIN")
-            query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
-            rows = [_read_row(values, damaged) for values in connection.execute(query, (since,))]
-            missing = [
-                row for journal in found for row in _intact_rows(connection, journal, damaged) if str(row[0]) >= since
-            ]
+            sums: _Sums = {row[: len(_KEY)]: row[len(_KEY) :] for row in connection.execute("SELECT * FROM usage")}
+            for path, data in found.items():
+                new, _, wrong = _lines(data, _committed(connection, path.name))
+                if wrong:
+                    damaged(f"{path}: {wrong} damaged lines, whose counts are not in the bill")
+                for key, counts in new.items():
+                    _add(sums, key, counts)
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
-    by_key = {tuple([row[name] for name in _KEY]): row for row in rows}
-    for added in missing:
-        row = dict(zip(COLUMNS, added, strict=True))
-        known = by_key.setdefault(added[: len(_KEY)], row)
-        if known is row:
-            rows.append(row)
+    yield from (dict(zip(COLUMNS, row, strict=True)) for row in sorted(_rows(sums)) if str(row[0]) >= since)
+
+
+def _add(sums: dict[K, Counts], key: K, counts: Counts) -> None:
+    before = sums.get(key)
+    sums[key] = counts if before is None else tuple(map(operator.add, before, counts))
+
+
+def _rows(sums: _Sums) -> list[tuple[str | int, ...]]:
+    return [(*key, *(min(count, _MOST) for count in counts)) for key, counts in sums.items()]
+
+
+def _lines(data: bytes, start: int) -> tuple[_Sums, int, int]:
+    """The sums of the lines of a log from byte `start`, the end of the last whole line, and the number of lines that
+    are damaged, by a power cut or a bad disk."""
+    end, sums, wrong = data.rfind(b"\n") + 1, _Sums(), 0
+    for line in data[start:end].splitlines():
+        try:
+            day, tenant, authority, role, counts = _decode(line)
+        except UNDECODABLE:
+            wrong += 1
         else:
-            known.update({name: int(known[name]) + int(row[name]) for name in COUNTED})
-    yield from sorted(rows, key=lambda row: [str(row[name]) for name in _KEY])
+            _add(sums, (day, tenant, authority, role), counts)
+    return sums, max(start, end), wrong
 
 
-def _read_row(values: Sequence[Any], damaged: Callable[[str], None]) -> dict[str, str | int]:
-    row = dict(zip(COLUMNS, values, strict=True))
-    wrong = [name for name in COUNTED if not isinstance(row[name], int) or row[name] < 0]
-    wrong += [name for name in _KEY if "\ufffd" in row[name]]
-    if wrong:
-        damaged(f"{row['day']}, {row['tenant']}, {row['role']}: damaged values of {', '.join(wrong)}")
-    return row | {name: 0 for name in wrong if name in COUNTED}
+def _committed(connection: sqlite3.Connection, name: str) -> int:
+    """The byte up to which a log is committed."""
+    found = connection.execute("SELECT committed FROM logs WHERE name = ?", (name,)).fetchone()
+    return 0 if found is None else int(found[0])
 
 
-def _missing_rows(
-    connection: sqlite3.Connection, journal: str, slots: Iterable[tuple[Key | None, Totals]]
-) -> list[tuple[str | int, ...]]:
-    """The rows of a journal that the file does not have yet; no rows if the file does not list the journal."""
-    settled = _settled(connection, journal)
-    return [] if settled is None else _rows(slots, settled)
-
-
-def _intact_rows(
-    connection: sqlite3.Connection, journal: JournalReader, damaged: Callable[[str], None]
-) -> list[tuple[str | int, ...]]:
-    """The rows of `_missing_rows`. Damaged parts of the journal are left out and passed to `damaged`."""
-    slots = list(journal.totals())
-    if not all(_is_intact(key) for key, _ in slots):
-        damaged(f"{journal.path}: damaged slots, whose counts are not in the bill")
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
     try:
-        return _missing_rows(connection, journal.path.name, slots)
-    except _DamagedRecordError as error:
-        damaged(f"{journal.path}: {error}, so its counts are not in the bill")
-        return []
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _open(database: Path | None) -> sqlite3.Connection:
+    connection = None
+    try:
+        if database is not None:  # for this user only; SQLite gives its other files the same mode
+            _logs_of(database)
+            with contextlib.suppress(FileExistsError):  # closing a file that SQLite has open would drop SQLite's locks
+                os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(
+            database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_LOCK_S
+        )
+        run = connection.execute
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")
+        run("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
+        (version,) = run("PRAGMA user_version").fetchone()
+        run(_CREATE)
+        run(_CREATE_LOGS)
+        if version > _VERSION or tuple(name for _, name, *_ in run("PRAGMA table_info(usage)")) != COLUMNS:
+            raise sqlite3.DatabaseError("the file belongs to another release")
+        run(f"PRAGMA user_version = {_VERSION}")  # a write, to notice a full disk now
+        if run("PRAGMA quick_check(1)").fetchall() != [("ok",)]:
+            raise sqlite3.DatabaseError("the file is damaged")
+    except (sqlite3.Error, OSError) as error:
+        if connection is not None:
+            connection.close()
+        raise _unusable(database, error) from error
+    return connection
+
+
+def _unusable(database: Path | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"[usage] database = {database}: {error}; free disk space and allow writing, restore the file from a copy, or "
+        f"choose another file"
+    )
+
+
+def _identity(database: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it does not exist."""
+    with contextlib.suppress(OSError):
+        status = database.stat()
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _logs_of(database: Path) -> list[Path]:
+    """The logs of all providers that share a database. Raises `ConfigError` if a file beside it could carry forged
+    counts, or counts of an earlier release."""
+    owners = {0, os.geteuid()}
+    with contextlib.suppress(OSError):
+        owners.add(database.stat().st_uid)
+    found = []
+    for path in sorted(database.parent.glob(f"{glob.escape(database.name)}[-.]*")):
+        with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+            status = path.lstat()
+            end = path.name.removeprefix(database.name)
+            if end.startswith(_OLD_LOG):
+                raise ConfigError(
+                    f"[usage] database = {database}: {path} has counts of an earlier release, which was killed. Start "
+                    f"that release once and stop it with SIGTERM, so that it commits them; or delete the file"
+                )
+            if not end.startswith((_LOG, "-wal", "-shm", "-journal")):
+                continue
+            if status.st_uid not in owners or not stat.S_ISREG(status.st_mode):
+                raise ConfigError(
+                    f"[usage] database = {database}: {path} belongs to another user, or is no regular file; delete it, "
+                    f"or choose a file in a folder to which only this user can write"
+                )
+            if end.startswith(_LOG):
+                found.append(path)
+    return found

@@ -6,5 +6,5 @@ every masking scheme, and lists what is not hidden. `symbiosis-priv verify` test
 by property. Only this package may import all of the others.
 
 Read in this order: `evidence`, `attacks`, `lab` (a real run), `active` and `availability` (adversaries that act),
-`planted` (faults that the attacks must find), `expert_modes`, `suite`, `report`, and `conformance` for `verify`.
+`planted` (faults that the attacks must find), `suite`, `report`, and `conformance` for `verify`.
 """

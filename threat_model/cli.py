@@ -29,9 +29,8 @@ def threat_model(
         import torch
 
         from threat_model.lab import Lab
-        from threat_model.report.as_json import to_json
-        from threat_model.report.as_tables import show
         from threat_model.report.page import to_html
+        from threat_model.report.tables import show, to_json
         from threat_model.suite import run_suite
 
     shown = terminal.console(stderr=True)

@@ -39,8 +39,7 @@ from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
-from symbiosis_priv.harness.text import private_text, public_text
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tenant import RemoteConfig, backend_of

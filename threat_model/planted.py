@@ -27,8 +27,8 @@ from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
-from threat_model.attacks.generators import SamplerGrid, SeedRecovery
 from threat_model.attacks.reused_noise import Differencing
+from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import CollusionView, Exchange, ExecutorView
 from threat_model.lab import Recording

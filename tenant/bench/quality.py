@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness.wheels import unpack_wheel
+from symbiosis_priv.harness.base_model import unpack_wheel
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex, RingBits
 from symbiosis_priv.system.files import read_text
 from tenant.bench.options import Json, Progress, measure, numbers

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import load_config
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.base_model import cached_base_model
+from symbiosis_priv.harness.base_model import PRIVATE_PROMPT, cached_base_model, private_text
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.harness.text import PRIVATE_PROMPT, private_text
 from symbiosis_priv.harness.wiretaps import ExecutorKiller
 from tenant.demo.claims import Measurements
 from tenant.demo.tamper import rejected

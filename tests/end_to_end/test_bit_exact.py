@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from symbiosis_priv.harness.base_model import public_text
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.harness.text import public_text
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tests.builds import BUILDS, build
 from tests.end_to_end.comparing import adapter_of, config_for, equal

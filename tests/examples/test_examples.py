@@ -19,7 +19,7 @@ from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.text import private_text
+from symbiosis_priv.harness.base_model import private_text
 from tests import warm
 from tests.warm import Popen
 

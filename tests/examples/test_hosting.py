@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.harness.text import private_text
+from symbiosis_priv.harness.base_model import private_text
 from tests import warm
 
 README = Path(__file__).parents[2] / "README.md"

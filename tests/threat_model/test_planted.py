@@ -17,8 +17,8 @@ from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale
-from threat_model.attacks.generators import SamplerGrid, SeedRecovery
 from threat_model.attacks.reused_noise import Differencing
+from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
 from threat_model.evidence.public import alone
 from threat_model.evidence.schemes import LOCAL, PAD, PAD_RELAY, PADS, AttackedScheme, paper_pool
 from threat_model.evidence.views import CollusionView, ExecutorView

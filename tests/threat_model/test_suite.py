@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.reused_noise import CandidateSubtraction
-from threat_model.attacks.tokens import BlockLabels, HeadLabels
+from threat_model.attacks.tokens import BlockLabels, HeadLabels, TokensFromRoutes
 from threat_model.conformance import PROPERTIES
 from threat_model.evidence.schemes import (
     LOCAL,
@@ -34,10 +34,9 @@ from threat_model.evidence.schemes import (
 )
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
-from threat_model.expert_modes import TokensFromRoutes
 from threat_model.lab import PLANTED, Lab
-from threat_model.report.charts import roc_charts
-from threat_model.report.security_table import BEGIN, END, security_table
+from threat_model.report.page import roc_charts
+from threat_model.report.tables import BEGIN, END, security_table
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Active adversaries, which change data instead of only reading it.
 
-lying_providers      providers that answer wrongly and observe when the tenant stops
+lying_providers      providers that answer wrongly and observe when the tenant stops; lies about relayed effects
 manipulated_folders  manipulated checkpoint, cache and adapter folders that the tenant loads
-lying_relays         helpers and executors that lie about relayed effects
 registries           registries that invent, withhold or replay executors
 """

@@ -8,18 +8,29 @@ plausible: its aborts depend on the secret.
 
 import itertools
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, Final
 from unittest import mock
 
+import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from provider.refusal import Refusal
+from provider.relay.blocks import BlockStore, KeptBlock
+from provider.relay.links import _block_of
+from provider.relay.matrices import make_block, without_blocks
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import QuarantinedError, VerificationError
+from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -31,7 +42,6 @@ from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
-from threat_model.active.lying_relays import attack_relays
 from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.registries import attack_registry
 from threat_model.evidence.statistics import Interval, clopper_pearson
@@ -42,6 +52,9 @@ Lie = Callable[[Tensor], None]
 
 _ROWS = 3
 _PLAUSIBLE = 1 << 29
+_PATIENCE_S: Final = 60.0  # a busy executor misses a block, and then nothing is relayed for some seconds
+_GATEWAY: Final = "provider.gateway.connection"
+_fetch = BlockStore.fetch
 
 
 @dataclass(frozen=True)
@@ -125,21 +138,23 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
         repeats: sessions per lie.
     """
     with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
-        return _attack(lab, repeats, rng)
-
-
-def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
-    preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
-    detections = [_detect(lab, preparation, kind, repeats, rng) for kind in _lies(lab, rng)]
-    detections += [Detection(f"hostile folder: {name}", int(caught), 1) for name, caught in attack_folders(lab).items()]
-    listings = attack_registry(lab.federation)
-    detections += [Detection(f"lying registry: {name}", int(caught), 1) for name, caught in listings.items()]
-    relays = attack_relays(lab, preparation)
-    detections += [Detection(f"lying relay: {name}", int(caught), 1) for name, caught in relays.items()]
-    leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
-    with plausible_is_enough():
-        leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))
-    return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
+        preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
+        detections = []
+        for kind in _lies(lab, rng):
+            liars = [Tamper(kind.role, kind.lies[trial % len(kind.lies)]) for trial in range(repeats)]
+            ways = (DIRECTIONS[trial % 2] for trial in range(repeats))
+            caught = sum(_session(lab, preparation, liar, way, rng)[0] for liar, way in zip(liars, ways, strict=True))
+            detections.append(Detection(kind.name, caught, repeats, kind.valuation))
+        for what, refused in (
+            ("hostile folder", attack_folders(lab)),
+            ("lying registry", attack_registry(lab.federation)),
+            ("lying relay", attack_relays(lab, preparation)),
+        ):
+            detections += [Detection(f"{what}: {name}", int(caught), 1) for name, caught in refused.items()]
+        leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
+        with plausible_is_enough():
+            leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))
+        return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,8 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
 
     def other_layer(answer: Tensor) -> None:
         # the product of other rows, of the same shape, with another block's weights
-        weight = lab.public.quantised(_same_shape(lab, 0)).weight.to(torch.int32)
+        shapes = [(group.inputs, group.stacked_outputs) for group in lab.public.manifest.groups]
+        weight = lab.public.quantised(shapes.index(shapes[0], 1)).weight.to(torch.int32)
         rows = expand(random_key(), first_row=0, rows=len(answer), width=weight.shape[1])
         if answer.shape[1] == weight.shape[0]:
             answer.copy_(rows @ weight.t())
@@ -197,21 +213,6 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
         _Kind("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
         _Kind("helper: replayed effects", "helper", [replay]),
     ]
-
-
-def _same_shape(lab: Lab, group: int) -> int:
-    groups = lab.public.manifest.groups
-    shape = (groups[group].inputs, groups[group].stacked_outputs)
-    return next(i for i, g in enumerate(groups) if i != group and (g.inputs, g.stacked_outputs) == shape)
-
-
-def _detect(lab: Lab, preparation: Preparation, kind: _Kind, repeats: int, rng: torch.Generator) -> Detection:
-    caught = 0
-    for trial in range(repeats):
-        lie = kind.lies[trial % len(kind.lies)]
-        aborted, _ = _session(lab, preparation, Tamper(kind.role, lie), DIRECTIONS[trial % 2], rng)
-        caught += aborted
-    return Detection(kind.name, caught, repeats, kind.valuation)
 
 
 def _session(
@@ -283,3 +284,79 @@ def _signed(value: int) -> int:
     """Return a residue modulo 2^32 as int32."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
+
+
+def attack_relays(lab: Lab, preparation: Preparation) -> dict[str, bool]:
+    """Lies about relayed effects, planted in providers of this process: a helper that signs a wrong block, and an
+    executor that subtracts something else than it hands out. Returns, for each lie, True if the product was refused and
+    only the liar was named."""
+
+    def wrong_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+        block = bytearray(make_block(effect, request, entry))
+        block[0] ^= 1
+        return memoryview(block)
+
+    def longer_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+        block = wrong_block(effect, request, entry)
+        return memoryview(bytes(block) + bytes(len(block) // request.rows))
+
+    def longer_binding(request: wire.Effect) -> wire.Binding:
+        block = _block_of(request)
+        return msgspec.structs.replace(block, rows=block.rows + 1)
+
+    def other_rows(
+        answer: memoryview, parts: Iterable[tuple[wire.BlockRows, memoryview]], request: wire.Execute
+    ) -> NDArray[np.int32]:
+        return np.ascontiguousarray(without_blocks(answer, parts, request)[::-1])
+
+    def withhold(*_: object) -> KeptBlock:
+        raise Refusal(wire.ErrorCode.REFUSED, "there is no such block")
+
+    make, fetch = f"{_GATEWAY}.make_block", "provider.relay.blocks.BlockStore.fetch"
+    subtract: dict[str, Callable[..., Any]] = {f"{_GATEWAY}.without_blocks": other_rows}
+    longer: dict[str, Callable[..., Any]] = {make: longer_block, "provider.relay.links._block_of": longer_binding}
+    lies: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+        "a helper signs a wrong block": ("helper", {make: wrong_block}),
+        "a helper signs more rows than were ordered": ("helper", longer),
+        "an executor subtracts other rows": ("executor", subtract),
+        "an executor withholds the block": ("executor", subtract | {fetch: withhold}),
+        "an executor's block is not signed": ("executor", subtract | {fetch: _changed(signature=bytes(64))}),
+        "an executor's block is another one": ("executor", subtract | {fetch: _changed(nonce=bytes(16))}),
+        "an executor changes the block": ("executor", subtract | {fetch: _changed()}),
+    }
+    found = {}
+    for name, (liar, replacements) in lies.items():
+        with ExitStack() as stack:
+            for target, lie in replacements.items():
+                stack.enter_context(mock.patch(target, lie))
+            found[name] = _blamed(lab, preparation) == liar
+    return found
+
+
+def _blamed(lab: Lab, preparation: Preparation) -> str | None:
+    """The providers that a refused product names; None if a relayed product was accepted."""
+    options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0)
+    session = Session(load_federation(lab.relayed), preparation, options=options)
+    rows = torch.arange(3 * preparation.facts[0].inputs(FORWARD), dtype=torch.int32).view(3, -1) % 97 - 48
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        while not session.ledger().rows_relayed and time.monotonic() < deadline:
+            session.product(GroupIndex(0), FORWARD, rows)
+    except VerificationError as error:
+        return error.provider
+    finally:
+        session.close()
+    return None
+
+
+def _changed(**fields: bytes) -> Callable[..., KeptBlock]:
+    """Returns a `fetch` that changes fields of the block's header, or the payload if no field is named."""
+
+    def fetch(store: BlockStore, tenant: Any, block: bytes) -> KeptBlock:
+        kept = _fetch(store, tenant, block)
+        header = msgspec.structs.replace(kept.header, **fields)
+        assert kept.payload is not None
+        payload = kept.payload if fields else memoryview(bytes(kept.payload)[::-1])
+        return KeptBlock(header, kept.helper, kept.size, payload)
+
+    return fetch

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,39 +48,79 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "a quantization_config that turns masking off": lambda folder: _edit(folder, quantization_config=unmasked),
         "the same, nested": lambda folder: _edit(folder, audio_config={"quantization_config": unmasked}),
         "a kernel to fetch and run": lambda folder: _edit(folder, attn_implementation="somebody/kernel"),
-        "an adapter beside the model": _add_adapter,
+        "an adapter beside the model": lambda folder: _write(folder / "adapter_config.json", "{}"),
         "another config.json": lambda folder: _edit(folder, rms_norm_eps=0.25),
         "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
         "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
         "a chat template that repeats what a text says": _repeat_text,
         "an index that points to the tensors of another folder": _redirect,
     }
+    keys = partial(prepare, None, digest=lab.federation.model_digest, columns=16)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        _load(lab, _copy(lab, scratch / "honest", lambda folder: None), cache)
-        refused = {
-            name: _refused(lab, _copy(lab, scratch / "hostile", change), cache) for name, change in changes.items()
-        }
-        refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, scratch / "cache")))
-        refused["verification keys of another user"] = _refuses_planted_keys(lab, scratch / "shared")
-        refused["a tokenizer that is replaced before it is confirmed"] = _refuses_late_tokenizer(
-            lab, _copy(lab, scratch / "late", lambda folder: None), cache
+        _load(lab, _copy(lab, scratch / "honest"), cache)
+        refused = {}
+        for name, change in changes.items():
+            folder = _copy(lab, scratch / "hostile", change)
+            refused[name] = _refused(partial(_load, lab, folder, cache))
+
+        # one flipped bit of one weight scale, without a checkpoint to compare with
+        copied = Path(shutil.copytree(cache, scratch / "cache"))
+        for path in copied.glob("tenant/*/facts.safetensors"):
+            tensors = load_file(path)
+            name = next(name for name in tensors if name.endswith("channel_scale"))
+            tensors[name].view(torch.uint8)[0] ^= 1
+            path.write_bytes(save(tensors))
+        store = WeightStore(lab.store.path)
+        refused["a channel scale in the cache"] = _refused(partial(keys, model=store, cache=copied))
+
+        # complete, sealed keys in a cache whose parent folder others can write to
+        shared = scratch / "shared"
+        prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
+        shared.chmod(0o777)
+        refused["verification keys of another user"] = _refused(partial(keys, cache=shared / "cache"))
+
+        # a tokenizer that was loaded with another template than the confirmed one
+        late = _copy(lab, scratch / "late", _repeat_text)
+        tokenizer = load_tokenizer(late)
+        (late / _TEMPLATE).unlink()
+        remote = RemoteConfig(federation=lab.federation_path, cache=cache)
+        refused["a tokenizer that is replaced before it is confirmed"] = _refused(
+            lambda: backend_of(load_language_model(late, remote=remote, tokenizer=tokenizer)).close()
         )
-        refused["an adapter that names another model to load"] = _refuses_another_model(lab, scratch / "shadow")
-        refused["a training checkpoint with a norm of the base model"] = _refuses_norm(lab, scratch / "run", cache)
+
+        # an adapter for which PEFT would load a second model
+        shadow = scratch / "shadow"
+        shadow.mkdir()
+        save_file({}, shadow / "adapter_model.safetensors")
+        said = {"peft_type": "SHADOW", "shadow_model": str(lab.store.path)}
+        _write(shadow / "adapter_config.json", json.dumps(said))
+        refused["an adapter that names another model to load"] = _refused(partial(vet_adapter, shadow))
+
+        # a tenant that continues with the tensors of a training checkpoint which replaces a norm
+        run, model = scratch / "run", _load(lab, lab.store.path, cache)
+        name, norm = next((name, tensor) for name, tensor in model.named_parameters() if name.endswith("norm.weight"))
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=1))
+        adapted.save_pretrained(str(run))
+        path = run / "adapter_model.safetensors"
+        save_file(load_file(path) | {f"base_model.model.{name}": 2 * norm.detach()}, path, metadata={"format": "pt"})
+        refused["a training checkpoint with a norm of the base model"] = _refused(
+            partial(load_adapter_tensors, adapted, run)
+        )
     return refused
 
 
-def _copy(lab: Lab, folder: Path, change: Change) -> Path:
+def _copy(lab: Lab, folder: Path, change: Change = lambda folder: None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(lab.store.path, folder)
     change(folder)
     return folder
 
 
-def _refused(lab: Lab, folder: Path, cache: Path) -> bool:
+def _refused(work: Callable[[], object]) -> bool:
+    """Returns True if the tenant refuses some work."""
     try:
-        _load(lab, folder, cache)
+        work()
     except SymbiosisError:
         return True
     except Exception:  # an accidental error of a library is not a refusal
@@ -94,74 +135,8 @@ def _load(lab: Lab, folder: Path, cache: Path) -> Any:
     return model
 
 
-def _refuses_facts(lab: Lab, cache: Path) -> bool:
-    """Returns True if the tenant refuses one flipped bit of one weight scale, without a checkpoint to compare with."""
-    for path in cache.glob("tenant/*/facts.safetensors"):
-        tensors = load_file(path)
-        name = next(name for name in tensors if name.endswith("channel_scale"))
-        tensors[name].view(torch.uint8)[0] ^= 1
-        path.write_bytes(save(tensors))
-    try:
-        prepare(None, digest=lab.federation.model_digest, columns=16, model=WeightStore(lab.store.path), cache=cache)
-    except SymbiosisError:
-        return True
-    return False
-
-
-def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
-    """Returns True if the tenant refuses complete, sealed keys in a cache whose parent folder others can write to."""
-    prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
-    shared.chmod(0o777)
-    try:
-        prepare(None, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
-    except SymbiosisError:
-        return True
-    return False
-
-
-def _refuses_late_tokenizer(lab: Lab, folder: Path, cache: Path) -> bool:
-    """Returns True if the tenant refuses a tokenizer that was loaded with another template than the confirmed one."""
-    _repeat_text(folder)
-    tokenizer = load_tokenizer(folder)
-    (folder / _TEMPLATE).unlink()
-    remote = RemoteConfig(federation=lab.federation_path, cache=cache)
-    try:
-        backend_of(load_language_model(folder, remote=remote, tokenizer=tokenizer)).close()
-    except SymbiosisError:
-        return True
-    return False
-
-
-def _refuses_another_model(lab: Lab, folder: Path) -> bool:
-    """Returns True if the tenant does not load an adapter for which PEFT would load a second model."""
-    folder.mkdir()
-    save_file({}, folder / "adapter_model.safetensors")
-    said = {"peft_type": "SHADOW", "shadow_model": str(lab.store.path)}
-    (folder / "adapter_config.json").write_text(json.dumps(said))
-    try:
-        vet_adapter(folder)
-    except SymbiosisError:
-        return True
-    return False
-
-
-def _refuses_norm(lab: Lab, folder: Path, cache: Path) -> bool:
-    """Returns True if the tenant does not continue with the tensors of a training checkpoint that replaces a norm."""
-    model = _load(lab, lab.store.path, cache)
-    name, norm = next((name, tensor) for name, tensor in model.named_parameters() if name.endswith("norm.weight"))
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=1))
-    adapted.save_pretrained(str(folder))
-    path = folder / "adapter_model.safetensors"
-    save_file(load_file(path) | {f"base_model.model.{name}": 2 * norm.detach()}, path, metadata={"format": "pt"})
-    try:
-        load_adapter_tensors(adapted, folder)
-    except SymbiosisError:
-        return True
-    return False
-
-
-def _add_adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 def _repeat_text(folder: Path) -> None:

@@ -3,10 +3,14 @@
 The adversary wants the tenant to send rows to an executor that the tenant should refuse: an executor without an
 authority's certificate, of a helper's company, in place of a pinned provider, no longer running, or revoked. Or the
 adversary wants the tenant to connect to its own machine.
+
+A twin is a second valid certificate for a key, made without the issuer: if (r, s) is an ECDSA signature, so is
+(r, n - s). The holder of a certificate that an elliptic-curve authority has signed can replace the signature by the
+other one. Every verifier accepts the result, and its fingerprint differs. Code that identifies certificates by their
+fingerprint treats it as an unknown certificate.
 """
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,52 +28,12 @@ from symbiosis_priv.federation import Federation, Registries
 from symbiosis_priv.registry.descriptor import MS, describe
 from tenant.routing.discovery import Discovery
 
-# A second valid certificate for a key, made without the issuer: if (r, s) is an ECDSA signature, so is (r, n - s).
-#
-# The holder of a certificate that an elliptic-curve authority has signed can replace the signature by the other one.
-# Every verifier accepts the result, and its fingerprint differs. Code that identifies certificates by their
-# fingerprint treats it as an unknown certificate.
-
-
-_SEQUENCE, _BIT_STRING = 0x30, 0x03
-_LONG = 0x80  # DER encodes lengths of at least this value in additional bytes
-
-
-def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
-    """The same certificate with the second valid signature of its issuer, (r, n - s) in place of (r, s).
-
-    Args:
-        curve: curve of the issuer's key.
-    """
-    whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
-    signature = certificate.signature
-    algorithm = whole[whole.index(signed) + len(signed) : -len(_tlv(_BIT_STRING, b"\0" + signature))]
-    r, s = decode_dss_signature(signature)
-    other = _tlv(_BIT_STRING, b"\0" + encode_dss_signature(r, curve.group_order - s))
-    return x509.load_der_x509_certificate(_tlv(_SEQUENCE, signed + algorithm + other))
-
-
-def twin_of(identity: Identity, folder: Path) -> Identity:
-    """An identity with the same key and the twin of its certificate. The issuer's key is on P-256."""
-    certificate = twin(load_certificates(identity.certificate)[0], curve=ec.SECP256R1())
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / identity.certificate.name
-    path.write_bytes(certificate.public_bytes(Encoding.PEM))
-    return Identity(path, identity.key)
-
-
-def _tlv(tag: int, content: bytes) -> bytes:
-    size = len(content)
-    if size < _LONG:
-        return bytes([tag, size]) + content
-    length = size.to_bytes((size.bit_length() + 7) // 8)
-    return bytes([tag, _LONG | len(length)]) + length + content
-
-
 _NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer than that
 _DAYS = 9000
 _LIFE_S = 600.0
 _PORT = 7001
+_SEQUENCE, _BIT_STRING = 0x30, 0x03
+_LONG = 0x80  # DER encodes lengths of at least this value in additional bytes
 _INTERNAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "100.100.100.200", "224.0.0.1")
 
 
@@ -133,16 +97,16 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
         steering = issue(
             folder, authority=authority, kind=Kind.PROVIDER, name="steering", operator="St", hosts=_INTERNAL, days=_DAYS
         )
-        listed = folder / "revoked.txt"
-        revoke(listed, [revoked.certificate])
-        registries = Registries(("localhost:7500",), authority.certificate, listed)
+        revoked_list = folder / "revoked.txt"
+        revoke(revoked_list, [revoked.certificate])
+        registries = Registries(("localhost:7500",), authority.certificate, revoked_list)
         asking = replace(federation, registries=registries)
         remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
         scene = _Scene(asking, folder, authority, executor, revoked)
         if _accepted(asking, [scene.descriptor(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not accepted")
         steered = any(_accepted(remote, [scene.descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)
-        refused = {name: not _accepted(asking, listing(scene)) for name, listing in _LISTINGS.items()}
+        refused = {name: not _accepted(asking, listed) for name, listed in _listings(scene).items()}
         return refused | {"an address of the tenant's own machine, link or cloud": not steered}
 
 
@@ -154,52 +118,69 @@ def _accepted(federation: Federation, listed: list[bytes]) -> set[str]:
     return {peer.name for peer in discovery.update()}
 
 
-def _forged(scene: _Scene) -> list[bytes]:
+def _listings(scene: _Scene) -> dict[str, list[bytes]]:
+    """What the registry lists, by the name of the attack."""
     own = create_authority(scene.folder / "own", name="federation", days=_DAYS)
-    return [scene.descriptor(scene.identity("newcomer", operator="Nobody", authority=own))]
-
-
-def _altered(scene: _Scene) -> list[bytes]:
-    good = scene.descriptor(scene.executor)
-    # the certificate and the signature may contain these two bytes, too
-    before = good.index(scene.federation.model_digest.encode())
-    port = good.rindex(_PORT.to_bytes(2, "big"), 0, before)
-    return [good[:port] + (_PORT + 1).to_bytes(2, "big") + good[port + 2 :]]
-
-
-def _of_a_helpers_company(scene: _Scene) -> list[bytes]:
-    helper = scene.federation.helpers[0]
-    return [scene.descriptor(scene.identity("innocent", operator=helper.operator))]
-
-
-def _pinned_name(scene: _Scene) -> list[bytes]:
-    pinned = scene.federation.executors[0]
-    return [scene.descriptor(scene.identity(pinned.name, operator="Impostor AG"))]
-
-
-def _pinned_address(scene: _Scene) -> list[bytes]:
-    pinned = scene.federation.helpers[0]
+    executor, pinned, helper = scene.executor, scene.federation.executors[0], scene.federation.helpers[0]
+    good = scene.descriptor(executor)
+    # the certificate and the signature may contain the two bytes of the port, too
+    port = good.rindex(_PORT.to_bytes(2, "big"), 0, good.index(scene.federation.model_digest.encode()))
+    altered = good[:port] + (_PORT + 1).to_bytes(2, "big") + good[port + 2 :]
+    forged = scene.identity("newcomer", operator="Nobody", authority=own)
+    namesake = scene.identity(pinned.name, operator="Impostor AG")
     impostor = scene.identity("impostor", operator="Impostor AG")
-    return [scene.descriptor(impostor, address=("localhost", pinned.port))]  # another name of the same machine
+    twin_revoked = twin_of(scene.revoked, scene.folder / "twin")
+    return {
+        "an executor that another authority vouches for": [scene.descriptor(forged)],
+        "an executor with another port than it has signed": [altered],
+        "an executor of a helper's company": [scene.descriptor(scene.identity("innocent", operator=helper.operator))],
+        "an executor by the name of a pinned one": [scene.descriptor(namesake)],
+        # another name of the same machine
+        "an executor at the address of a pinned helper": [
+            scene.descriptor(impostor, address=("localhost", helper.port))
+        ],
+        "an executor that was revoked": [scene.descriptor(scene.revoked)],
+        "an executor that was revoked, its certificate's signature written another way": [
+            scene.descriptor(twin_revoked)
+        ],
+        "a host that the executor's certificate does not name": [
+            scene.descriptor(executor, address=("elsewhere.example", _PORT))
+        ],
+        "a descriptor of an hour ago": [scene.descriptor(executor, after_s=-3600)],
+        "a descriptor of the future": [scene.descriptor(executor, after_s=3600)],
+        "an executor that has left, by what it said before": [
+            scene.descriptor(executor, after_s=1, draining=True),
+            scene.descriptor(executor),
+        ],
+    }
 
 
-_LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {
-    "an executor that another authority vouches for": _forged,
-    "an executor with another port than it has signed": _altered,
-    "an executor of a helper's company": _of_a_helpers_company,
-    "an executor by the name of a pinned one": _pinned_name,
-    "an executor at the address of a pinned helper": _pinned_address,
-    "an executor that was revoked": lambda scene: [scene.descriptor(scene.revoked)],
-    "an executor that was revoked, its certificate's signature written another way": lambda scene: [
-        scene.descriptor(twin_of(scene.revoked, scene.folder / "twin"))
-    ],
-    "a host that the executor's certificate does not name": lambda scene: [
-        scene.descriptor(scene.executor, address=("elsewhere.example", _PORT))
-    ],
-    "a descriptor of an hour ago": lambda scene: [scene.descriptor(scene.executor, after_s=-3600)],
-    "a descriptor of the future": lambda scene: [scene.descriptor(scene.executor, after_s=3600)],
-    "an executor that has left, by what it said before": lambda scene: [
-        scene.descriptor(scene.executor, after_s=1, draining=True),
-        scene.descriptor(scene.executor),
-    ],
-}
+def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
+    """The same certificate with the second valid signature of its issuer, (r, n - s) in place of (r, s).
+
+    Args:
+        curve: curve of the issuer's key.
+    """
+    whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
+    signature = certificate.signature
+    algorithm = whole[whole.index(signed) + len(signed) : -len(_tlv(_BIT_STRING, b"\0" + signature))]
+    r, s = decode_dss_signature(signature)
+    other = _tlv(_BIT_STRING, b"\0" + encode_dss_signature(r, curve.group_order - s))
+    return x509.load_der_x509_certificate(_tlv(_SEQUENCE, signed + algorithm + other))
+
+
+def twin_of(identity: Identity, folder: Path) -> Identity:
+    """An identity with the same key and the twin of its certificate. The issuer's key is on P-256."""
+    certificate = twin(load_certificates(identity.certificate)[0], curve=ec.SECP256R1())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / identity.certificate.name
+    path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return Identity(path, identity.key)
+
+
+def _tlv(tag: int, content: bytes) -> bytes:
+    size = len(content)
+    if size < _LONG:
+        return bytes([tag, size]) + content
+    length = size.to_bytes((size.bit_length() + 7) // 8)
+    return bytes([tag, _LONG | len(length)]) + length + content

@@ -171,7 +171,11 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
     z = _last_eigenvector(form.view(n * k, n * k)).view(n, k, 1)
     matrix = (inverse @ (z * y).sum(dim=1)).t()
     factor = torch.linalg.eigvals(weight @ torch.linalg.pinv(matrix, rtol=1e-9)).real.median()
-    return Stolen(_low_rank(factor * matrix - weight), matrix, weight)
+    u, s, v = torch.linalg.svd(factor * matrix - weight, full_matrices=False)
+    half = len(s) // 2
+    # cut the spectrum at its steepest fall; the rest is noise
+    rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
+    return Stolen((u[:, :rank] * s[:rank]) @ v[:rank], matrix, weight)
 
 
 def _last_eigenvector(form: Tensor) -> Tensor:
@@ -186,15 +190,6 @@ def _last_eigenvector(form: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         vector = normalize(torch.linalg.lu_solve(factors, pivots, vector), dim=0)
     return vector[:, 0]
-
-
-def _low_rank(update: Tensor) -> Tensor:
-    """Cut the spectrum at its steepest fall; the rest is noise."""
-    u, s, v = torch.linalg.svd(update, full_matrices=False)
-    half = len(s) // 2
-    rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
-    kept: Tensor = (u[:, :rank] * s[:rank]) @ v[:rank]
-    return kept
 
 
 def _beats_decoys(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:

@@ -1,17 +1,27 @@
-"""Attacks on noise that masks several rows: candidates, repeats and differences."""
+"""Attacks on noise that masks several rows: candidates, repeats and differences.
+
+Blind clustering is for an attacker that does not know the noise, for example with a stolen log: rows under one noise
+row lie close to it. K-means finds the clusters. Then the public vocabulary makes the result exact, by alternating
+
+    token_i = argmin_v |x'_i - n_k(i) - e_v|        n_k = mean over its rows of (x'_i - e_token(i)),
+
+which is the EM algorithm for a mixture whose components have a known shape and an unknown shift.
+"""
 
 import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import RECOVERED, DirectedAttack, GuessedRows, Outcome, RowsAttack, score_rows
-from threat_model.attacks.exchanges import Subtraction, noises, stack, subtract_candidates, unstack
+from threat_model.attacks.base import RECOVERED, DirectedAttack, GuessedRows, Labels, Outcome, RowsAttack, score_rows
+from threat_model.attacks.exchanges import Subtraction, first_rows, noises, stack, subtract_candidates, unstack
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
-from threat_model.evidence.views import Exchange, ExecutorView
+from threat_model.evidence.views import ExecutorView
 
 _MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
 _PAIRS, _SMALL = 3000, 1 << 27
@@ -65,23 +75,17 @@ class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Executo
             _, online = noises(view, group, self.direction)
             known = torch.zeros(online[0].rows.shape[1], dtype=torch.float64)
             if self.direction == FORWARD:
-                known = _as_sent(public, online[0], public.vocabulary_rows[public.pad_token])
-            rows |= unstack(_without_repeats(stack(online), known), online)
+                padding = public.vocabulary_rows[public.pad_token]
+                if online[0].arithmetic == "ring":
+                    padding = public.in_ring(group, self.direction, padding[None])[0][0]
+                known = padding.double()
+            x = stack(online)
+            repeated = _repeated(x[:_MAX_ROWS])
+            if len(repeated):
+                noise = repeated - known
+                x = x - noise[torch.cdist(x, noise).argmin(dim=1)]
+            rows |= unstack(x, online)
         return rows
-
-
-def _as_sent(public: Public, exchange: Exchange, row: Tensor) -> Tensor:
-    if exchange.arithmetic != "ring":
-        return row.double()
-    return public.in_ring(exchange.group, exchange.direction, row[None])[0][0].double()
-
-
-def _without_repeats(x: Tensor, known: Tensor) -> Tensor:
-    repeated = _repeated(x[:_MAX_ROWS])
-    if not len(repeated):
-        return x
-    noise = repeated - known
-    return x - noise[torch.cdist(x, noise).argmin(dim=1)]
 
 
 def _repeated(x: Tensor) -> Tensor:
@@ -180,3 +184,66 @@ def _valley(size: Tensor) -> float:
     gaps = ordered[low + 1 : high] - ordered[low : high - 1]
     at = int(gaps.argmax())
     return float(ordered[low + at].exp()) * 1.0001 if float(gaps[at]) > 0.05 else 0.0
+
+
+_MAX_CLUSTERS, _CLUSTERED_ROWS, _ROUNDS, _EM_ROUNDS = 16, 1500, 15, 12
+
+
+class BlindClustering(FirstLayerAttack):
+    """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
+
+    name = "blind clustering"
+    family = "noise removal"
+    sees = "rows of the first layer group, no noise"
+    source = "threat model, paper-pool"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
+        _, online = noises(view, FIRST, FORWARD)
+        online = first_rows(online, _CLUSTERED_ROWS)
+        x = stack(online)
+        table = public.vocabulary_rows.double()
+        # each row has an unknown scale: scale it to the mean length of the table's rows
+        if online[0].arithmetic == "ring":
+            x = normalize(x, dim=1) * table.norm(dim=1).mean()
+        usual = table[public.corpus].mean(dim=0)
+        best: tuple[float, Tensor] | None = None
+        for count in (1, 2, 4, _MAX_CLUSTERS):
+            centres = _k_means(x, count, rng)
+            guessed, cost = _fit(x, centres - usual, table)
+            if best is None or cost < best[0]:
+                best = cost, guessed
+        assert best is not None
+        return unstack(best[1], online)
+
+
+def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Return centres `[count, d]`. Initial centres are far apart (k-means++)."""
+    centres = x[torch.randint(len(x), (1,), generator=rng)]
+    while len(centres) < count:
+        distance = torch.cdist(x, centres).amin(dim=1).square() + 1e-12
+        centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=rng)]])
+    for _ in range(_ROUNDS):
+        pick = torch.cdist(x, centres).argmin(dim=1)
+        for k in range(count):
+            if bool((pick == k).any()):
+                centres[k] = x[pick == k].mean(dim=0)
+    return centres
+
+
+def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
+    """Return tokens `[n]`, and the mean squared distance."""
+    guessed, cost = torch.full((len(x),), -1), float("inf")
+    known = table.square().sum(dim=1) - 2 * x @ table.t()
+    for _ in range(_EM_ROUNDS):
+        # |x - n - e|^2 = |x - n|^2 + |e|^2 + 2 ne - 2 xe: the largest term is the same in every round
+        near = [(known + 2 * (table @ n)).min(dim=1) for n in noise]
+        apart = torch.cdist(x, noise).square().t()
+        left, pick = (apart + torch.stack([n.values for n in near])).min(dim=0)
+        before, guessed = guessed, torch.stack([n.indices for n in near]).gather(0, pick[None])[0]
+        cost = float(left.mean())
+        if torch.equal(before, guessed):
+            break
+        for k in range(len(noise)):
+            if bool((pick == k).any()):
+                noise[k] = (x - table[guessed])[pick == k].mean(dim=0)
+    return guessed, cost

@@ -1,70 +1,28 @@
-"""Recovers text from rows: the embedding is public, so an attacker looks up rows of the first layer in a table."""
+"""Recovers text: tokens from forward rows and from the routes of a mixture of experts, and labels from backward rows.
 
-from collections.abc import Mapping
+The embedding is public, so an attacker looks up rows of the first layer in a table. The gradient of cross-entropy
+reveals the label: at the head, `g = (softmax(z) - onehot(y)) / n`, whose only negative entry is the label's (Zhao et
+al., iDLG, arXiv 2001.02610). If the head stays with the tenant, the last block's gradient still points away from the
+label's row of the head.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
+from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.attacks.exchanges import prefills, subtract_candidates, unfold
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import NO_LABEL, Truth
-from threat_model.evidence.views import ExecutorView
-
-# Reads labels from backward rows: the gradient of cross-entropy reveals the label.
-#
-# At the head, `g = (softmax(z) - onehot(y)) / n`, whose only negative entry is the label's (Zhao et al., iDLG, arXiv
-# 2001.02610). If the head stays with the tenant, the last block's gradient still points away from the label's row of
-# the head.
-
-
-class _GradientAttack(LabelsAttack[ExecutorView]):
-    family = "text"
-    metric = "labels"
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        labels = {order: call.labels for order, call in truth.calls.items() if call.labels is not None}
-        return score_labels(guess, labels, ignore=NO_LABEL)
-
-
-class HeadLabels(_GradientAttack):
-    """Guesses the position of the smallest entry of each backward row of the LM head."""
-
-    name = "labels from head gradients"
-    decisive = True
-    sees = "backward rows of the LM head"
-    source = "iDLG, arXiv 2001.02610"
-
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        if not public.has("lm_head"):
-            return None  # a tied head never leaves the tenant
-        head = public.group_of("lm_head")
-        rows = subtract_candidates(view).rows
-        online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
-        return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None
-
-
-class BlockLabels(_GradientAttack):
-    """Guesses `argmin_v <g, gamma * head_v>` for each backward row g of the last block: the token v whose row of the
-    head, times the weight gamma of the final norm, points away from g the most. Works with a tied head, too."""
-
-    name = "labels from block gradients"
-    sees = "backward rows of the last block"
-    source = "iDLG through the final norm"
-
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        group = public.group_of("down_proj", layer=public.layers - 1)
-        head: Tensor = public.model.get_output_embeddings().weight.double()
-        final_norm: Tensor = public.model.get_submodule("model.norm").weight.double()  # type: ignore[assignment]
-        directions = head * final_norm
-        directions = directions - directions.mean(dim=0)
-        rows = subtract_candidates(view).rows
-        online = [e for e in view.of(group=group, direction=BACKWARD) if e.order in rows]
-        return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
-
+from threat_model.evidence.views import Exchange, ExecutorView
 
 _RIDGE, _SHRINKAGE = 0.01, 0.05
 _PROMPTS = 80  # prompts that the attack on a deeper layer reads; its time grows with them
@@ -158,3 +116,134 @@ def _drift(public: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     covariance = rest.t() @ rest / n
     covariance += _SHRINKAGE * covariance.diagonal().mean() * one
     return drift, torch.linalg.cholesky(torch.linalg.inv(covariance))
+
+
+class _GradientAttack(LabelsAttack[ExecutorView]):
+    family = "text"
+    metric = "labels"
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        labels = {order: call.labels for order, call in truth.calls.items() if call.labels is not None}
+        return score_labels(guess, labels, ignore=NO_LABEL)
+
+
+class HeadLabels(_GradientAttack):
+    """Guesses the position of the smallest entry of each backward row of the LM head."""
+
+    name = "labels from head gradients"
+    decisive = True
+    sees = "backward rows of the LM head"
+    source = "iDLG, arXiv 2001.02610"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
+        if not public.has("lm_head"):
+            return None  # a tied head never leaves the tenant
+        head = public.group_of("lm_head")
+        rows = subtract_candidates(view).rows
+        online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
+        return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None
+
+
+class BlockLabels(_GradientAttack):
+    """Guesses `argmin_v <g, gamma * head_v>` for each backward row g of the last block: the token v whose row of the
+    head, times the weight gamma of the final norm, points away from g the most. Works with a tied head, too."""
+
+    name = "labels from block gradients"
+    sees = "backward rows of the last block"
+    source = "iDLG through the final norm"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
+        group = public.group_of("down_proj", layer=public.layers - 1)
+        head: Tensor = public.model.get_output_embeddings().weight.double()
+        final_norm: Tensor = public.model.get_submodule("model.norm").weight.double()  # type: ignore[assignment]
+        directions = head * final_norm
+        directions = directions - directions.mean(dim=0)
+        rows = subtract_candidates(view).rows
+        online = [e for e in view.of(group=group, direction=BACKWARD) if e.order in rows]
+        return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
+
+
+_WINDOW, _BATCH = 32, 16
+_SMOOTHING = 0.5
+
+
+class TokensFromRoutes(LabelsAttack[ExecutorView]):
+    """Guesses each decoded token from the counts of its requests."""
+
+    name = "tokens from routes"
+    family = "side channel"
+    sees = "row counts of experts, layer by layer"
+    source = "docs/experts.md; MoEcho, arXiv 2508.15036"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
+        steps = list(decoding_steps(view))
+        if not steps:
+            return None
+        frequency = torch.bincount(public.corpus, minlength=public.vocabulary).double() + _SMOOTHING
+        prior = (frequency / frequency.sum()).log()
+        chosen = route_frequencies(public)
+        guesses = {}
+        for first, routes in steps:
+            score = prior.clone()
+            for layer, counts in enumerate(routes):
+                went = torch.tensor(counts) > 0
+                score += torch.where(went, chosen[layer].log(), (-chosen[layer]).log1p()).sum(dim=1)
+            guesses[first.order] = score.argmax().reshape(1)
+        return guesses
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        """Score the guessed tokens of single rows."""
+        real = {order: call.tokens for order, call in truth.calls.items() if call.tokens is not None}
+        return score_labels(guess, {order: tokens for order, tokens in real.items() if len(tokens) == 1})
+
+
+def decoding_steps(view: ExecutorView) -> Iterator[tuple[Exchange, Sequence[Counts]]]:
+    """The first request of every pass with one token, and the counts of each layer of experts, if there are any."""
+    passes: list[list[Exchange]] = []
+    for exchange in view.of(direction=FORWARD):
+        if exchange.group == 0:
+            passes.append([])
+        if passes:
+            passes[-1].append(exchange)
+    for first, *others in passes:
+        if len(first.rows) == 1:
+            seen: dict[int, Counts] = {}
+            for exchange in others:
+                counts = exchange.fields["counts"]
+                if isinstance(counts, tuple):
+                    seen.setdefault(exchange.group, counts)
+            yield first, list(seen.values())[::2]  # a layer has two requests with the same counts
+
+
+@functools.lru_cache(maxsize=1)  # the same for every mode
+def route_frequencies(public: Public) -> Tensor:
+    """How often each token goes to each expert, on public text: float64 `[layers, v, experts]`, strictly in 0..1."""
+    layers: list[Any] = list(experts_of(public.model).values())
+    routes: list[list[Tensor]] = [[] for _ in layers]
+
+    def note(to: list[Tensor]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            to.append(args[1].detach())
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(note(to)) for module, to in zip(layers, routes, strict=True)]
+    windows = public.corpus[: len(public.corpus) // _WINDOW * _WINDOW].view(-1, _WINDOW)
+    try:
+        with torch.no_grad():
+            for batch in windows.split(_BATCH):
+                public.model(input_ids=batch, use_cache=False)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    tokens = windows.flatten()
+    seen = torch.bincount(tokens, minlength=public.vocabulary).double()
+    found = []
+    for module, parts in zip(layers, routes, strict=True):
+        index = torch.cat(parts)
+        experts = int(module.num_experts)
+        cells = (tokens[:, None] * experts + index).flatten()
+        went = torch.bincount(cells, minlength=public.vocabulary * experts).double().view(-1, experts)
+        usual = went.sum(dim=0) / went.sum() * index.shape[1]  # of any token
+        found.append((went + _SMOOTHING * usual.clamp(0.01, 0.99)) / (seen[:, None] + _SMOOTHING))
+    return torch.stack(found).clamp(1e-6, 1 - 1e-6)

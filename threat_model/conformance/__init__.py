@@ -5,8 +5,8 @@
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
-Read in this order: `subject`, `oracle`, `raw_connection`, `request_strategies`, `trials`, `properties`, and the
-checks in `concurrency`, `refusals` and `sweep`.
+Read in this order: `subject`, `oracle`, `raw_connection`, `trials` (with the strategies for requests), `properties`, and
+the checks in `connections`.
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
 refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request to the smallest one that still

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
+from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
@@ -15,8 +16,8 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
+from threat_model.conformance.connections import check_batching, check_refusals
 from threat_model.conformance.oracle import CheckpointOracle, Difference, first_difference
-from threat_model.conformance.refusals import check_batching, check_refusals
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
 from threat_model.conformance.trials import (
     EXECUTOR,
@@ -128,7 +129,7 @@ _JUDGED_WORK = 2_000_000_000  # limit of multiplications for checking the larges
 
 
 @claim("digest", "It serves the model of the local checkpoint, and does not pretend to serve another.")
-def _digest(subject: Subject, run: Run) -> None:
+def check_digest(subject: Subject, run: Run) -> None:
     pinned = subject.oracle.manifest.digest
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
@@ -148,7 +149,7 @@ def _digest(subject: Subject, run: Run) -> None:
 @claim(
     "layers", "It serves the layers that the federation file expects, and refuses those that it says it does not serve."
 )
-def _layers(subject: Subject, run: Run) -> None:
+def check_layers(subject: Subject, run: Run) -> None:
     layers, served = subject.oracle.manifest.layers, subject.groups
     run.one()
     if subject.welcome.end_group > len(layers):
@@ -171,28 +172,13 @@ def _right(subject: Subject, case: Case) -> None:
         raise subject.violation("gives a wrong answer", case, difference=difference)
 
 
-@claim("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)
-def _exact_answer(subject: Subject, run: Run) -> None:
-    run.for_all(requests(subject), lambda case: _right(subject, case))
-
-
-@claim("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)
-def _exact_effect(subject: Subject, run: Run) -> None:
-    run.for_all(requests(subject), lambda case: _right(subject, case))
-
-
-@claim("float", "A float answer, bias included, is within its error bound.", EXECUTOR, floats=True)
-def _float(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, arithmetics=("float",)), lambda case: _right(subject, case))
-
-
-@claim("bias-free", "A bias-free float answer is within its error bound.", EXECUTOR, floats=True)
-def _bias_free(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, arithmetics=("float_bias_free",)), lambda case: _right(subject, case))
+def _exact(requested: Callable[[Subject], SearchStrategy[Case]]) -> Callable[[Subject, Run], None]:
+    """A check that the answers to these requests are right."""
+    return lambda subject, run: run.for_all(requested(subject), lambda case: _right(subject, case))
 
 
 @claim("bias-difference", "The two float answers to the same rows differ by the bias.", EXECUTOR, floats=True)
-def _bias_difference(subject: Subject, run: Run) -> None:
+def check_bias_difference(subject: Subject, run: Run) -> None:
     """Checks that the two answers differ by the bias. Each one is within its bound, so the difference is within both
     bounds."""
     oracle = subject.oracle
@@ -212,7 +198,7 @@ def _bias_difference(subject: Subject, run: Run) -> None:
 
 
 @claim("experts", "Rows for single experts are multiplied by their own expert's matrix, in both directions.")
-def _experts(subject: Subject, run: Run) -> None:
+def check_experts(subject: Subject, run: Run) -> None:
     stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
     if not stacks:
         raise NotTested("no layer group is a stack of experts")
@@ -222,7 +208,7 @@ def _experts(subject: Subject, run: Run) -> None:
 
 
 @claim("narrow-ring", "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.")
-def _narrow_ring(subject: Subject, run: Run) -> None:
+def check_narrow_ring(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         _right(subject, case)
         low = subject.answer(case) << 8 >> 8
@@ -233,7 +219,7 @@ def _narrow_ring(subject: Subject, run: Run) -> None:
 
 
 @claim("independent-rows", "A row's answer does not depend on the rows beside it.")
-def _independent_rows(subject: Subject, run: Run) -> None:
+def check_independent_rows(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         together = subject.answer(case)
         alone = [subject.answer(one) for one in split(case, 1)]
@@ -243,7 +229,7 @@ def _independent_rows(subject: Subject, run: Run) -> None:
 
 
 @claim("linear", "Ring answers are linear in the rows, modulo 2^32.", EXECUTOR)
-def _linear(subject: Subject, run: Run) -> None:
+def check_linear(subject: Subject, run: Run) -> None:
     @st.composite
     def pairs(draw: DrawFn) -> tuple[Case, Tensor, int]:
         case = draw(products(subject))
@@ -266,7 +252,7 @@ def _times(rows: Tensor, factor: int) -> Tensor:
 
 
 @claim("resend", "The same request gets the same bits again.")
-def _resend(subject: Subject, run: Run) -> None:
+def check_resend(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         what = "the same request gets two different answers"
         subject.expect_equal(subject.answer(case), subject.answer(case), what, case)
@@ -275,7 +261,7 @@ def _resend(subject: Subject, run: Run) -> None:
 
 
 @claim("row-counts", "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.")
-def _row_counts(subject: Subject, run: Run) -> None:
+def check_row_counts(subject: Subject, run: Run) -> None:
     """Requests the cheapest layer group with increasing row counts, up to the limit of one request (64 MiB at most).
 
     If an answer has many rows, a sample of them is checked. If a row count fails, bisection finds the smallest that
@@ -314,7 +300,7 @@ def _row_counts(subject: Subject, run: Run) -> None:
 
 
 @claim("binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.")
-def _binding(subject: Subject, run: Run) -> None:
+def check_binding(subject: Subject, run: Run) -> None:
     def check(case: Case) -> None:
         header = case.header(subject.role)
         reply, _ = subject.exchange(case, header)
@@ -323,18 +309,15 @@ def _binding(subject: Subject, run: Run) -> None:
         for name in wire.Binding.__struct_fields__:
             sent, got = getattr(header, name), getattr(reply, name)
             if got != sent:
-                what = f"its reply's {name} is {_plain(got)}, the request's is {_plain(sent)}"
+                got, sent = (value.hex() if isinstance(value, bytes) else value for value in (got, sent))
+                what = f"its reply's {name} is {got}, the request's is {sent}"
                 raise subject.violation(what, case)
 
     run.for_all(requests(subject), check)
 
 
-def _plain(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
-
-
 @claim("effect-agreement", "A helper's effect is the executor's product of the same mask.", HELPER)
-def _agreement(subject: Subject, run: Run) -> None:
+def check_agreement(subject: Subject, run: Run) -> None:
     if not subject.executors:
         raise NotTested("no executor to compare with: --federation names both")
     if not any(index in executor.groups for executor in subject.executors for index in subject.sampled):
@@ -358,23 +341,40 @@ def _agreement(subject: Subject, run: Run) -> None:
 
 
 PROPERTIES: tuple[Property, ...] = (
-    _digest,
-    _layers,
+    check_digest,
+    check_layers,
     check_every_layer,
-    _exact_answer,
-    _exact_effect,
-    _agreement,
-    _float,
-    _bias_free,
-    _bias_difference,
-    _linear,
-    _independent_rows,
+    Property("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR, _exact(requests)),
+    Property(
+        "effect-exact",
+        "An effect is the product of the rows that its seed expands to, bit for bit.",
+        HELPER,
+        _exact(requests),
+    ),
+    check_agreement,
+    Property(
+        "float",
+        "A float answer, bias included, is within its error bound.",
+        EXECUTOR,
+        _exact(partial(products, arithmetics=("float",))),
+        floats=True,
+    ),
+    Property(
+        "bias-free",
+        "A bias-free float answer is within its error bound.",
+        EXECUTOR,
+        _exact(partial(products, arithmetics=("float_bias_free",))),
+        floats=True,
+    ),
+    check_bias_difference,
+    check_linear,
+    check_independent_rows,
     check_batching,
-    _experts,
-    _narrow_ring,
-    _resend,
-    _row_counts,
-    _binding,
+    check_experts,
+    check_narrow_ring,
+    check_resend,
+    check_row_counts,
+    check_binding,
     check_refusals,
 )
 """All properties, in the order in which they are tested."""

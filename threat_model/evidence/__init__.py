@@ -5,6 +5,5 @@
     truth        the tenant's own knowledge; only scorers read it
 schemes      the masking schemes under attack
 neighbour    a second tenant of the same executor
-twins        a second certificate for the same key
 statistics   scores, their chance level and intervals
 """

@@ -1,5 +1,1 @@
-"""A suite's figures in three formats: `as_tables.show`, `as_json.to_json`, `page.to_html`.
-
-Read in this order: `sections` (the tables), `security_table` (that of the README), `as_tables`, `as_json`, `charts`,
-`page`.
-"""
+"""A suite's figures: `tables` in a terminal, as JSON and in the README, `page` as one HTML page with pictures."""

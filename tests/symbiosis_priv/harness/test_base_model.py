@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness.base_model import Pretraining, cached_base_model, make_base_model
-from symbiosis_priv.harness.text import PRIVATE_PROMPT, PUBLIC_PROMPT, private_text, public_text
+from symbiosis_priv.harness.base_model import (
+    PRIVATE_PROMPT,
+    PUBLIC_PROMPT,
+    Pretraining,
+    cached_base_model,
+    make_base_model,
+    private_text,
+    public_text,
+)
 
 TINY = Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320)
 

@@ -26,8 +26,8 @@ from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.harness.base_model import private_text
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.harness.text import private_text
 from tenant.cli import app as cli
 from tenant.cli.generate import generate as generate_command
 from tenant.federation import cli as federation_cli

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness.text import private_text
+from symbiosis_priv.harness.base_model import private_text
 from symbiosis_priv.network.addresses import parse_address
 from tenant.demo.claims import Measurements, claims
 from tenant.demo.screen import show

@@ -69,7 +69,7 @@ from symbiosis_priv.checkpoints.discovery import known_values
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.harness.text import private_text
+from symbiosis_priv.harness.base_model import private_text
 from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of, rounded_model
 from tenant.cli import app as cli
 from tenant.masking.backend import Backend

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
-from symbiosis_priv.harness.text import private_text
+from symbiosis_priv.harness.base_model import private_text
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_model
 from tenant.training.corpus import Example

@@ -15,8 +15,7 @@ from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.loading import load_language_model
 from tenant.preparation.keys import prepare
-from threat_model.active.lying_providers import ActiveReport, mutual_information
-from threat_model.active.lying_relays import attack_relays
+from threat_model.active.lying_providers import ActiveReport, attack_relays, mutual_information
 from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.registries import attack_registry
 from threat_model.evidence.statistics import clopper_pearson

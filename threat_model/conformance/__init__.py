@@ -5,7 +5,7 @@
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
-Read in this order: `subject`, `oracle`, `raw_connection`, `trials` (with the strategies for requests), `properties`, and
+Read in this order: `subject`, `oracle`, `raw_connection`, `trials` (also strategies for requests), `properties`, and
 the checks in `connections`.
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request

@@ -172,7 +172,9 @@ def usage(
 def top(
     *,
     config: OptionalConfig = None,
-    address: Annotated[str | None, typer.Option(help="[metrics] listen of the provider, instead of --config.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help=r"\[metrics] listen of the provider, instead of --config.")
+    ] = None,
     interval: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one update and end.")] = False,
 ) -> None:
@@ -180,9 +182,15 @@ def top(
     from provider.config.provider_toml import load
     from provider.operations.top import watch
 
-    address = address or (None if config is None else load(config).metrics.listen)
     if address is None:
-        raise ConfigError("no address: set [metrics] listen in provider.toml and name it with --config")
+        if config is None:
+            raise ConfigError("name the provider: --config provider.toml, or --address with its [metrics] listen")
+        address = load(config).metrics.listen
+    if address is None:
+        raise ConfigError(
+            f'{config} has no address for operators: add listen = "127.0.0.1:9464" under [metrics], and restart the '
+            f"provider"
+        )
     watch(local_address(address), interval=interval, once=once)
 
 

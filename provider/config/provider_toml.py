@@ -14,6 +14,7 @@ from provider.config.schema import DEFAULT_LISTEN, ProviderConfig
 from symbiosis_priv.certificates.naming import check_name
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import Role
+from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.system.toml import load_toml
 
 
@@ -49,7 +50,7 @@ def template(
 ) -> str:
     """A provider.toml with these values. Every other key is commented out, with its default or an example.
 
-    The explanations come from the docstrings in `provider.config.schema`.
+    Metrics are on, at a loopback address. The explanations come from the docstrings in `provider.config.schema`.
 
     Args:
         revoked: the list of revoked certificates; None if there is none yet.
@@ -68,6 +69,7 @@ def template(
         "tls.key": f"keys/{name}.key",
         "tls.tenant_authority": "keys/authority.pem",
         "tls.revoked": revoked,
+        "metrics.listen": f"127.0.0.1:{_metrics_port(listen)}",
     }
     text = _HEAD + _keys(ProviderConfig, "", given)
     for field in msgspec.structs.fields(ProviderConfig):
@@ -81,6 +83,12 @@ def template(
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
     return text
+
+
+def _metrics_port(listen: str) -> int:
+    """9464, the usual port of such metrics, for the default address; another one for each other port of a provider."""
+    port = parse_address(listen)[1] + 9464 - parse_address(DEFAULT_LISTEN)[1]
+    return port if listen.rpartition(":")[2] != "0" and port < 1 << 16 else 0
 
 
 def _keys(config: type[msgspec.Struct], section: str, given: Mapping[str, object]) -> str:

@@ -2,10 +2,12 @@
 
 import contextlib
 import http.client
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from provider.cli import app
+from provider.config.provider_toml import load
 from provider.config.schema import MetricsConfig
 from provider.executor.client import ExecutorRequester
 from provider.operations import top
@@ -116,7 +119,23 @@ def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> N
     taken = configure(metrics=MetricsConfig(listen=provider.address))
     with pytest.raises(ConfigError, match="metrics"):
         Provider(taken).start()
-    assert isinstance(CliRunner().invoke(app, ["top"]).exception, ConfigError)
+
+
+def test_top_says_what_is_missing(tmp_path: Path) -> None:
+    config = tmp_path / "provider.toml"
+    assert CliRunner().invoke(app, ["init", str(config), "--listen", "127.0.0.1:7402"]).exit_code == 0
+    assert load(config).metrics.listen == "127.0.0.1:9465"  # on from the start
+    config.write_text(config.read_text().replace('listen = "127.0.0.1:9465"', ""))
+    for options, message in (
+        (["--config", str(config)], r"under \[metrics\], and restart"),
+        ([], "--config provider.toml"),
+    ):
+        error = CliRunner().invoke(app, ["top", *options]).exception
+        assert isinstance(error, ConfigError)
+        assert re.search(message, str(error))
+    assert "[metrics] listen" in " ".join(
+        CliRunner().invoke(app, ["top", "--help"], env={"COLUMNS": "200"}).output.split()
+    )
 
 
 # What comes from elsewhere

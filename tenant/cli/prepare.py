@@ -32,7 +32,7 @@ def prepare(
         from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.model import ledger as ledgers
         from tenant.preparation.keys import prepare as prepare_model
-        from tenant.preparation.slim import write_slim
+        from tenant.preparation.own_tensors import write_slim
 
     store = WeightStore(folder, weight_bits=pinned.weight_bits, scope=pinned.scope)
     with terminal.progress_bar("verification keys") as progress:

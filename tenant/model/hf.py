@@ -35,9 +35,7 @@ from tenant.masking.registry import registered, scheme_named
 from tenant.model.base_weights import BaseWeights
 from tenant.model.connect import open_backend
 from tenant.model.division import division
-from tenant.model.experts.decoding import refuse_decoding
-from tenant.model.experts.modes import choose_mode
-from tenant.model.experts.replace import check_stored, offload
+from tenant.model.experts.modes import check_stored, choose_mode, offload, refuse_decoding
 from tenant.model.offloaded import NO_DISK, OffloadedParameter, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
 from tenant.options import Experts, Options

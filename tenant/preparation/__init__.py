@@ -1,10 +1,8 @@
 """Makes verification keys and facts from a checkpoint before the first session, and caches them on disk. Read in this
 order:
 
-prepared      what the tenant keeps of a base model: facts and keys
-key_files     the file format of the keys
+prepared      what the tenant keeps of a base model: facts, and keys with their file format
 keys          makes and caches a preparation, and loads it
 opening       opens a prepared model, or prepares it
-own_tensors   digests of the tensors and files that stay with the tenant
-slim          writes a small checkpoint of the tenant's tensors only
+own_tensors   the tensors and files that stay with the tenant: their digests, and slim checkpoints of them
 """

@@ -42,9 +42,8 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.files import PrivateFolder, default_cache, lock, storing, write_atomically
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
-from tenant.preparation.key_files import open_blame_keys, read_keys, tensors_of
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
-from tenant.preparation.prepared import Preparation
+from tenant.preparation.prepared import Preparation, open_blame_keys, read_keys, tensors_of
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ model's products.
 The idea is that of PetS (Zhou et al., USENIX ATC 2022). Read in this order:
 
 registry   `Tasks`: register, load, unload, save; at most `memory_limit` bytes of adapters
-folders    checks task names and task folders, which another party may have written
-adapter    the PEFT layers of one task, made without changing the model
+adapter    checks a task's name and folder, and makes its PEFT layers without changing the model
 batch      maps rows to tasks, and computes them at each layer of the model
 operators  computes the adapters of many tasks with batched products
 coordinated, costs  divides queued requests into batches, by measured costs

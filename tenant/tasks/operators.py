@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tenant.tasks.adapter import NAME, base_layer
-from tenant.tasks.methods.bitfit import BitFitLayer
-from tenant.tasks.methods.bottleneck import BottleneckLayer
+from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
 
 
 class Operator(ABC):

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from symbiosis_priv.errors import ConfigError, TaskError, UnsupportedMethodError
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
-from tenant.tasks.adapter import Adapter
+from tenant.tasks.adapter import Adapter, TaskFolder, check_name, memory_of, stored, stored_in
 from tenant.tasks.batch import BASE, Batch, Composition
-from tenant.tasks.folders import TaskFolder, check_name, memory_of, stored, stored_in
 
 DEFAULT_MEMORY = 1 << 30
 _COMPOSITIONS = 64  # limit of cached compositions, each of a few kilobytes

@@ -1,15 +1,28 @@
-"""Where the experts of a mixture run (`RemoteConfig(experts=...)`), and which mode is the default."""
+"""Where the experts of a mixture run (`RemoteConfig(experts=...)`): chooses the mode, and prepares a model for it.
+
+With experts = "counts", decoding is refused, because a provider learns most tokens from the route of one token: a
+published attack recovers 91 % of tokens from their routes alone (arXiv:2602.04105). A forward pass over many tokens
+shows a sum of routes; a decoding step shows the route of one token.
+"""
 
 import logging
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from symbiosis_priv.checkpoints.discovery.linears import experts_of
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_stacked, stacks_of
+from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
+from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError, UnsupportedModelError
+from tenant.model.experts.stack import OffloadedStack, implementation
+from tenant.model.remote_linear import LayerGroup
 from tenant.options import Experts
 
 log = logging.getLogger(__name__)
@@ -65,3 +78,81 @@ def _price(experts: Any) -> float:
     """Return experts per chosen expert; infinite if the configuration lacks the number of chosen experts."""
     chosen = next((getattr(experts.config, n) for n in _CHOSEN if hasattr(experts.config, n)), None)
     return experts.num_experts / chosen if isinstance(chosen, int) and chosen else math.inf
+
+
+def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -> None:
+    """Replace one stack of an expert module by a parameter without values. `mode` is not "local". Raises
+    `CheckpointError` if the module lacks the stack, or if its shape differs."""
+    owner, _, stack = entry.members[0].rpartition(".")
+    spec = GroupSpec(entry.members, entry.inputs, entry.outputs, entry.experts, entry.joined)
+    if not is_stacked(experts) or spec not in stacks_of(owner, experts):
+        raise CheckpointError(
+            f"{entry.name} has another shape than in the federation's model; load the same base model"
+        )
+    if not _offloaded(experts):
+        experts.register_state_dict_post_hook(_leave_out)
+        experts.register_load_state_dict_pre_hook(_put_back)
+        experts.config._experts_implementation = implementation(mode)
+    setattr(experts, stack, OffloadedStack.of_group(group, getattr(experts, stack).shape))
+
+
+def _leave_out(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook on saving: remove the stacks, because their values are at the providers."""
+    for stack in _offloaded(experts):
+        del state[prefix + stack]
+
+
+def _put_back(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook on loading: add the stacks, so that loading does not report them as missing."""
+    for stack in _offloaded(experts):
+        state.setdefault(prefix + stack, getattr(experts, stack))
+
+
+def _offloaded(experts: nn.Module) -> list[str]:
+    return [name for name, stack in experts.named_parameters(recurse=False) if isinstance(stack, OffloadedStack)]
+
+
+def check_stored(model: PreTrainedModel, folder: Path) -> None:
+    """Raise `CheckpointError` if the checkpoint lacks weights of experts that stay: transformers would draw them at
+    random."""
+    with Checkpoint(folder) as checkpoint:
+        stored = StoredNames(model, ()).by_parameter(checkpoint.names())
+    for name, experts in experts_of(model).items():
+        for parameter, value in experts.named_parameters():
+            if not isinstance(value, OffloadedStack) and f"{name}.{parameter}" not in stored:
+                raise CheckpointError(
+                    f"{folder} has no {name}.{parameter}, and the experts stay here: load the full checkpoint or a "
+                    f"slim one made with `tenant prepare --keep-experts`, or choose RemoteConfig(experts='all')"
+                )
+
+
+def refuse_decoding(model: PreTrainedModel) -> None:
+    """Make `generate`, continuous batching and single decoding steps of a model raise an error."""
+    vars(model)["generate"] = vars(model)["init_continuous_batching"] = _refuse  # `generate_batch` calls the second
+    for part in {model, model.base_model}:  # PEFT calls the forward pass of the model without its hooks
+        part.register_forward_pre_hook(_refuse_step, with_kwargs=True)
+
+
+def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook: refuse a pass over one token per sequence, a pass of continuous batching (with `cache`), and, without
+    gradients, a pass with filled `past_key_values` (prefix tuning trains with them)."""
+    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+    continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
+    if continues or kwargs.get("cache") is not None or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
+        _refuse()
+
+
+def _is_filled(cache: Any) -> bool:
+    """Returns True unless a cache is known to be empty; caches of linear attention have no length."""
+    try:
+        return cache is not None and cache.get_seq_length() > 0
+    except ValueError:
+        return True
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedMethodError(
+        "experts = 'counts' shows providers the experts of every token, which reveals most of the decoded text "
+        "(docs/experts.md). Generate with RemoteConfig(experts='all'), 'flat' or 'local'; or accept it with "
+        "RemoteConfig(experts='counts', show_routes_while_decoding=True)"
+    )

@@ -25,8 +25,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.remote_linear import RemoteLinear
-from tenant.preparation.own_tensors import own_digest
-from tenant.preparation.slim import write_slim
+from tenant.preparation.own_tensors import own_digest, write_slim
 
 IDS = torch.arange(3, 13).view(1, 10)
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}

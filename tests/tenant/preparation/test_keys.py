@@ -25,11 +25,9 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation import keys as preparation
-from tenant.preparation.key_files import tensors_of
 from tenant.preparation.keys import _alone, prepare
-from tenant.preparation.own_tensors import own_digest
-from tenant.preparation.prepared import Preparation
-from tenant.preparation.slim import write_slim
+from tenant.preparation.own_tensors import own_digest, write_slim
+from tenant.preparation.prepared import Preparation, tensors_of
 
 DIRECT = ["gpt2_store", "store"]
 KEYS = ["keys.safetensors", "blame.safetensors", "second.safetensors"]

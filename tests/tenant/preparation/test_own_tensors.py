@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
 from tenant.preparation.keys import prepare
-from tenant.preparation.own_tensors import tokenizer_files
-from tenant.preparation.slim import write_slim
+from tenant.preparation.own_tensors import tokenizer_files, write_slim
 from tests.experts import write
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError, UnsupportedMethodError
 from tenant import MaskBertConfig, RemoteConfig
 from tenant.model.loading import load_model
-from tenant.tasks.folders import check_name, memory_of, stored
+from tenant.tasks.adapter import check_name, memory_of, stored
 from tenant.tasks.registry import TaskId, Tasks
 from tests.adapters import METHODS
 from tests.tenant.tasks.conftest import WriteTask

@@ -1,4 +1,6 @@
-"""LoRA on expert stacks: the factors work on rows, and the saved adapter gives the same logits in the plain model."""
+"""LoRA on expert stacks: the factors work on rows, and the saved adapter gives the plain model the same logits.
+And where rows stand in a request with counts, for any choice of experts.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import RemoteConfig, backend_of, rounded_model
-from tenant.model.experts.stack import Factors
+from tenant.model.experts.stack import AsRouted, Factors, Flat
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -88,3 +90,31 @@ def test_each_row_is_multiplied_by_its_own_experts_factors(chosen: list[int], tr
     expected = [row @ (delta[k] if transposed else delta[k].t()) for row, k in zip(rows, chosen, strict=True)]
     assert product.shape == (len(chosen), 8 - width)
     assert all(torch.allclose(mine, one, atol=1e-6) for mine, one in zip(product, expected, strict=True))
+
+
+EXPERTS = 5
+CHOICES = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=2, max_size=2), max_size=9).map(
+    lambda pairs: torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+)
+
+
+def rows_of(route: AsRouted, expert: int) -> range:
+    start = sum(route.counts[:expert])
+    return range(start, start + route.counts[expert])
+
+
+@given(CHOICES)
+def test_every_row_is_among_the_rows_of_its_expert(index: Tensor) -> None:
+    for kind in (AsRouted, Flat):
+        route = kind(index, experts=EXPERTS)
+        places = route.places.tolist()
+        assert len(set(places)) == len(places) == index.numel()
+        for place, expert in zip(places, index.flatten().tolist(), strict=True):
+            assert place in rows_of(route, expert)
+
+
+@given(CHOICES)
+def test_counts_are_as_routed_or_all_the_largest(index: Tensor) -> None:
+    real = index.flatten().bincount(minlength=EXPERTS).tolist()
+    assert AsRouted(index, experts=EXPERTS).counts == tuple(real)
+    assert Flat(index, experts=EXPERTS).counts == (max(real),) * EXPERTS

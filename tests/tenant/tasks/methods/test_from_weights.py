@@ -30,9 +30,9 @@ from tenant import MaskBertConfig, RemoteConfig, backend_of, rounded_model
 from tenant.model.base_weights import BaseWeights
 from tenant.model.loading import load_adapter, load_model
 from tenant.model.remote_linear import RemoteLayer
-from tenant.tasks.methods.hra import rotated
 from tenant.tasks.methods.lora import weights_at_hand
-from tenant.tasks.methods.shira import _flat
+from tenant.tasks.methods.sparse import _flat
+from tenant.tasks.methods.start import rotated
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 

@@ -13,9 +13,9 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMetho
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
 from tenant.model.base_weights import BaseWeights
 from tenant.model.remote_linear import RemoteLayer
-from tenant.preparation.slim import write_slim
-from tenant.tasks.methods import registration
-from tenant.tasks.methods.bitfit import BitFitTuner
+from tenant.preparation.own_tensors import write_slim
+from tenant.tasks.methods.layer import add
+from tenant.tasks.methods.outputs import BitFitTuner
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a hub
 
@@ -170,6 +170,6 @@ def test_merging_is_refused(name: str, methods: Any, exact_llama: Path) -> None:
 
 def test_a_name_that_peft_has_is_not_replaced() -> None:
     with pytest.raises(ConfigError, match="LORA"):
-        registration.add("lora", config=BitFitConfig, tuner=BitFitTuner)
+        add("lora", config=BitFitConfig, tuner=BitFitTuner)
     assert PeftType("BITFIT") is PeftType["BITFIT"]
     assert "BITFIT" in list(PeftType)

@@ -12,7 +12,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.limits import GroupIndex
 from tenant.core.blame import BlameKeys
 from tenant.core.verifier import VerificationKeys
-from tenant.preparation.key_files import open_blame_keys, read_keys, tensors_of
+from tenant.preparation.prepared import open_blame_keys, read_keys, tensors_of
 
 GROUP, STACK = GroupIndex(0), GroupIndex(1)
 

@@ -134,7 +134,7 @@ def test_folders_are_small_and_documented() -> None:
 def test_the_trust_core_can_be_read_in_one_sitting() -> None:
     """`tenant.core` holds what privacy and integrity depend on, and nothing else: neither timing nor progress."""
     modules = [path.read_text(encoding="utf-8") for path in (ROOT / "tenant" / "core").glob("*.py")]
-    assert sum(len(text.splitlines()) for text in modules) <= 1200
+    assert sum(len(text.splitlines()) for text in modules) <= 1400
     assert not any(re.search(r"^(import|from) (time|tqdm)\b", text, re.MULTILINE) for text in modules)
 
 

@@ -6,7 +6,5 @@ keystream   one-time pads from AES-256-CTR, addressed by row
 modular     inner products modulo p = 2^61 - 1, for verification
 wraps       corrects what left a narrow ring, with the verification keys
 segments    rows sorted by expert, and how many rows each expert has
-passes      the fused passes over memory: quantise and mask; unmask, check and dequantise
-buffers     reusable memory for large matrices
-forks       detects forks, so that a secret stays in one process
+passes      the fused passes over memory: quantise and mask; unmask, check and dequantise; and reusable memory
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.arithmetic.buffers import large_tensor
+from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import Bound, Direction, bounds_of, row_blocks
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.arithmetic.buffers import large_tensor
+from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, Direction
 from symbiosis_priv.kernels.kernel import Kernel, Packed
 from symbiosis_priv.native import Isa, for_each_slice

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.buffers import Buffers
+from symbiosis_priv.arithmetic.passes import Buffers
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,

@@ -15,8 +15,15 @@ a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, a
 Relay. A helper may send its effect to the executor instead of to the tenant. Because n_j could be computed from e_j, it
 sends the block `e_j + m_j`: m_j is a second keystream of the same seed, with the same row numbers. The executor
 subtracts the blocks from its product, and the tenant adds the m_j to the answer.
+
+Forks. Secrets, pads and connections belong to the process that made them (rule 12). A fork is detected by two signs:
+Python's fork hook runs in every child of `os.fork`, even if the child has its parent's process id, as in a new pid
+namespace. C code that calls libc's `fork` does not run the hook, but the child has another process id, which
+`generation` compares. A fork by C code into a new pid namespace can escape both signs. A copy of the whole machine (a
+snapshot of a virtual machine, CRIU) is not detected either.
 """
 
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -28,7 +35,6 @@ from typing import NamedTuple, NoReturn, Self
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Keystream, Seed, derive, mask_key, relay_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
@@ -37,6 +43,37 @@ from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from tenant.worker import Promise, Worker
+
+_forks = 0
+_pid = os.getpid()
+_in_child: list[Callable[[], None]] = []
+
+
+def generation() -> int:
+    """Number of forks between this process and the one that first imported this module.
+
+    If an object was made in another generation, it was copied by a fork. Compare the generation before every use of a
+    secret, because only this function detects a fork by C code.
+    """
+    if os.getpid() != _pid:
+        _forked()
+    return _forks
+
+
+def call_in_child(function: Callable[[], None]) -> None:
+    """Register a function that every forked child calls as soon as it notices the fork."""
+    _in_child.append(function)
+
+
+def _forked() -> None:
+    global _forks, _pid
+    _pid = os.getpid()
+    _forks += 1
+    for function in _in_child:
+        function()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class SessionSecret:
@@ -192,7 +229,12 @@ class Pad:
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
         rows = self.rows
-        return [e[s.offset : s.offset + rows] for s in self.shares if (e := s.effect.result()) is not None]
+        effects = []
+        for share in self.shares:
+            effect = share.effect.result() if share.effect.kept is None else share.effect.kept
+            if effect is not None:  # it was not sent to an executor
+                effects.append(effect[share.offset : share.offset + rows])
+        return effects
 
     def split(self, rows: int) -> tuple[Self, Self]:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""

@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from symbiosis_priv.arithmetic.buffers import Buffers
-from symbiosis_priv.arithmetic.forks import generation
+from symbiosis_priv.arithmetic.passes import Buffers
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
@@ -26,7 +25,7 @@ from tenant.connections.executor_client import ExecutorClient, blocks_of
 from tenant.connections.helper_client import HelperClient
 from tenant.connections.notices import Notices
 from tenant.core.masked import Gate
-from tenant.core.pads import SessionSecret
+from tenant.core.pads import SessionSecret, generation
 from tenant.core.parts import Part
 from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions

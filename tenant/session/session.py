@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.forks import call_in_child, generation
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -25,6 +24,7 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.channel import Channel
+from tenant.core.pads import call_in_child, generation
 from tenant.core.parts import Rows
 from tenant.masking.backend import RingRows
 from tenant.masking.registry import session_scheme

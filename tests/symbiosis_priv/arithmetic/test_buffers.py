@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.buffers import Buffers, large_tensor
+from symbiosis_priv.arithmetic.passes import Buffers, large_tensor
 from tests.warm import run
 
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_a_buffer_larger_than_the_limit_frees_no_other() -> None:
 def test_a_forked_child_writes_into_its_own_pages() -> None:
     script = """if True:
         import os, sys
-        from symbiosis_priv.arithmetic.buffers import Buffers
+        from symbiosis_priv.arithmetic.passes import Buffers
         matrix = Buffers(limit=1 << 24).matrix(1024, 1024).zero_()
         if not (child := os.fork()):
             matrix.numpy().fill(7)

@@ -3,7 +3,6 @@ and at the end. The announcer tries again if a registry cannot be reached. The e
 registries.
 """
 
-import random
 import threading
 import time
 from typing import Final
@@ -17,6 +16,7 @@ from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.registry.descriptor import MS, Trust, describe, verify
 from symbiosis_priv.registry.protocol import RegistryClient
+from symbiosis_priv.system.pacing import Periodic
 
 log = logs.EventLog(__name__)
 
@@ -47,7 +47,6 @@ class Announcer:
         self._issued = 0
         self._accepted = dict.fromkeys(config.registry.announce, False)
         self._lock = threading.Lock()  # two descriptors are never issued in one millisecond
-        self._wake = threading.Event()
         self._leaving = False
         self._announcing_to: str | None = None
         try:
@@ -58,7 +57,9 @@ class Announcer:
                 f"Ask for a certificate with `symbiosis-priv keys request --provider`, have it signed with --operator "
                 f"and --host by the owner of {self._registry.authority}, and set address to one of its hosts"
             ) from error
-        self._thread = threading.Thread(target=self._run, name="announce", daemon=True)
+        self._periodic = Periodic(
+            self._announce_to_all, every_s=_RETRY_S, name="announcing to registries", jitter=_JITTER, at_once=True
+        )
 
     @property
     def accepted(self) -> dict[str, bool]:
@@ -66,17 +67,17 @@ class Announcer:
         return dict(self._accepted)
 
     def start(self) -> None:
-        self._thread.start()
+        self._periodic.start()
 
     def renew(self) -> None:
         """Announce again immediately, because the configuration or the certificate may have changed."""
-        self._wake.set()
+        self._periodic.wake()
 
     def leave(self) -> None:
         """Announce that this executor is about to stop, and announce nothing afterwards. Returns within seconds."""
         with self._lock:
             self._leaving = True
-        self._wake.set()
+        self._periodic.stop()
         threads = [
             threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
             for address, accepted in self._accepted.items()
@@ -87,18 +88,14 @@ class Announcer:
         for thread in threads:
             thread.join(_LEAVE_S + 1.0)
 
-    def _run(self) -> None:
-        while not self._leaving:
-            for address in self._accepted:
-                if not self._leaving:
-                    self._announcing_to = address
-                    self._accepted[address] = self._announce(address, _DEADLINE_S)
-                    self._announcing_to = None
-            pause = self._registry.lifetime_s / 3
-            if not all(self._accepted.values()):
-                pause = min(pause, _RETRY_S)
-            self._wake.wait(pause * random.uniform(1 - _JITTER, 1))
-            self._wake.clear()
+    def _announce_to_all(self) -> None:
+        for address in self._accepted:
+            if not self._leaving:
+                self._announcing_to = address
+                self._accepted[address] = self._announce(address, _DEADLINE_S)
+                self._announcing_to = None
+        pause_s = self._registry.lifetime_s / 3
+        self._periodic.every_s = pause_s if all(self._accepted.values()) else min(pause_s, _RETRY_S)
 
     def _announce(self, address: str, deadline_s: float) -> bool:
         try:

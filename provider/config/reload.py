@@ -1,10 +1,10 @@
 """Reloads files when they have changed, or on request."""
 
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from provider import logs
+from symbiosis_priv.system.pacing import Periodic
 
 log = logs.EventLog(__name__)
 
@@ -23,12 +23,10 @@ class Reloader:
     ) -> None:
         self._files = files
         self._reload = reload
-        self._interval_s = interval_s
-        self._requested = threading.Event()
-        self._closed = False
+        self._requested = False
         self._succeeded = True
-        self._seen = self._stamps()
-        self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
+        self._seen = self._last = self._stamps()
+        self._periodic = Periodic(self._check, every_s=interval_s, name="reload")
 
     @property
     def succeeded(self) -> bool:
@@ -36,37 +34,31 @@ class Reloader:
         return self._succeeded
 
     def start(self) -> None:
-        self._thread.start()
+        self._periodic.start()
 
     def request(self) -> None:
         """Reload soon, even if no file has changed. Safe in a signal handler."""
-        self._requested.set()
+        self._requested = True
+        self._periodic.wake()
 
     def close(self, timeout: float) -> None:
         """Stop checking. Waits up to `timeout` seconds for a reload in progress, in case a file system does not
         answer."""
-        self._closed = True
-        self._requested.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        self._periodic.close(timeout)
 
-    def _run(self) -> None:
-        last = self._seen
-        while True:
-            requested = self._requested.wait(self._interval_s)
-            if self._closed:
-                return
-            self._requested.clear()
-            found = self._stamps()
-            if requested or last == found != self._seen:  # otherwise a file may be half written
-                self._seen = found
-                try:
-                    self._reload()
-                    self._succeeded = True
-                except Exception as error:  # after any error the next change must still be noticed
-                    log.failure("reload_failed", error)
-                    self._succeeded = False
-            last = found
+    def _check(self) -> None:
+        requested, self._requested = self._requested, False
+        found = self._stamps()
+        if requested or self._last == found != self._seen:  # otherwise a file may be half written
+            self._seen = found
+            try:
+                self._reload()
+            except Exception as error:  # after any error the next change must still be noticed
+                log.failure("reload_failed", error)
+                self._succeeded = False
+            else:
+                self._succeeded = True
+        self._last = found
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(map(_stamp, self._files()))

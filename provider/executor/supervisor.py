@@ -28,6 +28,7 @@ from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
 from symbiosis_priv.system import processes as start
 from symbiosis_priv.system.files import PrivateFolder
+from symbiosis_priv.system.pacing import Backoff
 
 log = logs.EventLog(__name__)
 
@@ -148,7 +149,7 @@ class ProcessExecutor(ExecutorHandle):
         self._process.kill()
 
     def _watch(self) -> None:
-        backoff = _FIRST_BACKOFF_S
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             born = time.monotonic()
             status = self._process.wait()
@@ -156,18 +157,20 @@ class ProcessExecutor(ExecutorHandle):
             self.generation += 1
             _close_pipe(self._process)
             if was_present and time.monotonic() - born > _LONG_LIFE_S:
-                backoff = 0.0  # the executor ran for long, so it will start again, and tenants wait
+                backoff.succeeded()  # the executor ran for long, so it will start again, and tenants wait
+                pause_s = 0.0
+            else:
+                pause_s = backoff.failed()
             log.info("executor_ended", status=status)
-            if self.stopping.wait(backoff):
+            if self.stopping.wait(pause_s):
                 return
-            backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _MAX_BACKOFF_S)
             while True:
                 try:
                     self._process = self._spawn()
                     break
                 except OSError as error:  # for example no process, descriptor or memory was free
                     log.failure("executor_not_started", error)
-                if self.stopping.wait(backoff):
+                if self.stopping.wait(backoff.failed()):
                     return
             if self.stopping.is_set():  # `stop` may have closed the pipe of the previous process
                 _close_pipe(self._process)

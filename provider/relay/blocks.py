@@ -23,6 +23,7 @@ from provider.refusal import Refusal
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode
+from symbiosis_priv.system.fair_share import FairShare
 
 LIFETIME_S = 600.0
 _ROW_BYTES = 256  # memory of a row's use
@@ -89,13 +90,12 @@ class BlockStore:
     """
 
     def __init__(self, memory: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._memory = memory
         self._now = now
         self._blocks: dict[_Key, KeptBlock] = {}
         self._expiring: OrderedDict[_Key, KeptBlock] = OrderedDict()  # unused by unconfirmed requests, oldest first
         self._uses: dict[_Key, _Use] = {}  # by tenant and nonce
         self._by_connection: dict[object, set[_Key]] = {}  # keys of `_uses`
-        self._held: Counter[TenantIdentity] = Counter()
+        self._held = FairShare[TenantIdentity](memory)
         self._tally: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._arrivals: dict[TenantIdentity, threading.Condition] = {}  # a block wakes its own tenant's threads only
@@ -103,12 +103,12 @@ class BlockStore:
     @property
     def max_bytes(self) -> int:
         """The largest number of bytes that one tenant can have."""
-        return self._memory // 2
+        return self._held.total // 2
 
     def counts(self) -> BlockCounts:
         with self._lock:
             self._expire()
-            return BlockCounts(blocks=len(self._blocks), bytes=self._held.total(), **self._tally)
+            return BlockCounts(blocks=len(self._blocks), bytes=self._held.used, **self._tally)
 
     @contextmanager
     def arriving(self, tenant: TenantIdentity, header: wire.Deposit, *, helper: str, size: int) -> Iterator[KeptBlock]:
@@ -127,10 +127,8 @@ class BlockStore:
             self._expire()
             if key in self._blocks:
                 raise Refusal(ErrorCode.REFUSED, "this block was sent before")
-            free = self._memory - self._held.total() - block.size
-            if self._held[tenant] + block.size > free:
+            if not self._held.take(tenant, block.size):
                 raise Refusal(ErrorCode.BUSY, "the memory for this tenant's blocks is used")
-            self._held[tenant] += block.size
             self._blocks[key] = block
             self._let_expire(key, block)
         try:
@@ -256,9 +254,7 @@ class BlockStore:
         del self._blocks[key]
         self._expiring.pop(key, None)
         tenant, _ = key
-        self._held[tenant] -= block.size
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._held.give_back(tenant, block.size)
 
 
 def _fits(part: wire.BlockRows, block: wire.Deposit, request: wire.Execute) -> bool:

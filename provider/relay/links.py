@@ -32,6 +32,8 @@ from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import TenantIdentity, client_context
+from symbiosis_priv.system.fair_share import FairShare
+from symbiosis_priv.system.pacing import Backoff
 
 log = logs.EventLog(__name__)
 
@@ -125,27 +127,6 @@ class Links:
             link.close()
 
 
-class Backoff:
-    """Pauses after failures in a row: each is twice as long as the one before, up to 30 s.
-
-    Attributes:
-        pause_s: length of the present pause; 0.0 if the last attempt has not failed.
-    """
-
-    def __init__(self, first_s: float) -> None:
-        self._first_s = first_s
-        self.pause_s = self._until = 0.0
-
-    def failed(self, now: float) -> None:
-        """Begin a pause. `now` is in seconds of a monotonic clock."""
-        self.pause_s = min(_LAST_PAUSE_S, max(self._first_s, 2 * self.pause_s))
-        self._until = now + self.pause_s
-
-    def is_over(self, now: float) -> bool:
-        """True if the next attempt may be made."""
-        return now >= self._until
-
-
 class _Link:
     """The connections to one executor.
 
@@ -162,16 +143,16 @@ class _Link:
         self.tally = tally
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-        self._in_use: Counter[TenantIdentity] = Counter()  # connections
+        self._in_use = FairShare[TenantIdentity](_CONNECTIONS)
         self._idle: list[ClientConnection] = []
         self._accepted: set[TenantIdentity] = set()  # the tenants whose last block was accepted
         self._refused: dict[TenantIdentity, Backoff] = {}  # by tenant whose last block was refused
-        self._down = Backoff(_FIRST_PAUSE_S)  # attempts to connect
+        self._down = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)  # attempts to connect
         self._reviving = self._closed = False
 
     def deposit(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, *, permit: bytes) -> bool:
         outcome = "failed"
-        if self._down.pause_s:
+        if self._down.failures:
             self._revive()
         elif not self._is_paused(tenant):
             outcome = self._send_in_turn(tenant, block, payload, permit)
@@ -181,7 +162,7 @@ class _Link:
 
     def counts(self) -> LinkCounts:
         with self._lock:
-            return LinkCounts(address=self._target.address, up=not self._down.pause_s, **self.tally)
+            return LinkCounts(address=self._target.address, up=not self._down.failures, **self.tally)
 
     def close(self) -> None:
         with self._lock:
@@ -196,7 +177,7 @@ class _Link:
         with self._freed:
             if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S) or self._is_paused(tenant):
                 return "failed"
-            self._in_use[tenant] += 1
+            self._in_use.take(tenant)
         outcome = "failed"
         try:
             outcome = self._send(deposit, payload, deadline)
@@ -204,18 +185,17 @@ class _Link:
             self._mark_down(error)
         finally:
             with self._freed:
-                self._in_use[tenant] -= 1
+                self._in_use.give_back(tenant)
                 self._note(tenant, outcome)
                 self._freed.notify_all()
         return outcome
 
     def _is_paused(self, tenant: TenantIdentity) -> bool:
         refused = self._refused.get(tenant)
-        return refused is not None and not refused.is_over(time.monotonic())
+        return refused is not None and not refused.is_over
 
     def _has_place(self, tenant: TenantIdentity) -> bool:
-        free = _CONNECTIONS - self._in_use.total()
-        return self._in_use[tenant] < (free if tenant in self._accepted else min(free, 1))
+        return self._in_use.may_take(tenant) and (tenant in self._accepted or not self._in_use.held(tenant))
 
     def _note(self, tenant: TenantIdentity, outcome: str) -> None:
         if outcome == "deposits":
@@ -223,7 +203,7 @@ class _Link:
             self._refused.pop(tenant, None)
         elif outcome == "refused":
             self._accepted.discard(tenant)
-            self._refused.setdefault(tenant, Backoff(_REFUSED_S)).failed(time.monotonic())
+            self._refused.setdefault(tenant, Backoff(_REFUSED_S, _LAST_PAUSE_S)).failed()
 
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
         connection = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
@@ -269,13 +249,13 @@ class _Link:
 
     def _mark_down(self, error: SymbiosisError) -> None:
         with self._lock:
-            self._down.failed(time.monotonic())
+            self._down.failed()
         log.often("relay_failed", address=self._target.address, error=type(error).__name__, reason=one_line(str(error)))
 
     def _revive(self) -> None:
         """Try to connect in the background, unless another thread does, or it is too early."""
         with self._lock:
-            if self._reviving or self._closed or not self._down.is_over(time.monotonic()):
+            if self._reviving or self._closed or not self._down.is_over:
                 return
             self._reviving = True
         try:
@@ -286,7 +266,7 @@ class _Link:
     def _try_to_connect(self) -> None:
         try:
             self._put_idle(self._connect(time.monotonic() + _CONNECT_S))
-            self._down = Backoff(_FIRST_PAUSE_S)
+            self._down.succeeded()
             log.often("relay_restored", address=self._target.address)
         except SymbiosisError as error:
             self._mark_down(error)

@@ -616,17 +616,6 @@ def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: p
     assert (counts.refused, counts.failed, counts.up) == (1, 7, True)
 
 
-def test_each_pause_after_a_failure_is_twice_as_long_as_the_one_before() -> None:
-    backoff, now, pauses = links.Backoff(1.0), 100.0, []
-    for _ in range(8):
-        assert backoff.is_over(now)
-        backoff.failed(now)
-        assert not backoff.is_over(now + 0.99 * backoff.pause_s)
-        pauses.append(backoff.pause_s)
-        now += backoff.pause_s
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-
-
 @pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])
 def test_an_executor_that_cannot_be_reached_gives_the_effect_and_the_link_comes_back(
     fault: str, new_tenant: NewTenant, configure: Configure, keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch

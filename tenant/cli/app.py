@@ -1,13 +1,58 @@
-"""`symbiosis-priv tenant` with its commands finetune, generate, chat, serve, prepare and check."""
+"""`symbiosis-priv tenant` with its commands: finetune, generate, chat, serve, check and, in this file, prepare."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tenant.cli.chat import chat
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.display import terminal
+from symbiosis_priv.federation import load_federation
 from tenant.cli.check import check
 from tenant.cli.finetune import finetune
-from tenant.cli.generate import generate
-from tenant.cli.prepare import prepare
+from tenant.cli.generate import chat, generate
+from tenant.cli.options import Federation, loading
 from tenant.cli.serve import serve
+
+
+def prepare(
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="The full checkpoint.")],
+    federation: Federation,
+    slim: Annotated[
+        Path | None, typer.Option(help="Also write a slim checkpoint, with your own tensors only, to this folder.")
+    ] = None,
+    keep_experts: Annotated[
+        bool, typer.Option(help="Also write the experts of a mixture to the slim checkpoint, for --experts local.")
+    ] = False,
+) -> None:
+    """Make facts and verification keys from the full checkpoint and store them in the cache.
+
+    Later runs do not need the full checkpoint.
+    """
+    pinned, folder = load_federation(federation), resolve(model)
+    with loading():
+        from symbiosis_priv.checkpoints.weights import WeightStore
+        from tenant.core.blame import DEFAULT_COLUMNS
+        from tenant.model import ledger as ledgers
+        from tenant.preparation.keys import prepare as prepare_model
+        from tenant.preparation.own_tensors import write_slim
+
+    store = WeightStore(folder, weight_bits=pinned.weight_bits, scope=pinned.scope)
+    with terminal.progress_bar("verification keys") as progress:
+        preparation = prepare_model(
+            store,
+            digest=pinned.model_digest,
+            columns=DEFAULT_COLUMNS,
+            weight_bits=pinned.weight_bits,
+            reread=True,
+            progress=progress,
+        )
+    typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
+    if slim is not None:
+        kept, left_out = write_slim(store, preparation.manifest, slim, keep_experts=keep_experts)
+        typer.echo(f"{slim} holds {ledgers.size(kept)} of tensors; {ledgers.size(left_out)} stay at the providers")
+
 
 app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate with a base model that providers serve.")
 for command in (finetune, generate, chat, serve, prepare, check):

@@ -40,9 +40,8 @@ def demo(
     if text is not None:
         corpus.read_documents(text)
     with loading():
-        from tenant.demo.claims import to_json
+        from tenant.demo.claims import show, to_json
         from tenant.demo.run import run
-        from tenant.demo.screen import show
 
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it for Conv1D itself
     console = terminal.console()

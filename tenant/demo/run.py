@@ -1,31 +1,40 @@
 """The stages of `make demo`: fine-tuning, generation and tampering on one machine, with provider processes."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import load_config
-from symbiosis_priv.federation import load_federation
+from symbiosis_priv.errors import VerificationError
+from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.harness.base_model import PRIVATE_PROMPT, cached_base_model, private_text
-from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation, silenced
 from symbiosis_priv.harness.wiretaps import ExecutorKiller
+from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.wire import Role
 from tenant.demo.claims import Measurements
-from tenant.demo.tamper import rejected
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.model.remote_linear import RemoteLayer
+from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
+from tenant.session.session import Session
 from tenant.session.tally import Ledger
 from tenant.training.corpus import hold_out, read_documents, to_blocks
 from tenant.training.finetune import FineTuned, finetune
@@ -258,3 +267,62 @@ def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
     tensors = {id(t): t for t in model.parameters()}
     offloaded = [t for m in model.modules() if isinstance(m, RemoteLayer) for t in (*m.parameters(), *m.buffers())]
     return sum(t.nbytes for t in tensors.values()), sum(t.nbytes for t in offloaded)
+
+
+_ROWS = 4
+_LARGEST = 64  # largest entry of a row; the check does not depend on the entries
+
+ALTERATIONS: dict[str, Callable[[random.Random, Tensor], object]] = {
+    "one bit": lambda rng, answer: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
+    "one entry off by one": lambda rng, answer: _entry(answer, rng).add_(1),
+    "one entry off by 2^31": lambda rng, answer: _entry(answer, rng).bitwise_xor_(-(1 << 31)),
+    "rows swapped": lambda rng, answer: answer.copy_(answer.flip(0)),
+    "row replaced": lambda rng, answer: answer[rng.randrange(len(answer))].fill_(rng.randrange(-(1 << 31), 1 << 31)),
+    "row repeated": lambda rng, answer: answer[0].copy_(answer[-1]),
+}
+
+
+class Tamper:
+    """A `Wiretap` that alters every answer of providers with one role, as a dishonest provider would."""
+
+    def __init__(self, role: Role, alter: Callable[[Tensor], object]) -> None:
+        self._role, self._alter = role, alter
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """Does nothing: requests are not altered."""
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """Alter the answer of a provider with the chosen role."""
+        if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
+            self._alter(payload)
+
+
+@silenced("tenant.core.masked")
+def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
+    """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
+    rng = random.Random(0)
+    alterations = list(ALTERATIONS.values())
+    # keep the keys: this process altered the answers, so no provider has learned from refusals
+    preparation = replace(preparation, forget_keys=lambda: None)
+    refused = 0
+    for trial in range(trials):
+        role: Role = "helper" if trial % 2 else "executor"
+        tamper = Tamper(role, partial(alterations[trial // 2 % len(alterations)], rng))
+        options = SessionOptions(masking="pad", pool_memory=0, wiretap=tamper)
+        session = Session(federation, preparation, options=options)
+        index, direction = GroupIndex(rng.randrange(len(preparation.facts))), rng.choice(DIRECTIONS)
+        width = preparation.facts[index].inputs(direction)
+        values = [[rng.randrange(-_LARGEST, _LARGEST) for _ in range(width)] for _ in range(_ROWS)]
+        rows = torch.tensor(values, dtype=torch.int32, device="cpu")
+        try:
+            session.product(index, direction, rows)
+        except VerificationError:
+            refused += 1
+        finally:
+            session.close()
+    return refused
+
+
+def _entry(answer: Tensor, rng: random.Random) -> Tensor:
+    """Return a view of one entry, chosen at random."""
+    return answer[rng.randrange(answer.shape[0]), rng.randrange(answer.shape[1])]

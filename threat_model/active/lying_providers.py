@@ -36,7 +36,7 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.parts import UncheckedProduct
-from tenant.demo.tamper import Tamper
+from tenant.demo.run import Tamper
 from tenant.masking.backend import RingRows
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare

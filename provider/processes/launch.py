@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -39,7 +38,7 @@ _BACKEND = "symbiosis-priv"
 _LOOPBACK = "127.0.0.1"
 _OPTIONS = "PET_"  # prefix of torchrun's options in the environment
 _STORE_BYTES = 512 << 20  # ranks start with torchrun's limit, and need about as much memory as torchrun
-_RENDEZVOUS_S = 600
+_RENDEZVOUS = timedelta(seconds=600)
 
 
 class Rendezvous(RendezvousHandler):
@@ -101,18 +100,14 @@ def main() -> None:
             )
         else:
             os.environ.pop(FOLDER_VARIABLE, None)
-            create = _several_machines(options.master_addr, options.master_port, node=options.node_rank)
+            host, port, node = options.master_addr, options.master_port, options.node_rank
+
+            def create(parameters: RendezvousParameters) -> RendezvousHandler:
+                store = _listen(host, port) if node == 0 else TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
+                return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
+
             rendezvous_handler_registry.register(_BACKEND, create)
         torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
-
-
-def _several_machines(host: str, port: int, *, node: int) -> Callable[[RendezvousParameters], RendezvousHandler]:
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        timeout = timedelta(seconds=_RENDEZVOUS_S)
-        store = _listen(host, port) if node == 0 else TCPStore(host, port, is_master=False, timeout=timeout)
-        return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
-
-    return create
 
 
 def _listen(host: str, port: int) -> Store:
@@ -123,7 +118,7 @@ def _listen(host: str, port: int) -> Store:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_RENDEZVOUS_S),
+        timeout=_RENDEZVOUS,
         master_listen_fd=listener.detach(),  # TCPStore itself would listen on all interfaces
     )
 

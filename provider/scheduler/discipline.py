@@ -11,8 +11,7 @@ from collections.abc import Hashable
 from typing import Generic
 
 from provider.config.schema import SchedulerConfig
-from provider.scheduler.jobs import J, Key, Pace, Piece
-from provider.scheduler.waiting import RunnableJobs
+from provider.scheduler.jobs import J, Key, Pace, Piece, RunnableJobs
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.network import wire
 

@@ -31,8 +31,7 @@ from typing import NamedTuple
 
 from provider.config.schema import SchedulerConfig
 from provider.scheduler.discipline import Discipline, whole
-from provider.scheduler.jobs import J, Key, Pace, Piece, Stage
-from provider.scheduler.waiting import RunnableJobs
+from provider.scheduler.jobs import J, Key, Pace, Piece, RunnableJobs, Stage
 
 _LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 

@@ -8,9 +8,8 @@ from typing import Generic
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.discipline import Discipline, Lockstep
-from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Pace, Piece, Stage
+from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Pace, Piece, RunnableJobs, Stage
 from provider.scheduler.opportunistic import Opportunistic
-from provider.scheduler.waiting import RunnableJobs
 
 
 class Scheduler(Generic[J]):

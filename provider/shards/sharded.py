@@ -37,7 +37,7 @@ from typing import NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from provider import logs
@@ -112,7 +112,6 @@ class ShardedOperands(Operands):
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = torch.device(store.device)
         self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
-        self._store = store
         self._entries = store.manifest().groups
         self._sequence = 0
         self._crossover: dict[tuple[int, int, Direction], int] = {}
@@ -129,7 +128,12 @@ class ShardedOperands(Operands):
                 store.matrix(index)  # one at a time: packs a missing layer group, checks an existing one
         dist.barrier(self._plans)
         mesh = init_device_mesh(self._device.type, (self._world,))
-        self._units = {index: self._load(index, mesh) for index in store.served}
+        self._units: dict[int, Unit] = {}
+        for index in store.served:
+            whole, choice = store.packed(index)
+            unit = self._units[index] = Unit(whole, choice)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
 
     @property
     def leads(self) -> bool:
@@ -330,13 +334,6 @@ class ShardedOperands(Operands):
         return torch.empty((rows, width), dtype=torch.int32, device="cpu")
 
     # Start and failure
-
-    def _load(self, index: int, mesh: DeviceMesh) -> Unit:
-        whole, choice = self._store.packed(index)
-        unit = Unit(whole, choice)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
-        return unit
 
     def _require_one_model(self, what: str) -> None:
         mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)

@@ -33,8 +33,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
 from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, replace_atomically, write_atomically
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
-    from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton
-    from symbiosis_priv.checkpoints.discovery.stored_names import Source
+    from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, Source
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from provider.executor.executor import Executor
 from provider.gateway import connection
 from provider.gateway.frames import Frames
 from provider.products import model
-from provider.products.floats import FloatGroup, FloatGroups
-from provider.products.model import ServedModel
+from provider.products.model import FloatGroup, FloatGroups, ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import FORWARD

@@ -2,9 +2,9 @@
 
 linears       which modules compute a linear's product, and the parts of a mixture of experts that can be offloaded
 known_values  runs a model without its weights, on tensors that have shapes and few values
-stored_names  the parameter of each stored tensor
 tracing       runs the model on small inputs and records the calls of linears and experts
-skeleton      the model class of a checkpoint, built without weights, and `discover`: its layer groups
+skeleton      the model class of a checkpoint, built without weights; the parameter of each stored tensor; `discover`,
+              which finds the layer groups
 
 Both sides run the discovery on the checkpoint's config alone: the architecture is built without memory for its weights
 and run on small inputs. Linears of one block that receive the *same tensor* form one layer group, whatever their names

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_stacked, stacks_of
-from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
+from symbiosis_priv.checkpoints.discovery.skeleton import StoredNames
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError, UnsupportedModelError

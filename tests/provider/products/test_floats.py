@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from provider.config.schema import MIB, ExecutorConfig
-from provider.products.floats import FloatGroups
-from provider.products.model import ServedModel
+from provider.products.model import FloatGroups, ServedModel
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, ProviderError

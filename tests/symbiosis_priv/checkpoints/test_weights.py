@@ -18,7 +18,7 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.checkpoints import weights
-from symbiosis_priv.checkpoints.discovery import skeleton, stored_names
+from symbiosis_priv.checkpoints.discovery import skeleton
 from symbiosis_priv.checkpoints.discovery import skeleton as skeletons
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
@@ -167,7 +167,7 @@ def test_weights_that_transformers_rearranges_are_read_by_its_rules(
         tensors[name.replace("k_proj", "kv_proj")] = torch.cat(both)
     save_file(tensors, path / "model.safetensors")
     rule = WeightConverter(["kv_proj.weight"], ["k_proj.weight", "v_proj.weight"], operations=[Chunk(dim=0)])
-    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
+    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: [rule])
     monkeypatch.setattr(skeleton, "_kept", OrderedDict())  # made by other rules
     store = WeightStore(path, cache=tmp_path / "b")
     assert store.is_complete()
@@ -178,7 +178,7 @@ def test_tensors_that_do_not_fit_the_rules_are_an_error(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Concatenate(dim=7)])
-    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
+    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: [rule])
     monkeypatch.setattr(skeleton, "_kept", OrderedDict())  # made by other rules
     with pytest.raises(CheckpointError, match=r"q_proj\.weight cannot be made"):
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()
@@ -188,7 +188,7 @@ def test_a_tensor_with_weights_of_providers_and_of_the_tenant_is_refused(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = WeightConverter(["q_proj.weight"], ["q_proj.weight", "q_norm.weight"], operations=[Chunk(dim=0)])
-    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
+    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: [rule])
     monkeypatch.setattr(skeleton, "_kept", OrderedDict())  # made by other rules
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight holds .*q_norm"):
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()

@@ -30,7 +30,7 @@ from tenant.bench.report import Goal, Row, figure, percentile, where
 from tenant.cli.options import takes
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_language_model, load_model, load_tokenizer
@@ -121,7 +121,7 @@ def measure_streams(
         names = [None, *(task.name for task in loaded)]
         ways: dict[str, Callable[[], Way]] = {
             "one after another": lambda: partial(  # twice the places: one client may take only half of them
-                _answer, WholeEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
+                _answer, SequentialEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
             ),
             "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
         }

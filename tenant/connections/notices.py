@@ -39,6 +39,7 @@ class Notices:
         self.option = option
         self._logged: dict[str, _Logged] = {}
         self._limited: dict[str, float] = {}
+        self._late: set[str] = set()
         self._lock = threading.Lock()
 
     def waiting(self, provider: str, *, since: float, until: float, why: str) -> None:
@@ -52,6 +53,8 @@ class Notices:
         now = time.monotonic()
         if now - since < FIRST_S:
             return
+        if len(self._late) < _MOST_NAMES:
+            self._late.add(provider)
         with self._lock:
             logged = self._logged.get(provider)
             if logged is not None and now - logged.at < (_SLOW_S if logged.answered else _AGAIN_S):
@@ -70,6 +73,10 @@ class Notices:
             why,
             self.option,
         )
+
+    def is_waited_for(self, provider: str) -> bool:
+        """Returns True if a request has waited for two seconds for a provider that has not answered since."""
+        return provider in self._late
 
     def limited(self, provider: str, limit: QuotaLimit) -> None:
         """Log that a provider's quota delays requests: at once, and then at most once a minute.
@@ -92,6 +99,7 @@ class Notices:
 
     def answered(self, provider: str) -> None:
         """Log that the wait is over, if a warning was logged about it."""
+        self._late.discard(provider)
         logged = self._logged.get(provider)  # without the lock, because this runs for every answer
         if logged is not None and not logged.answered:
             logged.answered = True

@@ -107,6 +107,12 @@ class Session:
             return ledger
         to_executors = [c.traffic for e in runtime.executors for c in e.channels]
         to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
+        peers = [one.peer for one in (*self.routes.executors, *self.routes.helpers)]
+        late = {(peer.role, peer.name) for peer in peers if runtime.notices.is_waited_for(peer.label)}
+        ledger.providers = tuple(
+            replace(one, state="not answering") if (one.role, one.name) in late and one.state == "up" else one
+            for one in ledger.providers
+        )
         channels = {("executor", e.provider.peer.name): e.channels for e in runtime.executors}
         channels |= {("helper", h.peer.name): h.channels for h in runtime.helpers}
         ledger.providers = tuple(_with_bytes(one, channels.get((one.role, one.name), ())) for one in ledger.providers)

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 32 << 10
 _HEAD_S = 10.0  # seconds in which the head of a request must arrive
+_SEND_BYTES = 64 << 10
 _READ_S = 60.0  # seconds in which a client must read what was sent
 CONNECTIONS = 512
 """Limit of connections. A further connection closes the one that has waited longest for its client."""
@@ -79,6 +80,8 @@ class Server:
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_s: float) -> None:
         self._listener = listener
+        # The kernel would grow the buffer to 4 MiB, and a client that does not read would be noticed so much later.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,

@@ -32,7 +32,8 @@ from tenant.endpoint.engine.requests import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_UNREAD = 4096  # events that a client may leave unread
+_UNREAD = 1024  # events that a client may leave unread; with log probabilities, 4 KiB each
+_UNREAD_STEPS = 64  # ... and of a request with many choices, this number per choice
 
 
 class Running:
@@ -52,7 +53,7 @@ class Running:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._unread = _UNREAD * len(requests)
+        self._unread = max(_UNREAD, _UNREAD_STEPS * len(requests))
         self._metrics = metrics
         self._handles: list[Handle] = []
         self._ended: dict[int, RequestLedger] = {}

@@ -127,18 +127,18 @@ class Service:
         Raises:
             ApiError: a text has no tokens, or a token is outside the vocabulary.
         """
-        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         found: list[list[int]] = []
         for one in several:
-            tokens = await self.encode(one, param=param, client=client) if isinstance(one, str) else list(one)
+            tokens = await self.encode(one, param=param, client=client) if isinstance(one, str) else one
             if not tokens:
                 raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
+            if len(tokens) > self.context:
+                raise self.too_long(len(tokens), "tokens", param=param)
             if max(tokens) >= self.vocabulary.size:
                 raise ApiError(
                     400, f"{max(tokens)} is not a token of this model, which has {self.vocabulary.size:,}", param=param
                 )
-            if len(tokens) > self.context:
-                raise self.too_long(len(tokens), "tokens", param=param)
             found.append(tokens)
         return found
 

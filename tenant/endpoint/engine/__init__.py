@@ -13,6 +13,6 @@ speculation    guesses of tokens, for fewer round trips
 turns          equal turns for clients and adapters
 prefixes       cached keys and values of earlier requests
 continuous     the engine that computes all requests together
-whole          the engine for other models: one request at a time, with `generate()`
+sequential     the engine for other models: one request at a time, with `generate()`
 engine_choice  chooses the engine
 """

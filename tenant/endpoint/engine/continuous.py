@@ -107,8 +107,7 @@ class ContinuousEngine(Engine):
         with self._changed:
             if self._closed:
                 raise OverloadedError("the endpoint is stopping")
-            if self._waiting.count(request.client) >= self._limits.waiting - len(self._waiting):
-                raise OverloadedError(f"{len(self._waiting)} requests are waiting; try again later")
+            self._waiting.check_share(request.client, self._limits.waiting)
             self._waiting.add(sequence)
             self._changed.notify_all()
         return sequence

@@ -11,7 +11,7 @@ from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.requests import Engine
 from tenant.endpoint.engine.sequence import Drafter
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def open_engine(
                 f"guesses of tokens need an engine that cannot drive this model, because {error}; leave out --draft"
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
-        return WholeEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
+        return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
     log.info("%s: all requests together", type(model).__name__)
     return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
 

@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from symbiosis_priv.errors import OverloadedError
 from tenant.endpoint.engine.requests import EngineRequest
 
 
@@ -34,6 +35,11 @@ class Turns(Generic[S]):
     def count(self, client: str) -> int:
         """Return the number of requests of one client."""
         return sum(map(len, self._clients.get(client, {}).values()))
+
+    def check_share(self, client: str, total: int) -> None:
+        """Raise `OverloadedError` if a client has as many requests as stay free of `total` places."""
+        if self.count(client) >= total - len(self):
+            raise OverloadedError(f"{len(self)} requests are waiting; try again later")
 
     def add(self, one: S) -> None:
         """Add a request at the end of the queue of its client and adapter."""

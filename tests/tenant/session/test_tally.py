@@ -1,5 +1,7 @@
 """A session's ledger: its figures of each provider."""
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,13 @@ def test_the_ledger_shows_a_liar_and_the_others_work(
     assert second.requests >= 2
     assert second.latency_s is not None
     assert sharing.verified >= 2
+    since = time.monotonic() - 5
+    session.runtime.notices.waiting(helper.peer("helper").label, since=since, until=since + 9, why="it was killed")
+    states = [figures.state for figures in session.ledger().providers]
+    assert states == ["quarantined", "up", "not answering"]
+    session.runtime.notices.answered(helper.peer("helper").label)
     ledger = session.ledger()
+    assert [figures.state for figures in ledger.providers] == ["quarantined", "up", "up"]
     executors = [figures for figures in ledger.providers if figures.role == "executor"]
     assert sum(figures.bytes_sent for figures in executors) == ledger.bytes_to_executors
     assert sum(figures.bytes_received for figures in ledger.providers) == (

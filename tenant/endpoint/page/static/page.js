@@ -24,6 +24,7 @@ const COUNTED = {
 const byId = (id) => document.getElementById(id);
 let messages = []; // of this conversation
 let answering = null; // the AbortController of the answer in progress
+let before = null; // the ledger before the last question
 
 // Small helpers
 
@@ -63,7 +64,7 @@ async function request(path, options = {}) {
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
   if (response.status === 401) {
-    await askForKey();
+    await askForKey(sessionStorage.getItem("key") ? "The endpoint does not accept this key." : "");
     return request(path, options);
   }
   const body = await response.json().catch(() => null);
@@ -71,13 +72,16 @@ async function request(path, options = {}) {
 }
 
 let asked = null;
-function askForKey() {
+function askForKey(reason, key = "") {
   asked ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
+    byId("key-reason").textContent = reason;
+    byId("key").value = key;
+    dialog.returnValue = "";
     dialog.addEventListener(
       "close",
       () => {
-        sessionStorage.setItem("key", byId("key").value.trim());
+        if (dialog.returnValue === "continue") sessionStorage.setItem("key", byId("key").value.trim());
         byId("key").value = "";
         asked = null;
         resolve();
@@ -89,11 +93,12 @@ function askForKey() {
   return asked;
 }
 
-function takeKeyFromAddress() {
-  // The part after # is in no request. It leaves the address bar and the history, too.
+async function takeKeyFromAddress() {
+  // The part after # is in no request. It leaves the address bar and the history, too. A link may be somebody else's.
   const key = new URLSearchParams(location.hash.slice(1)).get("key");
-  if (key) sessionStorage.setItem("key", key);
   if (location.hash) history.replaceState(null, "", location.pathname);
+  if (!key || key === sessionStorage.getItem("key")) return;
+  await askForKey("This key is from the link. Continue only if your own tenant serve has printed it.", key);
 }
 
 async function showModels() {
@@ -114,7 +119,11 @@ async function sessionLedger() {
   return (await request("ledger")).json();
 }
 
-function showProviders(now, before) {
+async function recount() {
+  if (before) showProviders(await sessionLedger());
+}
+
+function showProviders(now) {
   const earlier = new Map(before.providers.map((one) => [`${one.role} ${one.name}`, one]));
   const place = byId("providers");
   place.replaceChildren();
@@ -162,13 +171,9 @@ async function ask(message) {
   article.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
   answering = new AbortController();
   const began = performance.now();
-  let before = null;
-  const recount = async () => before && showProviders(await sessionLedger(), before);
-  let timer = 0;
   let tokens = 0;
   try {
     before = await sessionLedger();
-    timer = setInterval(() => recount().catch(() => {}), LEDGER_MS);
     byId("subject").textContent = `What left your machine for this answer of ${model}:`;
     describe(byId("costs"), COSTS, {});
     const response = await request("v1/chat/completions", {
@@ -198,9 +203,14 @@ async function ask(message) {
       : "The model ended its answer at once.";
   } catch (error) {
     if (error.name === "AbortError") byId("status").textContent = "Stopped.";
-    else add(article, "p", error.message, "error").setAttribute("role", "alert");
+    else {
+      const unreachable = error instanceof TypeError; // the text of fetch's own errors helps nobody
+      const why = unreachable ? "The endpoint cannot be reached. Check that tenant serve runs." : error.message;
+      follow(() => add(article, "p", why, "error").setAttribute("role", "alert"));
+      byId("status").textContent = "No answer. Your message is below: send it again.";
+      byId("message").value ||= message;
+    }
   } finally {
-    clearInterval(timer);
     await recount().catch(() => {});
     article.removeAttribute("aria-busy");
     answering = null;
@@ -243,8 +253,12 @@ byId("clear").addEventListener("click", () => {
 
 byId("model").addEventListener("focus", () => showModels().catch(() => {})); // adapters come and go
 
-takeKeyFromAddress();
-showModels().then(
-  () => byId("message").focus(),
-  (error) => (byId("status").textContent = error.message),
-);
+// States of providers change after an answer, too.
+setInterval(() => !document.hidden && !asked && recount().catch(() => {}), LEDGER_MS);
+
+takeKeyFromAddress()
+  .then(showModels)
+  .then(
+    () => byId("message").focus(),
+    (error) => (byId("status").textContent = error.message),
+  );

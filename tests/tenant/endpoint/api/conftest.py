@@ -14,7 +14,7 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks
 
@@ -47,7 +47,7 @@ def served(checkpoint: Path, adapters: Path) -> Iterator[Served]:
     tokenizer.chat_template = CHAT
     tasks = Tasks(model)
     tasks.register("lora", adapters / "lora")
-    engine = WholeEngine(model, tokenizer, tasks=tasks)
+    engine = SequentialEngine(model, tokenizer, tasks=tasks)
     service = Service(engine, model, tokenizer, name="tiny", tasks=tasks)
     settings = Settings(keys=(KEY, "sk-other"), adapters=adapters, body_limit=1 << 20, body_s=0.3, drain_s=5.0)
     listener = socket.create_server(("127.0.0.1", 0))

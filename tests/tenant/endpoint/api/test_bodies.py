@@ -59,3 +59,13 @@ def test_the_errors_of_a_body_are_few(
     assert errors(body, given | FIELDS) == 1
     for value in (*WRONG, FIELDS):
         assert errors(body, with_value(given, place, value)) < 32
+
+
+def test_many_token_ids_are_checked_at_once() -> None:
+    """One by one, a body of 8 MiB of them would take the event loop of all clients for a second."""
+    ids = [5] * 100_000
+    assert CompletionRequest.model_validate({"model": "tiny", "prompt": ids}).prompt is ids
+    assert CompletionRequest.model_validate({"model": "tiny", "prompt": [5.0, 7]}).prompt == [5, 7]
+    for wrong in (5.0, True, -1):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate({"model": "tiny", "prompt": [*ids, wrong]})

@@ -50,7 +50,7 @@ def test_a_client_that_does_not_read_is_cancelled() -> None:
     async def run() -> None:
         engine = Scripted()
         slow = await running(engine)
-        for _ in range(4097):
+        for _ in range(1025):
             engine.sinks[0](Token(id=1, text="x"))
         await asyncio.sleep(0)
         assert engine.cancelled

@@ -29,8 +29,8 @@ from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.kv import BLOCK, Shape
 from tenant.endpoint.engine.requests import Sampling
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.engine.speculation import PromptLookup
-from tenant.endpoint.engine.whole import WholeEngine
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.engine.conftest import Asked
 
@@ -71,9 +71,9 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, type]] = {
         GptOssConfig(**EXPERTS, num_local_experts=4, sliding_window=WINDOW, layer_types=MIXED),
         ContinuousEngine,
     ),
-    "gptj": (GPTJConfig(**GPT, rotary_dim=16), WholeEngine),
-    "falcon": (FalconConfig(**SIZES), WholeEngine),
-    "dynamic rope": (LlamaConfig(**SIZES, rope_parameters=LONG_ROPE), WholeEngine),
+    "gptj": (GPTJConfig(**GPT, rotary_dim=16), SequentialEngine),
+    "falcon": (FalconConfig(**SIZES), SequentialEngine),
+    "dynamic rope": (LlamaConfig(**SIZES, rope_parameters=LONG_ROPE), SequentialEngine),
 }
 
 
@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path, caplog
     with caplog.at_level(logging.INFO, logger="tenant.endpoint"):
         engine = open_engine(model, tokenizer)
     assert type(engine) is kind
-    assert ("because" in caplog.text) == (kind is WholeEngine)
+    assert ("because" in caplog.text) == (kind is SequentialEngine)
     asked = [Asked(engine, prompt, max_tokens=10) for prompt in prompts]
     assert [one.tokens for one in asked] == expected
     engine.close()

@@ -15,7 +15,7 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.router import UPLOAD, jobs_router
 from tenant.model.loading import load_language_model, load_tokenizer
@@ -76,7 +76,7 @@ def jobs(open_jobs: OpenJobs, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def port(jobs: Jobs, tasks: Tasks, chat_model: Path) -> Iterator[int]:
     """The port of an endpoint with `jobs`."""
     tokenizer: Any = load_tokenizer(chat_model)
-    engine = WholeEngine(tasks.model, tokenizer, tasks=tasks)
+    engine = SequentialEngine(tasks.model, tokenizer, tasks=tasks)
     service = Service(engine, tasks.model, tokenizer, name="tiny", tasks=tasks)
     settings = Settings(keys=(KEY,), streamed_paths=frozenset({UPLOAD}))
     listener = socket.create_server(("127.0.0.1", 0))

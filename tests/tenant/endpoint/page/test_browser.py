@@ -16,7 +16,7 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import backend_of
@@ -57,7 +57,7 @@ def served(
         model = load_language_model(checkpoint, remote=RemoteConfig(federation=local.federation))
         tasks = Tasks(model)
         tasks.register("lora", adapters / "lora")
-        engine = WholeEngine(model, tokenizer, tasks=tasks)
+        engine = SequentialEngine(model, tokenizer, tasks=tasks)
         settings = Settings(keys=(KEY,), drain_s=1.0, open_paths=frozenset(FILES))
         router = page_router(scheme_named("pad"), lambda: ledger_of(model))
         listener = socket.create_server(("127.0.0.1", 0))
@@ -92,6 +92,7 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{served.url}/#key={KEY}")
+    page.get_by_role("button", name="Continue").click()
     page.get_by_role("option", name="lora").wait_for(state="attached")
     assert page.url == served.url + "/"
     page.get_by_label("New tokens").fill("8")
@@ -139,7 +140,9 @@ def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any, served: Serve
     assert page.locator("#chat .user p").inner_text() == "The <b>weather</b>"
     page.get_by_label("Temperature").fill("9")
     ask(page, "The weather")
-    assert "temperature" in page.get_by_role("alert").inner_text()
+    assert "temperature" in page.locator("#chat").get_by_role("alert").inner_text()
+    assert "send it again" in page.locator("#status").inner_text()
+    assert page.get_by_label("Message").input_value() == "The weather"
 
 
 def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
@@ -157,6 +160,10 @@ def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:
     page = browser.new_page()
     page.goto(f"{served.url}/#key=wrong")
+    page.get_by_text("from the link").wait_for()
+    assert page.evaluate("sessionStorage.getItem('key')") is None
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_text("does not accept this key").wait_for()
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
     page.get_by_role("option", name="tiny").wait_for(state="attached")

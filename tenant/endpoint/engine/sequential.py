@@ -33,7 +33,7 @@ _LOGITS = 1 << 30  # limit of the bytes of a prompt's logits
 _STOP_S = 60.0  # seconds for the token in progress when the engine closes
 
 
-class WholeEngine(Engine):
+class SequentialEngine(Engine):
     """Answers one request at a time; clients take turns.
 
     Args:
@@ -69,9 +69,9 @@ class WholeEngine(Engine):
             )
         job = _Job(GeneratedAnswer(request, sink, self._tokenizer), self)
         with self._changed:
-            waiting = len(self._waiting)
-            if self._closed or self._waiting.count(request.client) >= self._max_waiting - waiting:
-                raise OverloadedError("the endpoint is stopping" if self._closed else f"{waiting} requests are waiting")
+            if self._closed:
+                raise OverloadedError("the endpoint is stopping")
+            self._waiting.check_share(request.client, self._max_waiting)
             self._waiting.add(job)
             self._changed.notify_all()
         return job
@@ -171,7 +171,7 @@ class WholeEngine(Engine):
 class _Job:
     """A request that the engine has accepted."""
 
-    def __init__(self, answer: GeneratedAnswer, engine: WholeEngine) -> None:
+    def __init__(self, answer: GeneratedAnswer, engine: SequentialEngine) -> None:
         self.answer, self.request = answer, answer.request
         self.cancelled = False
         self.before: Ledger | None = None  # the session's counters at the start of this request
@@ -191,7 +191,7 @@ class _Job:
 class _Steps(LogitsProcessor):
     """Lets the request's own sampler choose each token: the only token that `generate()` can choose."""
 
-    def __init__(self, job: _Job, engine: WholeEngine) -> None:
+    def __init__(self, job: _Job, engine: SequentialEngine) -> None:
         self._job = job
         self._engine = engine
 

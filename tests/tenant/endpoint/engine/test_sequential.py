@@ -11,7 +11,7 @@ import torch
 from symbiosis_priv.errors import ConfigError, OverloadedError, TaskError
 from tenant import RemoteConfig
 from tenant.endpoint.engine.requests import Done, Embedded, EngineRequest, Event, Sampling, Started, Token
-from tenant.endpoint.engine.whole import WholeEngine
+from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 
@@ -29,10 +29,10 @@ def model(checkpoint: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any, tokenizer: Any, adapter: Path) -> Iterator[WholeEngine]:
+def engine(model: Any, tokenizer: Any, adapter: Path) -> Iterator[SequentialEngine]:
     tasks = Tasks(model)
     tasks.register("lora", adapter)
-    engine = WholeEngine(model, tokenizer, tasks=tasks, max_waiting=4)
+    engine = SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=4)
     yield engine
     engine.close()
 
@@ -60,7 +60,7 @@ class Events:
         return [event.id for event in self.wait() if isinstance(event, Token)]
 
 
-def answered(engine: WholeEngine, **said: Any) -> Events:
+def answered(engine: SequentialEngine, **said: Any) -> Events:
     events = Events()
     engine.submit(EngineRequest(id="1", **({"prompt": PROMPT} | said)), events)
     events.wait()
@@ -69,7 +69,7 @@ def answered(engine: WholeEngine, **said: Any) -> Events:
 
 @pytest.mark.parametrize("name", [None, "lora"])
 def test_greedy_tokens_are_those_of_generate(
-    engine: WholeEngine, checkpoint: Path, adapter: Path, name: str | None
+    engine: SequentialEngine, checkpoint: Path, adapter: Path, name: str | None
 ) -> None:
     plain = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
     plain = plain if name is None else load_adapter(plain, adapter)
@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_of_generate(
     assert (done.finish, done.prompt_tokens, done.new_tokens) == ("length", len(PROMPT), 12)
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: WholeEngine) -> None:
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: SequentialEngine) -> None:
     free = answered(engine, max_tokens=8).tokens
     stopped = answered(engine, max_tokens=8, stop_tokens=frozenset(free[3:4]))
     assert stopped.tokens == free[: free.index(free[3])]
@@ -94,7 +94,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: WholeEngine) 
     assert done.new_tokens == len(stopped.tokens) + 1
 
 
-def test_an_answer_of_fixed_length_is_computed_to_its_largest_length(engine: WholeEngine) -> None:
+def test_an_answer_of_fixed_length_is_computed_to_its_largest_length(engine: SequentialEngine) -> None:
     free = answered(engine, max_tokens=8).tokens
     steps = engine.load().steps
     stopped = answered(engine, max_tokens=8, stop_tokens=frozenset(free[3:4]), fixed_length=True)
@@ -104,7 +104,7 @@ def test_an_answer_of_fixed_length_is_computed_to_its_largest_length(engine: Who
     assert engine.load().steps - steps == 8
 
 
-def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: WholeEngine, model: Any) -> None:
+def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: SequentialEngine, model: Any) -> None:
     sampling = Sampling(logprobs=2, prompt_logprobs=0, temperature=2.0, seed=3, logit_bias={7: 3.0})
     events = answered(engine, max_tokens=4, sampling=sampling)
     ids = torch.tensor([PROMPT + tuple(events.tokens)])
@@ -119,7 +119,7 @@ def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: Whole
     assert found == pytest.approx(each.tolist(), abs=1e-4)
 
 
-def test_embeddings_are_hidden_states(engine: WholeEngine, model: Any) -> None:
+def test_embeddings_are_hidden_states(engine: SequentialEngine, model: Any) -> None:
     with torch.no_grad():
         hidden = model.base_model(torch.tensor([PROMPT])).last_hidden_state[0]
     for pooling, expected in (("last", hidden[-1]), ("mean", hidden.mean(0))):
@@ -128,7 +128,7 @@ def test_embeddings_are_hidden_states(engine: WholeEngine, model: Any) -> None:
         assert found.vector == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_cancelled_requests_end_and_too_many_are_refused(engine: WholeEngine) -> None:
+def test_cancelled_requests_end_and_too_many_are_refused(engine: SequentialEngine) -> None:
     long = Events()
     running = engine.submit(EngineRequest(id="long", prompt=PROMPT, max_tokens=200, client="a"), long)
     assert long.first.wait(60)
@@ -151,7 +151,7 @@ def test_cancelled_requests_end_and_too_many_are_refused(engine: WholeEngine) ->
     assert engine.load().waiting == 0
 
 
-def test_requests_that_cannot_be_served_are_refused(engine: WholeEngine) -> None:
+def test_requests_that_cannot_be_served_are_refused(engine: SequentialEngine) -> None:
     with pytest.raises(TaskError, match="none-such"):
         engine.submit(EngineRequest(id="1", prompt=PROMPT, adapter="none-such"), Events())
     with pytest.raises(ConfigError, match="context"):

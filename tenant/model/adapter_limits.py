@@ -130,7 +130,8 @@ class MemoryLimit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _takes_tensors(args, kwargs) or _on_meta(kwargs):
+        to = kwargs.get("device")
+        if _takes_tensors(args, kwargs) or (to is not None and torch.device(to).type == "meta"):
             return func(*args, **kwargs)
         call = repr((func, args, kwargs))
         if call not in self._sizes:
@@ -147,20 +148,14 @@ class MemoryLimit(TorchDispatchMode):
         self._made += size
         if self._made > self._limit:
             self._made = size
-            _return_freed_memory()
+            # PEFT makes many tensors and drops each one, and glibc's allocator keeps most of them: gigabytes
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)
         made = func(*args, **kwargs)
         if size and isinstance(made, Tensor):
             self._live.append((StorageWeakRef(made.untyped_storage()), size))
             self._held += size
         return made
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the system (glibc). PEFT makes many tensors and drops each one, and the allocator keeps
-    most of them: the process would grow by gigabytes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -172,10 +167,6 @@ def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
     copies = kwargs.get("device") is not None
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return any(not (tensor.is_meta and copies) for tensor in tensors)
-
-
-def _on_meta(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
 def _bytes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:

@@ -27,11 +27,9 @@ def open_backend(options: Options, model: str | Path) -> Backend:
                 f"{options.federation} do not serve; leave it out, or use a federation with tied_head = true under "
                 f"[model]"
             )
-    return _in_session(scheme, opening) if isinstance(scheme, SessionScheme) else scheme.open(opening)
-
-
-def _in_session(scheme: SessionScheme, opening: Opening) -> Backend:
-    options, preparation, store = opening.options, opening.preparation, opening.full_store
+    if not isinstance(scheme, SessionScheme):
+        return scheme.open(opening)
+    preparation, store = opening.preparation, opening.full_store
     if scheme.own_weights and (store is None or store.manifest().digest != opening.federation.model_digest):
         raise CheckpointError(
             f"masking = {scheme.name!r} multiplies on the tenant: "

@@ -301,7 +301,9 @@ def split(
                 raise CheckpointError(
                     f"{found} has other widths than in the federation's model; load the same base model"
                 )
-            replaced[modules[found]] = _remote(modules[found], group, member)
+            linear = modules[found]
+            kind = RemoteConv1D if isinstance(linear, Conv1D) else RemoteLinear
+            replaced[linear] = kind(*widths(linear), group=group, member=member, bias=linear.bias is not None)
     if not replaced:
         raise CheckpointError(f"{type(model).__name__} has none of the federation's layers; load the same base model")
     for parent in list(model.modules()):
@@ -309,11 +311,6 @@ def split(
             if child in replaced:
                 setattr(parent, leaf, replaced[child])
     model._keys_to_ignore_on_load_unexpected = ignored
-
-
-def _remote(linear: nn.Module, group: LayerGroup, member: int) -> RemoteLayer:
-    kind = RemoteConv1D if isinstance(linear, Conv1D) else RemoteLinear
-    return kind(*widths(linear), group=group, member=member, bias=linear.bias is not None)
 
 
 def backend_of(model: nn.Module) -> Backend:

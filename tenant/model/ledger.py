@@ -28,6 +28,7 @@ def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
     takeovers = ledger.takeovers > 0
+    wraps = f"{ledger.rows_corrected:,} corrected, {ledger.rows_repeated:,} sent again"
     return [
         ("round trips to executors", f"{trips:,} ({_ratio(trips, tokens):.2f} per token)"),
         ("round trips to helpers", f"{helper_trips:,}"),
@@ -38,13 +39,9 @@ def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
         *([("rows with relayed effects", f"{ledger.rows_relayed:,}")] * (ledger.rows_relayed > 0)),
-        *([("rows that left a narrow ring", _wraps(ledger))] * (ledger.rows_corrected + ledger.rows_repeated > 0)),
+        *([("rows that left a narrow ring", wraps)] * (ledger.rows_corrected + ledger.rows_repeated > 0)),
         *([("takeovers by another executor", f"{ledger.takeovers:,}, in {ledger.takeover_s:.1f} s")] * takeovers),
     ]
-
-
-def _wraps(ledger: Ledger) -> str:
-    return f"{ledger.rows_corrected:,} corrected, {ledger.rows_repeated:,} sent again"
 
 
 def summary(ledger: Ledger) -> str:

@@ -74,18 +74,12 @@ def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
         ConfigError: the folder is not a PEFT folder.
         CheckpointError: `vet_adapter` refuses the folder, or a file lies outside `within`.
     """
-    if within is not None:
-        _check_links(folder, within)
+    for path in (folder / name for name in _READ):
+        if within is not None and not path.resolve().is_relative_to(within.resolve()):
+            raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
     config = vet_adapter(folder)
     size = (folder / TENSORS).stat().st_size
     return TaskFolder(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
-
-
-def _check_links(folder: Path, within: Path) -> None:
-    """Raise `CheckpointError` if a file of a task's folder that is read is a symbolic link out of `within`."""
-    for path in (folder / name for name in _READ):
-        if not path.resolve().is_relative_to(within.resolve()):
-            raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
 
 
 def memory_of(source: TaskFolder) -> int:
@@ -289,7 +283,13 @@ def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
-                memo[id(tensor)] = _alias(tensor)
+                # another object for the same storage, so that PEFT switches no gradient of the model's own parameter
+                if isinstance(tensor, OffloadedParameter):
+                    memo[id(tensor)] = copy.deepcopy(tensor)
+                elif isinstance(tensor, nn.Parameter):
+                    memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+                else:
+                    memo[id(tensor)] = tensor
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, LayerGroup)}
         if isinstance(module, RemoteLayer) or is_linear(module):
             memo[id(module)] = _stand_in(module)
@@ -297,13 +297,6 @@ def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
         twin: PreTrainedModel = copy.deepcopy(model, memo)
     twin.eval()
     return twin
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return another object for the same storage, so that PEFT switches no gradient of the model's own parameter."""
-    if isinstance(tensor, OffloadedParameter):
-        return copy.deepcopy(tensor)
-    return nn.Parameter(tensor.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else tensor
 
 
 class _StandIn(nn.Module):
@@ -360,16 +353,13 @@ def _keep_once(layer: nn.Module) -> None:
     for module in layer.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):
-                key = (buffer.shape, buffer.dtype, buffer.device, _digest(buffer))
+                content = buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data
+                key = (buffer.shape, buffer.dtype, buffer.device, hashlib.sha256(content).digest())
                 module._buffers[name] = _buffers.setdefault(key, buffer)
 
 
 def _is_kept_once(tensor: Tensor) -> bool:
     return any(tensor is kept for kept in _buffers.values())
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
 
 
 def _bytes(tensors: Any) -> int:

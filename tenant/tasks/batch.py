@@ -101,7 +101,10 @@ class Composition:
             places = self._places[members, device] = self._placed(members, rest, device)
         parts = []
         for (key, _), tasks, part in zip(groups, members, places.parts, strict=True):
-            layers = [self._adapters[task].layers[name] for task in tasks for _ in range(self._blocks(task))]
+            blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
+            layers = [
+                self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
+            ]
             parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
         return _Plan(parts, places.rest, places.order)
 
@@ -112,9 +115,6 @@ class Composition:
         if name not in adapter.keys:
             adapter.keys[name] = operator_key(adapter.layers[name])
         return adapter.keys[name]
-
-    def _blocks(self, task: str) -> int:
-        return 1 if self._block is None else -(-len(self._rows[task]) // self._block)
 
     def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
         def tensor(numbers: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,14 @@ def measure_costs(
 def _seconds(run: Run, count: int, tokens: Sequence[int], repeat: int) -> list[float]:
     """Return the median seconds for each length."""
     run(count, tokens[0])  # the first pass of a batch makes its plan
-    return [statistics.median(_timed(run, count, length) for _ in range(repeat)) for length in tokens]
-
-
-def _timed(run: Run, count: int, length: int) -> float:
-    start = time.perf_counter()
-    run(count, length)
-    return time.perf_counter() - start
+    medians = []
+    for length in tokens:
+        ends = [time.perf_counter()]
+        for _ in range(repeat):
+            run(count, length)
+            ends.append(time.perf_counter())
+        medians.append(statistics.median(end - start for start, end in pairwise(ends)))
+    return medians
 
 
 def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ shows a sum of routes; a decoding step shows the route of one token.
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +47,7 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
             )
         return "local"
     served = {entry.members[0].rpartition(".")[0] for entry in entries if entry.experts > 1}
-    staying = [name for name in experts if not _is_in(name, served)]
+    staying = [name for name in experts if not any(_same(name, other) for other in served)]
     if staying and wanted not in (None, "local"):
         kind = type(experts[staying[0]]).__name__
         raise UnsupportedModelError(
@@ -69,9 +69,9 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     return mode
 
 
-def _is_in(name: str, served: Collection[str]) -> bool:
-    """Returns True if a module is in `served`, whose names may lack the base model's prefix or have another one."""
-    return any(name == other or name.endswith(f".{other}") or other.endswith(f".{name}") for other in served)
+def _same(name: str, other: str) -> bool:
+    """Returns True for names of one module. A served module's name may lack the base model's prefix or have another."""
+    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
 
 
 def _price(experts: Any) -> float:
@@ -137,17 +137,14 @@ def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """Hook: refuse a pass over one token per sequence, a pass of continuous batching (with `cache`), and, without
     gradients, a pass with filled `past_key_values` (prefix tuning trains with them)."""
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-    continues = not torch.is_grad_enabled() and _is_filled(kwargs.get("past_key_values"))
+    cache = kwargs.get("past_key_values")
+    try:
+        filled = cache is not None and cache.get_seq_length() > 0
+    except ValueError:  # caches of linear attention have no length
+        filled = True
+    continues = filled and not torch.is_grad_enabled()
     if continues or kwargs.get("cache") is not None or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
         _refuse()
-
-
-def _is_filled(cache: Any) -> bool:
-    """Returns True unless a cache is known to be empty; caches of linear attention have no length."""
-    try:
-        return cache is not None and cache.get_seq_length() > 0
-    except ValueError:
-        return True
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

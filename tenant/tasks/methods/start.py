@@ -119,7 +119,12 @@ def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
     """Return `H x` for rows x `[..., d]`: the reflections along the columns of u `[d, r]`, which need not be unit
     vectors. With `gram_schmidt`, the columns are made orthogonal first."""
     if gram_schmidt:
-        directions = _orthogonal(u)
+        columns: list[Tensor] = []
+        for column in u.t():  # in PEFT's order
+            for other in columns:
+                column = column - (other @ column) * other
+            columns.append(column / column.norm())
+        directions = torch.stack(columns, dim=1)
         return x - 2 * (x @ directions) @ directions.t()
     u = u / u.norm(dim=0)
     upper = torch.triu(u.t() @ u, diagonal=1) + torch.eye(u.shape[1], dtype=u.dtype, device=u.device) / 2
@@ -127,16 +132,6 @@ def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
     inner: Tensor = torch.linalg.solve_triangular(upper, (x @ u).reshape(-1, u.shape[1]).t(), upper=True).t()
     result: Tensor = x - (inner @ u.t()).view(x.shape)
     return result
-
-
-def _orthogonal(u: Tensor) -> Tensor:
-    """Orthogonalise columns by Gram-Schmidt, in PEFT's order."""
-    columns: list[Tensor] = []
-    for column in u.t():
-        for other in columns:
-            column = column - (other @ column) * other
-        columns.append(column / column.norm())
-    return torch.stack(columns, dim=1)
 
 
 class RemoteHRA(OnOffloadedLayers, HRAModel):

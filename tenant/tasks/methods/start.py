@@ -55,6 +55,8 @@ def base_weight(module: nn.Module) -> Tensor:
     """Return the weight `[o, d]` that a linear multiplies by: its parameter, or an offloaded layer's rounded weight.
     Raises what `weight_at_hand` raises."""
     base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if not isinstance(base, RemoteLayer) and hasattr(base, "original"):
+        base = base.original()  # a task's stand-in for a linear of a whole model
     weight: Tensor = base.base_weight(rounded=True) if isinstance(base, RemoteLayer) else base.weight.detach()
     return weight if isinstance(base, nn.Linear) else weight.t()
 

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -79,9 +79,6 @@ from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.tasks import Tasks
 from tests.tenant.scripted import ScriptedProvider
-
-if TYPE_CHECKING:
-    pass
 
 IDS = torch.arange(1, 21).view(2, 10)
 Write = Callable[[Federation], Path]

@@ -16,8 +16,8 @@ from peft import LoraConfig, OFTConfig, PeftConfig, ShiraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError, UnsupportedMethodError
-from tenant import MaskBertConfig, RemoteConfig
-from tenant.model.loading import load_model
+from tenant import MaskBertConfig, RemoteConfig, rounded_model
+from tenant.model.loading import load_adapter, load_model
 from tenant.tasks.adapter import check_name, memory_of, stored
 from tenant.tasks.registry import TaskId, Tasks
 from tests.adapters import METHODS
@@ -233,6 +233,17 @@ def test_the_memory_of_a_sparse_task_counts_at_load(
         tasks.load("sparse")
     assert not tasks.bytes
     tasks.close()
+
+
+def test_maskbert_tasks_work_on_a_whole_model(llama: Path, write_task: WriteTask, tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "masked", MaskBertConfig(masked_share=0.2, target_modules=["q_proj", "down_proj"]))
+    whole = rounded_model(llama)
+    tasks = Tasks(whole)
+    tasks.register("masked", folder)
+    found, base = logits(tasks, "masked"), whole(input_ids=IDS).logits
+    tasks.close()
+    expected = load_adapter(whole, folder)(input_ids=IDS).logits
+    assert (found - expected).norm() < 1e-4 * (expected - base).norm()
 
 
 def test_patterns_that_gradients_need_make_room_after_the_batch(base: Any, folders: Path) -> None:

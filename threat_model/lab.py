@@ -38,7 +38,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.federation import load_federation
+from symbiosis_priv.federation import federation_text, load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -148,11 +148,17 @@ class Lab:
         authority = create_authority(keys)
         issue(keys, authority=authority, kind=Kind.TENANT, name="alice")
         self._mallory = issue(keys, authority=authority, kind=Kind.TENANT, name="mallory")
-        text = (
-            f'[model]\ndigest = "{self.store.manifest().digest}"\n\n'
-            '[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n'
-        )
         self._federations: list[Path] = []  # federation files by the number of helpers
+        entries: list[dict[str, object]] = []
+
+        def write(name: str, providers: list[dict[str, object]], **tables: Any) -> Path:
+            path, digest = self.folder / f"federation-{name}.toml", self.store.manifest().digest
+            text = federation_text(
+                providers, digest=digest, certificate="keys/alice.pem", key="keys/alice.key", **tables
+            )
+            path.write_text(text)
+            return path
+
         roles: dict[str, wire.Role] = {"executor": "executor"}
         roles |= dict.fromkeys(("helper", "second-helper", "third-helper")[: self._helpers], "helper")
         identities = {name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in roles}
@@ -180,18 +186,20 @@ class Lab:
             if role == "executor":
                 to = RelayTarget(address=provider.address, certificate=identity.certificate)
                 relay = RelayConfig(to=(to,))
-            text += (
-                f'\n[[provider]]\nname = "{name}"\noperator = "operator of the {name}"\nrole = "{role}"\n'
-                f'address = "{provider.address}"\ncertificate = "keys/{name}.pem"\n'
+            entries.append(
+                {
+                    "name": name,
+                    "operator": f"operator of the {name}",
+                    "role": role,
+                    "address": provider.address,
+                    "certificate": f"keys/{name}.pem",
+                }
             )
-            self._federations.append(self.folder / f"federation-{len(self._federations)}.toml")
-            self._federations[-1].write_text(text)
+            self._federations.append(write(f"{len(self._federations)}", entries))
         self.federation_path = self._federations[1]
-        self.relayed = self.folder / "federation-relay.toml"
-        self.relayed.write_text(self.federation_path.read_text() + "\n[pads]\nrelay = true\n")
-        self.one_company = self.folder / "federation-company.toml"
-        company = '\n[pads]\nhelpers = 1\n\n[[company]]\nname = "Holding SE"\nmembers = ["executor", "helper"]\n'
-        self.one_company.write_text(self.federation_path.read_text() + company)
+        self.relayed = write("relay", entries[:2], pads={"relay": True})
+        company = {"Holding SE": ["executor", "helper"]}
+        self.one_company = write("company", entries[:2], pads={"helpers": 1}, companies=company)
         self.federation = load_federation(self.federation_path)
 
     def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ Modules:
 """
 
 from symbiosis_priv.federation.federation import Federation as Federation
+from symbiosis_priv.federation.federation import federation_text as federation_text
 from symbiosis_priv.federation.federation import load_federation as load_federation
 from symbiosis_priv.federation.parties import Company as Company
 from symbiosis_priv.federation.parties import Peer as Peer

@@ -44,8 +44,8 @@ file that leaves no such choice is refused.
 
 import re
 import ssl
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +74,7 @@ from symbiosis_priv.limits import (
 )
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import client_context
-from symbiosis_priv.system.toml import load_toml
+from symbiosis_priv.system.toml import load_toml, toml_table
 
 
 @dataclass(frozen=True)
@@ -357,3 +357,34 @@ def _check_companies(federation: Federation) -> None:
             raise ConfigError(
                 f"company {company.name!r} has fewer than two members: list two or more, or remove this [[company]]"
             )
+
+
+def federation_text(
+    providers: Iterable[Mapping[str, object]],
+    *,
+    digest: str,
+    certificate: Path | str,
+    key: Path | str,
+    weight_bits: int = DEFAULT_WEIGHT_BITS,
+    scope: Scope = DEFAULT_SCOPE,
+    pads: Mapping[str, object] | None = None,
+    companies: Mapping[str, Sequence[str]] | None = None,
+    registry: Mapping[str, object] | None = None,
+) -> str:
+    """Return the text of a `federation.toml`, which only `load_federation` checks.
+
+    Args:
+        providers, pads, registry: the entries of these tables.
+        certificate, key: the tenant's.
+        companies: names of providers, by the name of their company.
+    """
+    tables = [
+        toml_table("[model]", digest=digest, weight_bits=weight_bits, **asdict(scope)),
+        toml_table("[tenant]", certificate=certificate, key=key),
+    ]
+    if pads:
+        tables.append(toml_table("[pads]", **pads))
+    tables += [toml_table("[[company]]", name=name, members=members) for name, members in (companies or {}).items()]
+    if registry:
+        tables.append(toml_table("[registry]", **registry))
+    return "\n".join([*tables, *(toml_table("[[provider]]", **entries) for entries in providers)])

@@ -26,6 +26,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.federation import federation_text
 from symbiosis_priv.harness.managed_process import ManagedProcess
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.network.addresses import parse_address
@@ -33,6 +34,7 @@ from symbiosis_priv.network.wire import Role
 from symbiosis_priv.registry.descriptor import Trust, verify
 from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.files import write_atomically
+from symbiosis_priv.system.toml import toml_table
 
 
 @contextmanager
@@ -213,7 +215,10 @@ class LocalFederation:
         try:
             if self._registry_service is not None:
                 self._registry = self._run_registry(self._registry_service, deadline)
-            for providers in self._rounds():
+            everyone, rounds = list(self._providers.values()), [list(self._providers.values())]
+            if self._relay:  # helpers that relay need the executors' addresses first
+                rounds = [[p for p in everyone if p.role == role] for role in ("executor", "helper")]
+            for providers in rounds:
                 for provider in providers:
                     self._launch(provider)
                 for provider in providers:
@@ -292,13 +297,6 @@ class LocalFederation:
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
-    def _rounds(self) -> list[list[_Provider]]:
-        """The providers in the order of their starts: helpers that relay need the executors' addresses first."""
-        everyone = list(self._providers.values())
-        if not self._relay:
-            return [everyone]
-        return [[provider for provider in everyone if provider.role == role] for role in ("executor", "helper")]
-
     def _run_registry(self, service: ManagedProcess, deadline: float) -> str:
         identity = self._issue(_REGISTRY)
         options = {
@@ -312,22 +310,32 @@ class LocalFederation:
         return service.wait_ready(deadline)
 
     def _write_federation(self) -> None:
-        sections = [
-            _table("[model]", digest=self._digest, weight_bits=self._weight_bits, **asdict(self._scope)),
-            _table("[tenant]", certificate=self._tenant.certificate, key=self._tenant.key),
-        ]
         pads: dict[str, object] = {} if self._pad_helpers is None else {"helpers": self._pad_helpers}
-        if pads or self._relay:
-            sections.append(_table("[pads]", relay=self._relay, **pads))
-        for name, members in self._companies.items():
-            sections.append(_table("[[company]]", name=name, members=list(members)))
-        if self._registry is not None:
-            sections.append(_table("[registry]", addresses=[self._registry], authority=self._authority.certificate))
-        for p in (p for p in self._providers.values() if p.listed):
-            entries: dict[str, object] = {"layers": p.layers} if p.layers else {}
-            entries |= {"address": p.address, "certificate": p.identity.certificate}
-            sections.append(_table("[[provider]]", name=p.name, operator=_operator(p.name), role=p.role, **entries))
-        write_atomically(self.federation, "\n".join(sections).encode())
+        registry = {"addresses": [self._registry], "authority": self._authority.certificate}
+        listed = [
+            {
+                "name": p.name,
+                "operator": _operator(p.name),
+                "role": p.role,
+                **({"layers": p.layers} if p.layers else {}),
+                "address": p.address,
+                "certificate": p.identity.certificate,
+            }
+            for p in self._providers.values()
+            if p.listed
+        ]
+        text = federation_text(
+            listed,
+            digest=self._digest,
+            certificate=self._tenant.certificate,
+            key=self._tenant.key,
+            weight_bits=self._weight_bits,
+            scope=self._scope,
+            pads=pads | ({"relay": self._relay} if pads or self._relay else {}),
+            companies=self._companies,
+            registry=registry if self._registry is not None else None,
+        )
+        write_atomically(self.federation, text.encode())
 
     def _launch(self, provider: _Provider) -> None:
         config = self.directory / f"{provider.name}.toml"
@@ -374,25 +382,14 @@ class LocalFederation:
             tables["registry"] = {"announce": [self._registry], "authority": self._authority.certificate}
         for table, entries in self._options.items():
             tables.setdefault(table, {}).update(entries)
-        head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])
-        relay = self._relay_toml(provider.role) if self._relay else ()
-        return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])
-
-    def _relay_toml(self, role: Role) -> list[str]:
-        others = [provider for provider in self._providers.values() if provider.role != role]
-        if role == "executor":
-            return [_table("[relay]", **{"from": [provider.identity.certificate for provider in others]})]
-        return [_table("[[relay.to]]", address=p.address, certificate=p.identity.certificate) for p in others]
+        head = toml_table("", name=provider.name, listen=provider.address, roles=[provider.role])
+        others = [other for other in self._providers.values() if self._relay and other.role != provider.role]
+        if provider.role == "executor" and self._relay:
+            relay = [toml_table("[relay]", **{"from": [other.identity.certificate for other in others]})]
+        else:
+            relay = [toml_table("[[relay.to]]", address=p.address, certificate=p.identity.certificate) for p in others]
+        return "\n".join([head, *(toml_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])
 
 
 def _operator(name: str) -> str:
     return f"operator of {name}"
-
-
-def _table(header: str, **entries: object) -> str:
-    return f"{header}\n{_entries(**entries)}"
-
-
-def _entries(**entries: object) -> str:
-    # JSON's strings, numbers, booleans and lists are valid TOML.
-    return "".join(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}\n" for key, value in entries.items())

@@ -1,5 +1,6 @@
-"""TOML files as typed, closed structures."""
+"""TOML files as typed, closed structures, and the text of TOML tables."""
 
+import json
 import re
 import tomllib
 from difflib import get_close_matches
@@ -16,6 +17,14 @@ MAX_BYTES = 16 << 20
 """Size limit of a file, larger than any list of tenants or peers needs."""
 
 T = TypeVar("T")
+
+
+def toml_table(header: str, **entries: object) -> str:
+    """Return the text of a table of strings, paths, numbers, booleans and lists. An empty header gives the entries
+    alone."""
+    # such JSON is TOML
+    lines = [f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()]
+    return "\n".join([*([header] if header else []), *lines, ""])
 
 
 def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -> T:

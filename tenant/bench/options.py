@@ -1,7 +1,6 @@
 """What the commands of `symbiosis-priv bench` share: options, parsers of their values, and `measure`, which runs a
 benchmark."""
 
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,15 +75,6 @@ def names(text: str, known: Sequence[str], option: str) -> list[str]:
     if unknown := set(found) - set(known):
         raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     return found
-
-
-def pairs(text: str, option: str) -> list[tuple[int, int]]:
-    """Parse pairs such as `6+2` between commas. Raises `ConfigError` for anything else, and for `0+0`."""
-    found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
-    counts = [(int(match[1]), int(match[2])) for match in found if match is not None]
-    if len(counts) < len(found) or not all(map(sum, counts)):
-        raise ConfigError(f"{option} {text!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
-    return counts
 
 
 def schemes(text: str) -> list[str]:

@@ -1,15 +1,14 @@
 """Writes a federation.toml from the address, certificate and operator of each provider."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import Company, Federation, load_federation
+from symbiosis_priv.federation import Company, Federation, federation_text, load_federation
 from symbiosis_priv.limits import Role
 
 _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
@@ -71,39 +70,35 @@ def write_federation(
         ConfigError, RoleConflictError, CertificateError: `load_federation` refuses the federation, or `path` exists.
     """
 
-    def table(header: str, **entries: object) -> str:
-        # such JSON is TOML
-        lines = [f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()]
-        return "\n".join([header, *lines, ""])
-
     def beside(file: Path) -> Path:
         return file if file.is_absolute() else Path(os.path.relpath(file, path.parent))
 
-    tables = [
-        table("[model]", digest=digest, weight_bits=weight_bits, **asdict(scope)),
-        table("[tenant]", certificate=beside(tenant_certificate), key=beside(tenant_key)),
-    ]
-    if pad_helpers is not None:
-        tables.append(table("[pads]", helpers=pad_helpers))
-    tables += [table("[[company]]", name=company.name, members=company.members) for company in companies]
-    for provider in providers:
-        tables.append(
-            table(
-                "[[provider]]",
-                name=provider.certificate.stem,
-                operator=provider.operator,
-                role=provider.role,
-                address=provider.address,
-                certificate=beside(provider.certificate),
-            )
-        )
+    text = federation_text(
+        (
+            {
+                "name": provider.certificate.stem,
+                "operator": provider.operator,
+                "role": provider.role,
+                "address": provider.address,
+                "certificate": beside(provider.certificate),
+            }
+            for provider in providers
+        ),
+        digest=digest,
+        certificate=beside(tenant_certificate),
+        key=beside(tenant_key),
+        weight_bits=weight_bits,
+        scope=scope,
+        pads=None if pad_helpers is None else {"helpers": pad_helpers},
+        companies={company.name: company.members for company in companies},
+    )
     try:
-        text = "\n".join(tables).encode()
+        data = text.encode()
     except UnicodeEncodeError:
         raise ConfigError("a name or a path is not UTF-8: use a terminal with UTF-8, or rename the file") from None
     try:
         with path.open("xb") as file:
-            file.write(text)
+            file.write(data)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
     try:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.federation import Company, Federation, Peer, federation_text
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Wiretap
@@ -156,24 +155,26 @@ def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
     """Write a federation as `federation.toml`."""
 
     def write(federation: Federation) -> Path:
-        tables: list[tuple[str, dict[str, object]]] = [
-            ("[model]", {"digest": federation.model_digest, "weight_bits": federation.weight_bits}),
-            ("[tenant]", {"certificate": federation.tenant_certificate, "key": federation.tenant_key}),
-        ]
-        for p in federation.peers:
-            address = f"{p.host}:{p.port}"
-            who: dict[str, object] = {"name": p.name, "operator": p.operator, "role": p.role}
-            tables.append(("[[provider]]", {**who, "address": address, "certificate": p.certificate}))
-        lines = [
-            line
-            for header, entries in tables
-            for line in (
-                header,
-                *(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()),
-            )
+        providers = [
+            {
+                "name": p.name,
+                "operator": p.operator,
+                "role": p.role,
+                "address": f"{p.host}:{p.port}",
+                "certificate": p.certificate,
+            }
+            for p in federation.peers
         ]
         path = tmp_path / "federation.toml"
-        path.write_text("\n".join(lines))
+        path.write_text(
+            federation_text(
+                providers,
+                digest=federation.model_digest,
+                certificate=federation.tenant_certificate,
+                key=federation.tenant_key,
+                weight_bits=federation.weight_bits,
+            )
+        )
         return path
 
     return write

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from provider import logs
-from provider.announce.announcer import Announcer
-from provider.announce.placement import placed
+from provider.announce import Announcer, placed
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.provider_toml import load
 from provider.config.reload import Reloader

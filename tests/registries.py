@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from provider.registry.config import RegistryConfig
+from provider.registry import RegistryConfig
 from provider.registry.server import RegistryServer
 from provider.registry.store import Store
 from tests.vouching import Vouching

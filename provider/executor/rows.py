@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from provider.fairness.round_robin import RoundRobin
+from provider.fairness import RoundRobin
 
 _BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
 

@@ -5,9 +5,7 @@ listener         accepts connections, makes their handshakes, and limits those t
 frames           reads and answers the frames of one connection, within limits and deadlines
 connection       checks the requests of one tenant's connection and sends the answers
 deposits         takes the blocks of one helper's connection
-shapes           checks a matrix's header against model and limits
-slots            limits the connections of each tenant
-admission        limits the memory for requests, and keeps each tenant's role
+admission        checks headers; limits memory and connections, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used
 credentials      tenants' and helpers' certificates, and the revocation list

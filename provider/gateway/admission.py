@@ -1,19 +1,108 @@
-"""Admission of requests: memory for their payloads, and the role of each tenant."""
+"""Admission: checks of headers, memory for payloads, the role of each tenant, and slots for connections.
+
+While slots are free, a tenant may hold as many connections as its own limit allows. Once all are taken, a tenant that
+holds fewer than the others still gets a slot: the idlest connection of the tenant that holds the most is closed. So no
+group of tenants can shut out another one with connections that they do not use, and the shares of tenants that all want
+more become equal. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less
+idle than every connection between two requests.
+"""
 
 import itertools
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
-from provider.config.schema import MIB, Limits
+from provider.config.schema import MIB, Limits, ProviderConfig
+from provider.executor.queues import row_load
 from provider.gateway.credentials import Party
 from provider.refusal import Refusal
+from symbiosis_priv.arithmetic.ring import Widths
+from symbiosis_priv.arithmetic.segments import check_counts
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.errors import RangeError
+from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, Role
+
+
+class Sizes(NamedTuple):
+    """The encoding of an accepted request, its sizes in bytes, and its cost.
+
+    Args:
+        received: the request's payload.
+        product: the product in 32 bits.
+        memory: all matrices of the request in memory.
+        cost: multiply-adds that the tenant is billed.
+    """
+
+    encoding: wire.Encoding
+    received: int
+    product: int
+    memory: int
+    cost: int
+
+
+def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
+    """The sizes of a request, by the widths that `check_shape` has returned."""
+    encoding, rows, (inputs, outputs) = request.encoding, request.rows, widths
+    received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
+    product = wire.RING32.size(rows, outputs)
+    # a packed answer and a block are copies, made after the rows' memory is free
+    copies = product if wire.may_be_relayed(request) else 0
+    copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
+    memory = product + max(wire.RING32.size(rows, inputs), copies)
+    _, cost = row_load(type(request), widths, relayed=wire.may_be_relayed(request))
+    return Sizes(encoding, received, product, memory, cost * rows)
+
+
+def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
+    """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix.
+
+    Raises:
+        Refusal: the group is not served, or rows, counts or bytes exceed their limits.
+    """
+    if binding.group >= len(manifest.groups):
+        refuse_bad(f"group {binding.group} is not one of {len(manifest.groups)}")
+    stack = manifest.groups[binding.group]
+    if binding.group not in served:
+        raise Refusal(wire.ErrorCode.NOT_SERVED, f"{stack.name} is not in layers {config.model.layers}")
+    if binding.rows > config.limits.max_rows:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {config.limits.max_rows}")
+    if binding.counts is not None:
+        _check_counts(binding, binding.counts, stack)
+    columns = entry_of(binding, manifest).columns(binding.direction)
+    largest = max(wire.RING32.size(binding.rows, width) for width in columns)
+    most = config.limits.max_payload_mib * MIB
+    if largest > most:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {most}")
+    return columns
+
+
+def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
+    """The entry with the widths of a request: of its layer group, or of one expert's matrix."""
+    return manifest.entry(binding.group, by_expert=binding.counts is not None)
+
+
+def refuse_bad(detail: str) -> NoReturn:
+    """Raises `Refusal` BAD_REQUEST, for a request that no tenant of this release sends."""
+    raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
+
+
+def _check_counts(binding: wire.Binding, counts: tuple[int, ...], stack: GroupEntry) -> None:
+    if stack.experts == 1:
+        refuse_bad(f"{stack.name} is not a stack of experts; send no counts")
+    if binding.arithmetic != "ring":
+        refuse_bad("requests with counts need ring arithmetic")
+    try:
+        check_counts(counts, experts=stack.experts, rows=binding.rows)
+    except RangeError as error:
+        refuse_bad(str(error))
+
 
 _AT_ONCE = nullcontext()
 
@@ -172,3 +261,99 @@ class Register:
             roles[role] -= 1
             if not roles[role]:
                 del self._roles[tenant]
+
+
+_CLOSING_S = 2.0
+"""Longest wait of a new connection for the end of the connection that is closed for it."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """The slot of one connection.
+
+    Args:
+        tenant: the client of the connection.
+        close: closes the connection, from any thread.
+    """
+
+    tenant: Party
+    close: Callable[[], None]
+    _active: float = field(default_factory=time.monotonic)
+    _busy: bool = False
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def begin_request(self) -> None:
+        """Record that the first bytes of a request have arrived."""
+        self._busy = True
+
+    def end_request(self) -> None:
+        """Record that the request was answered."""
+        self._busy, self._active = False, time.monotonic()
+
+    @property
+    def idle_since(self) -> float:
+        """Time of the last answer, by `time.monotonic`; infinity during a request."""
+        return math.inf if self._busy else self._active
+
+
+class Slots:
+    """The slots of all connections. Thread-safe.
+
+    Args:
+        limits: the number of slots, and the largest number that one tenant may hold.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held: dict[Party, list[Slot]] = {}
+        self._lock = threading.Lock()
+
+    def count(self, tenant: Party) -> int:
+        """Number of slots that a tenant holds."""
+        with self._lock:
+            return len(self._held.get(tenant, ()))
+
+    @contextmanager
+    def taken(self, tenant: Party, close: Callable[[], None]) -> Iterator[Slot]:
+        """Hold a slot for a connection of `tenant`, which `close` closes from any thread.
+
+        Raises, when the context is entered:
+            Refusal: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more.
+        """
+        slot = Slot(tenant, close)
+        with self._lock:
+            closed = self._make_room(tenant)
+            self._held.setdefault(tenant, []).append(slot)
+        try:
+            if closed is not None:
+                closed.close()
+                if not closed._ended.wait(_CLOSING_S):  # the closed connection's thread still holds memory
+                    raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
+            yield slot
+        finally:
+            with self._lock:
+                self._free(slot)
+            slot._ended.set()
+
+    def _make_room(self, tenant: Party) -> Slot | None:
+        """Return the slot whose connection must be closed for a new connection of `tenant`; None if a slot is free."""
+        own = len(self._held.get(tenant, ()))
+        if own >= self._limits.max_connections_per_tenant:
+            raise Refusal(ErrorCode.BUSY, "this tenant has too many connections")
+        if sum(map(len, self._held.values())) < self._limits.max_connections:
+            return None
+        most = max(map(len, self._held.values()))
+        if most < own + 2:  # otherwise the two tenants would only swap their numbers
+            raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
+        slots = (slot for held in self._held.values() if len(held) == most for slot in held)
+        idlest = min(slots, key=lambda slot: slot.idle_since)
+        self._free(idlest)
+        return idlest
+
+    def _free(self, slot: Slot) -> None:
+        """Free a slot. Does nothing if the slot was freed when its connection was closed."""
+        held = self._held.get(slot.tenant, [])
+        if slot in held:
+            held.remove(slot)
+        if not held:
+            self._held.pop(slot.tenant, None)

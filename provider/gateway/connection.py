@@ -17,13 +17,13 @@ import numpy as np
 from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ProductRequest
+from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
-from provider.gateway.shapes import Sizes, check_shape, entry_of, refuse_bad, sizes_of
-from provider.gateway.slots import Slot
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
-from provider.relay import blocks, permits
-from provider.relay.matrices import make_block, without_blocks
+from provider.relay import blocks
+from provider.relay.blocks import without_blocks
+from provider.relay.links import make_block
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import ConnectionLostError
@@ -296,7 +296,7 @@ class Connection(FrameLoop[wire.Request]):
         permit = wire.Permit(
             token=token,
             helpers=helpers,
-            seconds=permits.LIFETIME_S,
+            seconds=blocks.PERMIT_S,
             block_seconds=blocks.LIFETIME_S,
             max_bytes=self._state.blocks.max_bytes,
         )

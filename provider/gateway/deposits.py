@@ -12,10 +12,9 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider import logs
+from provider.gateway.admission import Slot, check_shape, refuse_bad
 from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frames import FrameLoop, GatewayState
-from provider.gateway.shapes import check_shape, refuse_bad
-from provider.gateway.slots import Slot
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from symbiosis_priv.certificates.reading import is_signed

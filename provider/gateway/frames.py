@@ -18,15 +18,13 @@ from provider import logs
 from provider.config.schema import MIB, Limits, ProviderConfig
 from provider.executor.client import CachedReport
 from provider.executor.queues import Stages
-from provider.gateway.admission import ByteBudget, Register
+from provider.gateway.admission import ByteBudget, Register, Slot, Slots
 from provider.gateway.credentials import Party
 from provider.gateway.quota import QuotaGate
-from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore
+from provider.relay.blocks import BlockStore, Permits
 from provider.relay.links import Links
-from provider.relay.permits import Permits
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.network import wire

@@ -21,19 +21,17 @@ from provider import logs
 from provider.config.schema import MIB, ProviderConfig
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import Stages
-from provider.gateway.admission import ByteBudget, Register
+from provider.gateway.admission import ByteBudget, Register, Slots
 from provider.gateway.connection import Connection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
 from provider.gateway.deposits import DepositConnection
 from provider.gateway.frames import GatewayState, refuse
 from provider.gateway.listener import Handshakes, Listener, UnauthenticatedConnection
 from provider.gateway.quota import QuotaGate
-from provider.gateway.slots import Slots
 from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore
+from provider.relay.blocks import BlockStore, Permits
 from provider.relay.links import Links
-from provider.relay.permits import Permits
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ProtocolError, TransportError
 from symbiosis_priv.network.stream import FrameStream, shut

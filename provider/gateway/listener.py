@@ -33,8 +33,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from provider import logs
-from provider.fairness.round_robin import RoundRobin
-from provider.fairness.token_bucket import TokenBucket
+from provider.fairness import RoundRobin, TokenBucket
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network.addresses import bound_address, listen
 from symbiosis_priv.network.stream import FrameStream, shut

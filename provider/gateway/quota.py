@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
-from provider.fairness.token_bucket import TokenBucket
+from provider.fairness import TokenBucket
 from provider.gateway.credentials import Party
 from provider.refusal import Refusal
 from symbiosis_priv.network.tls import TenantIdentity

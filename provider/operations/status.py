@@ -4,7 +4,7 @@ import time
 
 import msgspec
 
-from provider.announce.announcer import Announcer
+from provider.announce import Announcer
 from provider.config.reload import Reloader
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import ExecutorReport

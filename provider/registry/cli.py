@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from provider.registry.config import RegistryConfig
+from provider.registry import RegistryConfig
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import one_line
 

@@ -9,7 +9,9 @@ executors.
 import contextlib
 import functools
 import ssl
+import threading
 import time
+from collections import OrderedDict
 from datetime import UTC, datetime
 from typing import Final, Self
 
@@ -17,9 +19,9 @@ import msgspec
 
 from provider import logs
 from provider.config.reload import Reloader
+from provider.fairness import TokenBucket
 from provider.gateway.listener import Listener, UnauthenticatedConnection
-from provider.registry.config import RegistryConfig
-from provider.registry.rates import Rates
+from provider.registry import RegistryConfig
 from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
@@ -175,3 +177,27 @@ def _is_trusted(data: bytes, trust: Trust, *, at: float) -> bool:
     except DescriptorError:
         return False
     return True
+
+
+class Rates:
+    """A token bucket for each of the `most` most recent clients. A client that was dropped gets a full bucket again.
+    Thread-safe."""
+
+    def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._most = most
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, client: str, *, now: float) -> bool:
+        """Take a token from the client's bucket. Returns False if there is none. `now` is on a monotonic clock."""
+        with self._lock:
+            bucket = self._buckets.pop(client, None) or TokenBucket(per_s=self._per_s, burst=self._burst, now=now)
+            self._buckets[client] = bucket
+            if len(self._buckets) > self._most:
+                self._buckets.popitem(last=False)
+            if bucket.tokens(now) < 1:
+                return False
+            bucket.take(1)
+            return True

@@ -7,8 +7,7 @@ which executor (`wire`), and operators allow it: a helper dials nothing but the 
 executor accepts blocks from the certificates under `[relay] from` only. If a block is missing, the tenant fetches the
 effect itself. So a block can be lost at any time, and results do not change. Read in this order:
 
-links     the helper's connections to executors
-blocks    the blocks that an executor keeps, within each tenant's share of the memory
-permits   which helpers may send blocks for which tenant
-matrices  makes blocks, and subtracts them from answers
+links   makes blocks at the helper, and sends them to executors
+blocks  which helpers may send blocks for which tenant; keeps them at the executor, within each tenant's share of the
+        memory, and subtracts them from answers
 """

@@ -7,22 +7,28 @@ requests that used it, or until the connection that carried the answer ends. Whi
 attribute a missing block to the executor. Other blocks expire.
 
 A tenant can use only its own blocks: the id of another tenant's block names no block.
+
+A helper may send blocks for a tenant only if that tenant has chosen it: the tenant asks for a permit on its own
+authenticated connection and names its helpers, and passes the permit's random token to them.
 """
 
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from provider.refusal import Refusal
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.network.wire import ErrorCode
+from symbiosis_priv.network.wire import TOKEN_BYTES, ErrorCode
 from symbiosis_priv.system.fair_share import FairShare
 
 LIFETIME_S = 600.0
@@ -263,3 +269,110 @@ def _fits(part: wire.BlockRows, block: wire.Deposit, request: wire.Execute) -> b
     if len(set(kinds)) > 1 or (block.counts is None) != (request.counts is None):
         return False
     return part.rows > 0 and part.start + part.rows <= block.rows and part.first + part.rows <= request.rows
+
+
+PERMIT_S = 3600.0
+_PER_TENANT = 64  # permits; one session needs one
+
+
+class _Permit(NamedTuple):
+    tenant: TenantIdentity
+    helpers: frozenset[str]
+    expires: float
+    refusal: Callable[[], Refusal | None]
+
+
+class Permits:
+    """The permits of all tenants. Thread-safe.
+
+    Args:
+        allowed: `fingerprint` of the certificates of the helpers that the operator allows.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, allowed: frozenset[str], now: Callable[[], float] = time.monotonic) -> None:
+        self._allowed = allowed
+        self._now = now
+        self._permits: OrderedDict[bytes, _Permit] = OrderedDict()  # in order of expiry
+        self._by_tenant: dict[TenantIdentity, list[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def renew(self, allowed: frozenset[str]) -> None:
+        """Allow other helpers in later permits."""
+        self._allowed = allowed
+
+    def issue(
+        self, tenant: TenantIdentity, helpers: Sequence[str], *, refusal: Callable[[], Refusal | None] = lambda: None
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """Issue a permit. Returns its token, and the helpers that the operator allows.
+
+        A tenant that has too many permits loses its oldest one.
+
+        Args:
+            helpers: `fingerprint` of the helpers' certificates.
+            refusal: returns a refusal once the tenant's certificate is not accepted any more. The permit then ends.
+
+        Raises:
+            Refusal: the operator allows none of them.
+        """
+        named = tuple(helper for helper in helpers if helper in self._allowed)
+        if not named:
+            raise Refusal(ErrorCode.NOT_SERVED, "this executor accepts blocks of none of these helpers ([relay] from)")
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self._lock:
+            self._expire()
+            own = self._by_tenant.setdefault(tenant, [])
+            if len(own) == _PER_TENANT:
+                del self._permits[own.pop(0)]
+            own.append(token)
+            self._permits[token] = _Permit(tenant, frozenset(named), self._now() + PERMIT_S, refusal)
+        return token, named
+
+    def tenant_of(self, token: bytes, *, helper: str) -> TenantIdentity:
+        """The tenant that has permitted a helper.
+
+        Raises:
+            Refusal: there is no such permit, it does not name the helper, or the tenant's certificate is not accepted
+                any more.
+        """
+        with self._lock:
+            self._expire()
+            permit = self._permits.get(token)
+        if permit is None or helper not in permit.helpers or permit.refusal() is not None:
+            raise Refusal(ErrorCode.REFUSED, "no permit for this helper: the tenant must ask for a new one")
+        return permit.tenant
+
+    def has_permit(self, tenant: TenantIdentity) -> bool:
+        with self._lock:
+            self._expire()
+            return tenant in self._by_tenant
+
+    def _expire(self) -> None:
+        while self._permits and next(iter(self._permits.values())).expires <= self._now():
+            token, permit = self._permits.popitem(last=False)
+            own = self._by_tenant[permit.tenant]
+            own.remove(token)
+            if not own:
+                del self._by_tenant[permit.tenant]
+
+
+def without_blocks(
+    answer: memoryview, parts: Iterable[tuple[wire.BlockRows, memoryview]], request: wire.Execute
+) -> NDArray[np.int32]:
+    """Subtract rows of blocks from an answer modulo 2^32, in place if the answer can be written.
+
+    Args:
+        answer: payload of int32 `[rows, outputs]` in 32 bits.
+        parts: ranges of rows, each with the whole payload of its block, in the encoding of the request.
+
+    Returns:
+        int32 `[rows, outputs]`. With narrow rings only the low bits are meaningful.
+    """
+    rows = np.frombuffer(answer, dtype="<i4").reshape(request.rows, -1)
+    if not rows.flags.writeable:
+        rows = rows.copy()
+    size = request.encoding.size(1, rows.shape[1])
+    for part, block in parts:
+        piece = block[part.start * size : (part.start + part.rows) * size]
+        request.encoding.subtract(piece, rows[part.first : part.first + part.rows])
+    return rows

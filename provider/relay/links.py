@@ -21,11 +21,14 @@ import time
 from collections import Counter
 
 import msgspec
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig, RelayTarget
+from symbiosis_priv.arithmetic.keystream import expand, relay_key
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, SymbiosisError, one_line
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
@@ -276,3 +279,17 @@ class _Link:
 
 def _block_of(request: wire.Effect) -> wire.Binding:
     return wire.Binding(**request.binding() | {"nonce": block_id(request)})
+
+
+def make_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
+    """Make the payload of the block e + m, in the encoding of the request.
+
+    Args:
+        effect: payload of e in 32 bits; not changed.
+        entry: the layer group, or one expert's matrix if the request has counts.
+    """
+    _, outputs = entry.columns(request.direction)
+    key = relay_key(request.seed, group_name=entry.name, direction=request.direction)
+    block = expand(key, first_row=request.first_row, rows=request.rows, width=outputs).numpy()
+    block += np.frombuffer(effect, dtype="<i4").reshape(block.shape)
+    return request.encoding.pack(block)

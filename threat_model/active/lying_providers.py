@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore, KeptBlock
-from provider.relay.links import _block_of
-from provider.relay.matrices import make_block, without_blocks
+from provider.relay.blocks import BlockStore, KeptBlock, without_blocks
+from provider.relay.links import _block_of, make_block
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry

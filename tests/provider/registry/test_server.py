@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from provider.registry import RegistryConfig
 from provider.registry.cli import app
-from provider.registry.config import RegistryConfig
-from provider.registry.rates import Rates
-from provider.registry.server import RegistryServer
+from provider.registry.server import Rates, RegistryServer
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.certificates.revocation import revoke

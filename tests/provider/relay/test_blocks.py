@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider.refusal import Refusal
-from provider.relay.blocks import LIFETIME_S, BlockStore
-from provider.relay.permits import LIFETIME_S as PERMIT_S
-from provider.relay.permits import Permits
+from provider.relay.blocks import LIFETIME_S, PERMIT_S, BlockStore, Permits
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode

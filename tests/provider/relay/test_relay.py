@@ -17,7 +17,7 @@ from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
 from provider.gateway.quota import QuotaGate
 from provider.relay import links
-from provider.relay.matrices import without_blocks
+from provider.relay.blocks import without_blocks
 from provider.scheduler.scheduler import Scheduler
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed

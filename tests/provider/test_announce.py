@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from provider.announce.placement import placed, unplaced
+from provider.announce import placed, unplaced
 from provider.config.provider_toml import load, template
 from provider.config.schema import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig
 from provider.products.model import open_store

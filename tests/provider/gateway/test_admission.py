@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider.config.schema import Limits
-from provider.gateway.slots import Slot, Slots
+from provider.gateway.admission import Slot, Slots
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.network import wire
@@ -97,7 +97,7 @@ def test_a_new_connection_waits_for_the_end_of_the_one_closed_for_it(monkeypatch
         assert served.wait(20)
         for thread in (holder, comer):
             thread.join(20)
-        monkeypatch.setattr("provider.gateway.slots._CLOSING_S", 0.01)
+        monkeypatch.setattr("provider.gateway.admission._CLOSING_S", 0.01)
         with slots.taken(alice, lambda: None), pytest.raises(Refusal), slots.taken(carol, lambda: None):
             pass  # the closed connection keeps its slot until its thread has ended
         assert slots.count(carol) == 0

@@ -1,9 +1,10 @@
-"""Clients take turns."""
+"""Clients take turns, and rates are limited."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.fairness.round_robin import RoundRobin
+from provider.fairness import RoundRobin, TokenBucket
 
 
 @given(st.lists(st.sampled_from("abbbbbbbc"), max_size=60))
@@ -36,3 +37,32 @@ def test_removed_items_are_not_returned() -> None:
     assert not queue.remove("b", 1)
     assert queue.get() == 2
     assert not queue
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-5, 0.01)), max_size=300), st.floats(0.01, 1.0))
+def test_the_average_rate_is_limited(steps: list[tuple[float, float]], rate: float) -> None:
+    """The bucket gives at most its rate, one burst, and the debt of the last step."""
+    bucket, now, taken = TokenBucket(per_s=rate, burst=rate, now=0.0), 0.0, 0.0
+    for pause, amount in steps:
+        now += pause
+        now += bucket.delay(now)
+        bucket.take(amount)
+        taken += amount
+        assert taken <= rate * (now + 1.0) + max(step for _, step in steps) + 1e-6
+
+
+def test_a_bucket_holds_one_burst_at_most() -> None:
+    bucket = TokenBucket(per_s=0.25, burst=0.25, now=0.0)
+    bucket.take(0.251)
+    assert bucket.delay(0.0) == pytest.approx(0.004)
+    assert bucket.delay(0.002) == pytest.approx(0.002)
+    assert bucket.tokens(1000.0) == 0.25
+    assert bucket.delay(1000.0) == 0
+
+
+def test_a_new_rate_counts_from_now_on() -> None:
+    bucket = TokenBucket(per_s=1.0, burst=1.0, now=0.0)
+    bucket.take(1.1)
+    assert bucket.delay(0.0) == pytest.approx(0.1)
+    bucket.change(per_s=0.1, burst=0.1)
+    assert bucket.delay(0.0) == pytest.approx(1.0)

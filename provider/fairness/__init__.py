@@ -1,1 +1,0 @@
-"""Fair shares between clients: taking turns (`round_robin`), and limited rates (`token_bucket`)."""

@@ -20,6 +20,7 @@ from symbiosis_priv.limits import MAX_SECONDS
 from symbiosis_priv.system import interrupts
 
 if TYPE_CHECKING:  # importing torch would delay --help
+    from symbiosis_priv.network.wire import Role
     from tenant.model.hf import RemoteConfig
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a name on the Hugging Face hub.")]
@@ -36,8 +37,14 @@ Text = Annotated[
     ),
 ]
 
-
 Masking = Literal["pad", "local", "none", "paper-pool", "simulate"]
+MASKING_ROLES: dict[Masking, frozenset[Role]] = {  # as the schemes declare them, which need torch to be read
+    "pad": frozenset({"executor", "helper"}),
+    "local": frozenset({"executor"}),
+    "none": frozenset({"executor"}),
+    "paper-pool": frozenset({"executor"}),
+    "simulate": frozenset(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +75,14 @@ class Remote:
     def check(self) -> None:
         """Check what needs no torch. Raises `SymbiosisError` if a file is missing or invalid, or if the masking needs
         providers that the federation file does not list."""
+        roles = MASKING_ROLES[self.masking]
         if self.federation is None:
-            if self.masking != "simulate":
+            if roles:
                 raise ConfigError(f"--masking {self.masking} needs --federation federation.toml (simulate does not)")
-        elif not load_federation(self.federation).helpers and self.masking == "pad":
+        elif "helper" in roles and not load_federation(self.federation).helpers:
             raise RoleConflictError(
-                f"--masking pad needs a [[provider]] with role = 'helper' in {self.federation}, run by another "
-                f"operator than the executor; --masking local needs none"
+                f"--masking {self.masking} needs a [[provider]] with role = 'helper' in {self.federation}, run by "
+                f"another operator than the executor; --masking local needs none"
             )
         if self.checkpoint is not None:
             resolve(self.checkpoint)

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
 from tenant import RemoteConfig
-from tenant.cli.finetune import finetune
+from tenant.cli.options import MASKING_ROLES, Masking
 from tenant.core.pads import EffectSource
 from tenant.masking.registry import LocalSource, register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
@@ -116,8 +116,8 @@ def test_the_attacks_cover_every_scheme_that_shows_anything_to_a_provider() -> N
 
 
 def test_the_command_line_names_them_all() -> None:
-    option = get_type_hints(finetune, include_extras=True)["masking"].__metadata__[0]
-    assert option.help.partition(":")[0].split(", ") == [scheme.name for scheme in registered()]
+    assert list(get_args(Masking)) == [scheme.name for scheme in registered()]
+    assert {scheme.name: scheme.roles for scheme in registered()} == MASKING_ROLES
 
 
 def compares_masking(node: ast.AST) -> bool:

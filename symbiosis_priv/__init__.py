@@ -14,6 +14,6 @@ harness       whole federations on one machine, for tests, demo and benchmarks
 
 from symbiosis_priv.system import onednn as _onednn
 
-__version__ = "0.1.0"
+__version__ = "0.5.0"
 
 _onednn.limit_onednn()  # before torch's first product in this process and its children

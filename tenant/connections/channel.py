@@ -295,7 +295,8 @@ class Channel:
                 if self._closed.is_set() and isinstance(error, TransportError):
                     raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
                 raise
-        self._notices.answered(self._name)
+        if self._notices.logged:
+            self._notices.answered(self._name)
         if self._closed.is_set():  # `close` ran during the request, and could not take the lock
             self.drop_if_idle()
         return result

@@ -6,7 +6,7 @@ the request waits. So several threads of a tenant use a provider at the same tim
 is needed.
 
 A request names the blocks of relayed effects, which the executor then subtracts (`blocks_at`). If it has not subtracted
-them, `fetch_effects` asks the helpers for the effects.
+them, `Pad.fetch_effects` asks the helpers for the effects.
 """
 
 import functools
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Reply, fresh_nonce
-from tenant.core.pads import Pad, RelayedBlock, Share, with_first_rows
+from tenant.core.pads import with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider, State
 from tenant.worker import Worker
@@ -46,62 +46,78 @@ class Answer:
         missed: True if the request named blocks, and the executor has not subtracted them.
     """
 
-    def __init__(self, words: Tensor, seconds: float, *, kept: "RelayedAnswer | None", named: bool) -> None:
-        self.words, self.seconds, self.relayed = words, seconds, kept is not None
-        self.missed = named and kept is None
-        self._kept = kept
+    def __init__(
+        self, client: "ExecutorClient", channel: Channel, replies: Sequence[Reply], request: wire.Execute, began: float
+    ) -> None:
+        self.words, self.seconds = joined([reply.words for reply in replies]), time.monotonic() - began
+        self.relayed = replies[0].relayed
+        self.missed = bool(request.blocks) and not self.relayed
+        self._client, self._channel, self._reply, self._nonce = client, channel, replies[0], request.nonce
 
     def fetch_block(self, block_id: bytes, size: int, *, deadline: float) -> tuple[wire.Block, bytearray]:
         """Fetch a block of a relayed answer; see `Channel.fetch_block`."""
-        assert self._kept is not None
         request = wire.FetchBlock(block=block_id)
-        return self._kept.channel.fetch_block(request, size, connection=self._kept.reply.connection, deadline=deadline)
+        return self._channel.fetch_block(request, size, connection=self._reply.connection, deadline=deadline)
 
     def confirm(self) -> None:
         """Allow the executor to delete the blocks, because the answer was right."""
-        if self._kept is not None:
-            self._kept.executor.confirms.append(self._kept.nonce)
+        if self.relayed:
+            self._client.confirms.append(self._nonce)
 
     def close(self) -> None:
         """Release the connection of a relayed answer."""
-        if self._kept is not None:
-            self._kept.executor.pool.release(self._kept.channel)
-
-
-class RelayedAnswer(NamedTuple):
-    """A relayed answer, its connection, and the nonce of its request."""
-
-    executor: "ExecutorClient"
-    channel: Channel
-    reply: Reply
-    nonce: bytes
+        if self.relayed:
+            self._client.release(self._channel)
 
 
 class NoFreeChannelError(DeadlineExceededError):
     """All connections to a provider were in use until the deadline. The provider is not at fault."""
 
 
-class ChannelPool:
-    """Channels to one executor, each for one request at a time. Thread-safe.
+class ExecutorClient:
+    """The client of one executor: channels, each for one request at a time. Thread-safe.
 
     Args:
-        new: makes a channel. The channel connects on its first request.
-        most: maximum number of channels.
+        provider: the session's knowledge of the executor.
+        new_channel: makes a channel to the executor, which connects on its first request.
+        relay: True if effects may be relayed to the executor.
+
+    Attributes:
+        channels: all channels, the oldest first.
+        uses_blocks: True if requests name the blocks of relayed effects.
+        confirms: nonces of answers that were right and are not confirmed yet.
     """
 
-    def __init__(self, new: Callable[[], Channel], *, most: int) -> None:
-        self._new, self._most = new, most
-        self._channels: list[Channel] = []
+    def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
+        self.provider = provider
+        self.workers = [Worker(f"channel-{provider.peer.name}") for _ in range(PARALLEL_CHANNELS)]
+        self.channels: list[Channel] = []
+        self.uses_blocks = self._relay = relay
+        self.confirms: deque[bytes] = deque()
+        self._new_channel = new_channel
         self._free: list[Channel] = []
-        self._lock = threading.Lock()
-        self._returned = threading.Condition(self._lock)
+        self._returned = threading.Condition()
         self._waiting = 0  # threads that wait for a free channel
         self._closed = False
 
-    @property
-    def channels(self) -> tuple[Channel, ...]:
-        """All channels, the oldest first."""
-        return tuple(self._channels)
+    def close(self) -> None:
+        """Close all connections and stop the threads, for good and without waiting. Requests in flight fail."""
+        for worker in self.workers:
+            worker.stop()
+        with self._returned:
+            self._closed = True
+        for channel in self.channels:
+            channel.close()
+
+    def drop_idle(self) -> None:
+        """Close the connections that are not in use, because the executor was lost."""
+        for channel in self.channels:
+            channel.drop_if_idle()
+
+    def abandon(self) -> None:
+        """Close the parent's connections in a forked child. Takes no lock: a thread of the parent may have held it."""
+        for channel in self.channels:
+            channel.abandon()
 
     @contextmanager
     def take(self, *, until: float) -> Iterator[Channel]:
@@ -121,89 +137,28 @@ class ChannelPool:
 
     def acquire(self, *, until: float) -> Channel:
         """Take a channel as `take` does. The caller must `release` it."""
-        with self._lock:
-            while not self._free and len(self._channels) >= self._most:
+        with self._returned:
+            while not self._free and len(self.channels) >= MOST_CHANNELS:
                 self._waiting += 1
                 try:
                     if not self._returned.wait(until - time.monotonic()):
-                        raise NoFreeChannelError(f"all {self._most} connections to the provider were in use")
+                        raise NoFreeChannelError(f"all {MOST_CHANNELS} connections to the provider were in use")
                 finally:
                     self._waiting -= 1
             if self._free:
                 return self._free.pop()
-            channel = self._new()
-            self._channels.append(channel)
+            channel = self._new_channel()
+            self.channels.append(channel)
             if self._closed:
                 channel.close()
             return channel
 
     def release(self, channel: Channel) -> None:
         """Return a channel, so that another thread can take it."""
-        with self._lock:
+        with self._returned:
             self._free.append(channel)
             if self._waiting:
                 self._returned.notify()
-
-    def drop_idle(self) -> None:
-        """Close the connections that are not in use, because their provider was lost."""
-        for channel in self._channels:
-            channel.drop_if_idle()
-
-    def close(self) -> None:
-        """Close all channels, for good and without waiting. Requests in flight fail."""
-        with self._lock:
-            self._closed = True
-        for channel in self._channels:
-            channel.close()
-
-    def abandon(self) -> None:
-        """Close the parent's connections in a forked child. Takes no lock: a thread of the parent may have held it."""
-        for channel in self._channels:
-            channel.abandon()
-
-
-class ExecutorClient:
-    """The client of one executor.
-
-    Args:
-        provider: the session's knowledge of the executor.
-        new_channel: makes a channel to the executor.
-        relay: True if effects may be relayed to the executor.
-    """
-
-    def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
-        self.provider = provider
-        self._relay = relay
-        self.pool = ChannelPool(new_channel, most=MOST_CHANNELS)
-        self.workers = [Worker(f"channel-{provider.peer.name}") for _ in range(PARALLEL_CHANNELS)]
-        self.uses_blocks = relay
-        self.confirms: deque[bytes] = deque()  # nonces of answers that were right and are not confirmed yet
-
-    @property
-    def channels(self) -> tuple[Channel, ...]:
-        """The connections made so far."""
-        return self.pool.channels
-
-    def close(self) -> None:
-        """Close all connections and stop the threads, for good and without waiting."""
-        for worker in self.workers:
-            worker.stop()
-        self.pool.close()
-
-    def welcome(self, *, until: float, wanted: Callable[[], bool], refused_s: float) -> wire.Welcome:
-        """Connect unless there is a connection. Returns the layers and limits of the executor.
-
-        Args:
-            until: latest time on the clock of `time.monotonic` to wait for a free connection.
-            wanted, refused_s: as for `Channel.welcome`.
-        """
-        with self.pool.take(until=until) as channel:
-            return channel.welcome(wanted=wanted, refused_s=refused_s)
-
-    def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
-        """Ask for a permit; see `Channel.permit`."""
-        with self.pool.take(until=deadline) as channel:
-            return channel.permit(helpers, deadline=deadline)
 
     def ask(
         self, part: Part, *, patience_s: float, deadline: float, since: float, meanwhile: Callable[[], None]
@@ -223,8 +178,8 @@ class ExecutorClient:
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
-        answers, kept, before = [], None, self.provider.health.state
-        channel = self.pool.acquire(until=deadline)
+        replies, relayed, before = list[Reply](), False, self.provider.health.state
+        channel = self.acquire(until=deadline)
         try:
             if self.provider.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.provider} was lost while its connections were in use")
@@ -240,21 +195,19 @@ class ExecutorClient:
                 reply = channel.attempt(
                     request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
                 )
-                answers.append(reply.words)
-                if reply.relayed:
-                    kept = RelayedAnswer(self, channel, reply, request.nonce)
-            named = bool(requests[0].blocks)
-            return Answer(joined(answers), time.monotonic() - started, kept=kept, named=named)
+                replies.append(reply)
+            relayed = replies[0].relayed
+            return Answer(self, channel, replies, requests[0], started)
         finally:
-            if kept is None:
-                self.pool.release(channel)
+            if not relayed:
+                self.release(channel)
 
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
             blocks = blocks_at(self.provider.peer, part) if self.uses_blocks and part.count <= limit else ()
             for pad in part.pads if self._relay and not blocks else ():
-                fetch_effects(pad)
+                pad.fetch_effects()
             requests = part.requests[self, limit] = []
             for first in range(0, part.count, limit):
                 confirms = list[bytes]()
@@ -289,32 +242,12 @@ def row_limit(widest: int, welcome: wire.Welcome) -> int:
     return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))
 
 
-def blocks_of(pad: Pad) -> list[RelayedBlock]:
-    """Return the block of every share; none unless every effect was or will be relayed."""
-    blocks = [s.block for s in pad.shares if s.block is not None and (_is_relayed(s) or not s.effect.done())]
-    return blocks if len(blocks) == len(pad.shares) else []
-
-
 def blocks_at(executor: Peer, part: Part) -> tuple[wire.BlockRows, ...]:
     """Return the blocks of all rows of a part; none unless every block was sent to this executor."""
     found, now = list[wire.BlockRows](), time.monotonic()
     for first, pad in with_first_rows(part.pads):
-        blocks = blocks_of(pad)
+        blocks = pad.blocks()
         if not blocks or any(block.executor != executor or block.until < now for block in blocks):
             return ()
         found += [wire.BlockRows(block=b.id, start=b.start, first=first, rows=pad.rows) for b in blocks]
     return tuple(found) if len(found) <= wire.MAX_BLOCKS else ()
-
-
-def fetch_effects(pad: Pad) -> None:
-    """Request the effects that were relayed, so that the tenant can subtract them itself."""
-    pad.shares = tuple(
-        s._replace(effect=s.fetch(s.first_row, pad.rows), offset=0) if s.fetch and _is_relayed(s) else s
-        for s in pad.shares
-    )
-
-
-def _is_relayed(share: Share) -> bool:
-    """Returns True if the effect was relayed; False if that is not known yet."""
-    known = share.block is not None and share.effect.done() and share.effect.exception() is None
-    return known and share.effect.result() is None

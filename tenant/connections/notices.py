@@ -33,11 +33,14 @@ class Notices:
 
     Args:
         option: the option that sets the deadline, as the user writes it.
+
+    Attributes:
+        logged: the last warning about each provider; empty as long as everything is usual.
     """
 
     def __init__(self, *, option: str) -> None:
         self.option = option
-        self._logged: dict[str, _Logged] = {}
+        self.logged: dict[str, _Logged] = {}
         self._limited: dict[str, float] = {}
         self._late: set[str] = set()
         self._lock = threading.Lock()
@@ -56,14 +59,14 @@ class Notices:
         if len(self._late) < _MOST_NAMES:
             self._late.add(provider)
         with self._lock:
-            logged = self._logged.get(provider)
+            logged = self.logged.get(provider)
             if logged is not None and now - logged.at < (_SLOW_S if logged.answered else _AGAIN_S):
                 return
-            self._logged[provider] = _Logged(
+            self.logged[provider] = _Logged(
                 now, since if logged is None or logged.answered else min(since, logged.since)
             )
-            if len(self._logged) > _MOST_NAMES:
-                del self._logged[next(iter(self._logged))]
+            if len(self.logged) > _MOST_NAMES:
+                del self.logged[next(iter(self.logged))]
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
             provider,
@@ -100,7 +103,7 @@ class Notices:
     def answered(self, provider: str) -> None:
         """Log that the wait is over, if a warning was logged about it."""
         self._late.discard(provider)
-        logged = self._logged.get(provider)  # without the lock, because this runs for every answer
+        logged = self.logged.get(provider)  # without the lock, because this runs for every answer
         if logged is not None and not logged.answered:
             logged.answered = True
             log.warning("%s has answered after %.0f s", provider, time.monotonic() - logged.since)

@@ -167,6 +167,12 @@ class Share(NamedTuple):
         first, offset = self.first_row + rows, self.offset + rows
         return type(self)(self.holder, self.keystream, first, self.effect, offset, block, self.fetch)
 
+    @property
+    def is_relayed(self) -> bool:
+        """True if the effect was relayed; False if that is not known yet."""
+        known = self.block is not None and self.effect.done() and self.effect.exception() is None
+        return known and self.effect.result() is None
+
 
 class Pad:
     """Mask rows and the promises of their effects. A pad masks rows once.
@@ -225,6 +231,18 @@ class Pad:
         for share in self.shares:
             assert share.block is not None
             share.block.second.add_to(answer, first_row=share.first_row)
+
+    def blocks(self) -> list[RelayedBlock]:
+        """Return the block of every share; none unless every effect was or will be relayed."""
+        blocks = [s.block for s in self.shares if s.block is not None and (s.is_relayed or not s.effect.done())]
+        return blocks if len(blocks) == len(self.shares) else []
+
+    def fetch_effects(self) -> None:
+        """Request the effects that were relayed, so that the tenant can subtract them itself."""
+        self.shares = tuple(
+            s._replace(effect=s.fetch(s.first_row, self.rows), offset=0) if s.fetch and s.is_relayed else s
+            for s in self.shares
+        )
 
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""

@@ -28,6 +28,7 @@ from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.manifest import GroupFacts
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
@@ -258,6 +259,12 @@ class Part:
         self.count, self.width = self.encoded.shape
         self.widest = max(self.width, self.outputs)
         self.size = wire.RING32.size(self.count, self.width + self.outputs)
+
+    @property
+    def relayed_to(self) -> Peer | None:
+        """The executor to which the effects of the first rows were relayed; None if they were not."""
+        block = self.pads[0].shares[0].block if self.pads else None
+        return block.executor if block is not None and self.pads[0].blocks() else None
 
     def mask(self) -> None:
         """Mask the rows (`masked.mask`). Afterwards the part holds no unmasked rows."""

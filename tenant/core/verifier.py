@@ -34,8 +34,10 @@ V = Column | Sequence[Column]
 """V of the matrix that all rows are multiplied by, or V of every expert's matrix."""
 
 
-class VerificationKeys:
+class VerificationKeys(dict[Place, tuple[Column, Column]]):
     """R and V modulo p for every (layer group, direction). Secret: never sent, never logged; on disk with mode 0600.
+
+    `keys[index, direction]` is (R, V) for rows that are multiplied by the whole matrix, made at the first look-up.
 
     Args:
         secret: 32 bytes, from which R is expanded.
@@ -46,9 +48,9 @@ class VerificationKeys:
     """
 
     def __init__(self, secret: bytes) -> None:
+        super().__init__()
         self.secret = secret
         self.products: dict[Place, Tensor] = {}
-        self._columns: dict[Place, tuple[Column, Column]] = {}
         self._of_one_matrix: dict[Place, Column] = {}
 
     @classmethod
@@ -74,8 +76,8 @@ class VerificationKeys:
         down, up = zip(*[weigh(matrix, shared, other) for matrix in weight.split(height)], strict=True)
         self.products[index, across], self.products[index, along] = torch.stack(down), torch.cat(up)
 
-    def columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Column]:
-        """Return (R, V) for rows that are multiplied by the whole matrix.
+    def __missing__(self, place: Place) -> tuple[Column, Column]:
+        """Make (R, V) for rows that are multiplied by the whole matrix.
 
         Errors of a dense product of a stack are (e_1 ... e_E), one part per expert. They are checked with the columns
         a_k R, a_k secret and uniform, and V = sum a_k V_k: `sum a_k (e_k @ R)` is 0 only if every e_k @ R is (2^-60,
@@ -83,16 +85,15 @@ class VerificationKeys:
         most. In the other direction the experts' rows are joined, W R holds every V_k already, and one column serves
         both.
         """
-        if (found := self._columns.get((index, direction))) is not None:
-            return found
-        r, v = self._r(index, direction), self.products[index, direction]
+        (index, direction), v = place, self.products[place]
+        r = self._r(index, direction)
         if v.dim() == 2:
             key = derive(self.secret, "check experts", str(index), direction)
             factors = uniform(StreamKey(key), len(v)).values[:, None]
             r = Column(multiply(factors, r.values).reshape(-1))
             v = functools.reduce(lambda a, b: (a + b).remainder(PRIME), multiply(factors, v))
-        self._columns[index, direction] = r, Column(v)
-        return self._columns[index, direction]
+        self[place] = r, Column(v)
+        return self[place]
 
     def expert_columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Sequence[Column]]:
         """Return R, and V of every expert of a stack, for rows that each belong to one expert.
@@ -110,8 +111,8 @@ class VerificationKeys:
         return self._r(index, direction), [Column(values) for values in v]
 
     def for_rows(self, index: GroupIndex, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
-        """`expert_columns` for rows that each belong to one expert of a stack, `columns` for others."""
-        return self.columns(index, direction) if counts is None else self.expert_columns(index, direction)
+        """`expert_columns` for rows that each belong to one expert of a stack, `self[index, direction]` for others."""
+        return self[index, direction] if counts is None else self.expert_columns(index, direction)
 
     def __repr__(self) -> str:
         return f"VerificationKeys({len(self.products)} products)"

@@ -15,7 +15,7 @@ recent answer.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -23,6 +23,7 @@ from typing import Final
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex, Role
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.dial import Traffic
 from symbiosis_priv.system.pacing import Backoff
 
 FEW_BYTES: Final = 1 << 16
@@ -112,7 +113,8 @@ class ProviderHealth:
         self._slowest_s = max(seconds, (1 - _WEIGHT) * self._slowest_s)
         closed = self.state is not State.UP
         self.state, self._measured_at = State.UP, now
-        self._backoff.succeeded()
+        if closed:
+            self._backoff.succeeded()
         if size <= FEW_BYTES:
             self._latency.add(seconds)
         else:
@@ -243,8 +245,11 @@ class KnownProvider:
         """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
-    def figures(self, *, quarantined: bool) -> ProviderFigures:
+    def figures(self, *, quarantined: bool, late: bool, traffic: Sequence[Traffic]) -> ProviderFigures:
+        """Return the figures. `late` is True if a request waits for the provider; `traffic` of its connections."""
         state = "no answer yet" if self.welcome is None else str(self.health.state)
+        if late and state == "up":
+            state = "not answering"
         return ProviderFigures(
             name=self.peer.name,
             role=self.peer.role,
@@ -255,6 +260,8 @@ class KnownProvider:
             latency_s=self.health.latency_s,
             verified=self.verified,
             rejected=self.rejected,
+            bytes_sent=sum(of.bytes_sent for of in traffic),
+            bytes_received=sum(of.bytes_received for of in traffic),
         )
 
     def __str__(self) -> str:

@@ -28,7 +28,6 @@ from tenant.routing.known_provider import (
     FEW_BYTES,
     USUAL,
     KnownProvider,
-    ProviderFigures,
     ProviderHealth,
     State,
     Tolerance,
@@ -55,7 +54,7 @@ class Routes:
         version: a number that changes whenever executors join or leave.
         quarantined: the providers that receive no more requests.
         all_up: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
-            `check` have nothing to do.
+            `check` have nothing to do, and a session has connected to all of them.
     """
 
     def __init__(
@@ -377,13 +376,6 @@ class Routes:
 
     # Quarantine
 
-    def figures(self) -> tuple[ProviderFigures, ...]:
-        with self._lock:
-            return tuple(
-                provider.figures(quarantined=provider.peer in self.quarantined)
-                for provider in (*self.executors, *self.helpers)
-            )
-
     def check(self, index: GroupIndex) -> None:
         """Raise `QuarantinedError` if the providers that are not quarantined cannot compute a product of this group."""
         if not self.quarantined:
@@ -418,8 +410,8 @@ class Routes:
 
     def reset_after_fork(self) -> None:
         """In a forked child, replace the lock, which a thread of the parent may have held, and reset requests in
-        flight."""
-        self._lock = threading.Lock()
+        flight. The child connects again."""
+        self._lock, self.all_up = threading.Lock(), False
         for provider in (*self.executors, *self.helpers):
             provider.in_flight = 0
 

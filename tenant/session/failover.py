@@ -30,7 +30,7 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Peer
-from tenant.connections.executor_client import Answer, NoFreeChannelError, fetch_effects
+from tenant.connections.executor_client import Answer, NoFreeChannelError
 from tenant.core.blame import attribute
 from tenant.core.pads import Pad, PadOrder, Share, with_first_rows
 from tenant.core.parts import Part
@@ -98,7 +98,9 @@ class Recovery:
         if failed := [(since, other) for other, since in self._failed.items() if other is not provider]:
             since, other = min(failed, key=lambda pair: pair[0])
             seconds = time.monotonic() - since
-            self._tally.add(takeovers=1, takeover_s=seconds)
+            with self._tally.lock:
+                self._tally.counts.takeovers += 1
+                self._tally.counts.takeover_s += seconds
             log.info("%s took over from %s within %.2f s", provider, other, seconds)
 
     def _next(self) -> KnownProvider:
@@ -106,7 +108,9 @@ class Recovery:
         while True:
             self._runtime.prober.reconnect()
             self._check()
-            provider = self._runtime.choose(part, self._preferred)
+            provider = self._routes.choose(
+                part.index, part.size, holders=part.sent.holders, prefer=self._preferred, relayed_to=part.relayed_to
+            )
             other = None if provider else self._routes.choose(part.index, part.size, holders=None)
             if provider is None and other is None:
                 self._runtime.prober.reconnect(urgent=self._routes.executors)
@@ -178,7 +182,7 @@ class Recovery:
             self._routes.failed(provider, error, waited_s=waited_s)
             self._has_failed(provider, error)
             if isinstance(error, TransportError):
-                self._runtime.executor(provider).pool.drop_idle()
+                self._runtime.executors[provider].drop_idle()
             else:
                 self._refused.add(provider)
                 if self._refused.issuperset(self._routes.able(self._part.index)):
@@ -186,7 +190,6 @@ class Recovery:
             return
         self._routes.cancelled(provider)
         if isinstance(error, ProtocolError):
-            self._tally.add(answers_rejected=1)
             self._quarantine(provider.peer)
             self._has_failed(provider, error)
             self._has_faulted(error)
@@ -215,7 +218,6 @@ class Recovery:
             # the tenant's own effects use no protocol
             assert share.holder is not None or not isinstance(error, ProtocolError)
             if share.holder is not None and isinstance(error, ProtocolError):
-                self._tally.add(answers_rejected=1)
                 self._quarantine(share.holder)
                 fault = self._verification_error([share.holder], what="an effect")
                 fault.__cause__ = error
@@ -265,7 +267,7 @@ class Recovery:
     def _missing(self) -> list[Share]:
         """Return the shares whose effects have not arrived. Requests the effects that were relayed."""
         for pad in self._part.pads:
-            fetch_effects(pad)
+            pad.fetch_effects()
         return [share for share in _shares(self._part) if not share.effect.done()]
 
     def _replace_spoilt_pads(self) -> None:
@@ -291,7 +293,8 @@ class Recovery:
                 order = PadOrder(part.index, part.direction, pad.rows, counts, executor=peer)
                 fresh[number] = self._runtime.pads.draw(order)
         part.remask(fresh)
-        self._tally.add(pads_redrawn=sum(pad.rows for pad in fresh.values()))
+        with self._tally.lock:
+            self._tally.counts.pads_redrawn += sum(pad.rows for pad in fresh.values())
 
     # Results that are wrong
 
@@ -324,13 +327,12 @@ class Recovery:
             if not found:
                 found, own = attribute(runtime.preparation.blame, executor, part, answer.words)
                 if own:
-                    self._quarantine(*found)
+                    self._quarantine(*found, rejected=0)
                     raise self._own_damage()
                 if not found and may_wrap:
                     return False
             suspects = list(dict.fromkeys(found or involved))
-            self._tally.add(answers_rejected=len(suspects) if found else 1)
-            self._quarantine(*suspects)
+            self._quarantine(*suspects, rejected=len(suspects) if found else 1)
         what = "an answer" if executor in suspects else "an effect"
         error = self._verification_error(suspects, what=what, certain=bool(found))
         if executor in suspects:
@@ -355,7 +357,9 @@ class Recovery:
             # each provider is found at fault once at most; another fault means that a quarantined provider was asked
             raise self._fault
 
-    def _quarantine(self, *suspects: Peer) -> None:
+    def _quarantine(self, *suspects: Peer, rejected: int = 1) -> None:
+        with self._tally.lock:
+            self._tally.counts.answers_rejected += rejected
         if suspects:
             self._routes.quarantine(*suspects)
             self._runtime.preparation.forget_keys()

@@ -21,12 +21,11 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
-from tenant.connections.executor_client import ExecutorClient, blocks_of
+from tenant.connections.executor_client import ExecutorClient
 from tenant.connections.helper_client import HelperClient
 from tenant.connections.notices import Notices
 from tenant.core.masked import Gate
 from tenant.core.pads import SessionSecret, generation
-from tenant.core.parts import Part
 from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
@@ -60,6 +59,8 @@ class Runtime:
         closing: set when the runtime is being closed.
         prober: asks providers what they serve.
         pads: the supply of pads.
+        executors: the clients of executors, made when they are first looked up.
+        version: `Routes.version` at the last `refresh`.
         helpers: the clients of all helpers.
         buffers: memory for rows and answers.
         notices: tells the user what is being waited for.
@@ -82,9 +83,8 @@ class Runtime:
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
         self._federation = federation
-        self._executors: dict[KnownProvider, ExecutorClient] = {}
+        self.executors = _Executors(self._new_executor)
         self._probing: set[Channel] = set()
-        self._making = threading.Lock()
         secret = SessionSecret()
         clients = {}
         for provider in routes.helpers:
@@ -101,11 +101,11 @@ class Runtime:
             helpers=clients,
             gate=self.gate,
             relay=federation.relay,
-            executor=self.executor,
+            executors=self.executors,
         )
         self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
         self._discovering = False
-        self._version = routes.version
+        self.version = routes.version
         self.prober = Prober(
             routes,
             preparation.manifest,
@@ -116,63 +116,32 @@ class Runtime:
         )
         _open.add(self)
 
-    @property
-    def executors(self) -> tuple[ExecutorClient, ...]:
-        """The clients of all executors used so far."""
-        return tuple(self._executors.values())
-
-    def executor(self, provider: KnownProvider) -> ExecutorClient:
-        """Return the client of an executor, and make it on first use."""
-        if (executor := self._executors.get(provider)) is not None:
-            return executor
-        with self._making:
-            if provider not in self._executors:
-                executor = ExecutorClient(
-                    provider, functools.partial(self._channel, provider.peer), relay=self._federation.relay
-                )
-                self._executors[provider] = executor
-                if self.closing.is_set():
-                    executor.close()
-            return self._executors[provider]
-
     def refresh(self) -> None:
         """Close the connections to executors that have left the federation and have no request in flight."""
-        if self._version == self.routes.version:
-            return
-        with self._making:
+        with self.executors.making:
             here = set(self.routes.executors)
-            left = [executor for provider, executor in self._executors.items() if provider not in here]
+            left = [executor for provider, executor in self.executors.items() if provider not in here]
             gone = [executor for executor in left if not executor.provider.in_flight]
             for executor in gone:
-                del self._executors[executor.provider]
+                del self.executors[executor.provider]
             if len(gone) == len(left):
-                self._version = self.routes.version
+                self.version = self.routes.version
         for executor in gone:
             executor.close()
-
-    def choose(self, part: Part, preferred: KnownProvider | None) -> KnownProvider | None:
-        """Choose an open executor that may see rows under the part's pads; None if there is none. `preferred` is chosen
-        if it is open."""
-        relays = part.pads and self.pads.relays is not None
-        blocks = blocks_of(part.pads[0])[:1] if relays else []
-        relayed_to = blocks[0].executor if blocks else None
-        return self.routes.choose(
-            part.index, part.size, holders=part.sent.holders, prefer=preferred, relayed_to=relayed_to
-        )
 
     def end_relays(self, executor: Peer) -> None:
         """End relaying to an executor for this session."""
         if self.pads.relays is not None:
             self.pads.relays.pause(executor, for_good=True)
-        for client in self.executors:
+        for client in tuple(self.executors.values()):
             client.uses_blocks = client.uses_blocks and client.provider.peer != executor
 
     def close(self) -> None:
         """Stop threads and close connections. Waits for the threads, up to `_JOIN_S` in all. The runtime cannot be used
         again."""
         self.closing.set()
-        with self._making:
-            executors = self.executors
+        with self.executors.making:
+            executors = tuple(self.executors.values())
         workers = self._workers()
         for worker in workers:
             worker.stop()
@@ -200,8 +169,8 @@ class Runtime:
         """Drop the connections that a forked child shares with its parent, without sending a byte."""
         if self._discovery is not None:
             self._discovery.abandon()
-        for executor in self._executors.values():
-            executor.pool.abandon()
+        for executor in self.executors.values():
+            executor.abandon()
         for helper in self.helpers:
             for channel in helper.channels:
                 channel.abandon()
@@ -218,9 +187,9 @@ class Runtime:
         # a provider that answered before may be restarting
         refused_s = _REFUSED_S if provider.welcome is None else math.inf
         if (helper := self._helpers.get(provider)) is not None:
-            return helper.channels[False].welcome(wanted=wanted, refused_s=refused_s)
-        until = time.monotonic() + self.options.deadline_s
-        return self.executor(provider).welcome(until=until, wanted=wanted, refused_s=refused_s)
+            return helper.channels[0].welcome(wanted=wanted, refused_s=refused_s)
+        with self.executors[provider].take(until=time.monotonic() + self.options.deadline_s) as channel:
+            return channel.welcome(wanted=wanted, refused_s=refused_s)
 
     def _try_once(self, provider: KnownProvider) -> wire.Welcome:
         channel = self._channel(provider.peer)  # own connections: the others may be in use
@@ -233,6 +202,13 @@ class Runtime:
         finally:
             self._probing.discard(channel)
             channel.close()
+
+    def _new_executor(self, provider: KnownProvider) -> ExecutorClient:
+        new_channel = functools.partial(self._channel, provider.peer)
+        executor = ExecutorClient(provider, new_channel, relay=self._federation.relay)
+        if self.closing.is_set():
+            executor.close()
+        return executor
 
     def _channel(self, peer: Peer, context: ssl.SSLContext | None = None) -> Channel:
         return Channel(
@@ -250,9 +226,21 @@ class Runtime:
 
     def _workers(self) -> list[Worker]:
         source = () if self.pads.source is None else self.pads.source.workers
-        of_executors = (worker for executor in self.executors for worker in executor.workers)
+        of_executors = (worker for executor in tuple(self.executors.values()) for worker in executor.workers)
         of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
         return [self.pads.refill, *source, *self.prober.workers, *of_executors, *of_helpers]
+
+
+class _Executors(dict[KnownProvider, ExecutorClient]):
+    """The clients of executors, made by `new` when they are first looked up, under the lock `making`."""
+
+    def __init__(self, new: Callable[[KnownProvider], ExecutorClient]) -> None:
+        super().__init__()
+        self._new, self.making = new, threading.Lock()
+
+    def __missing__(self, provider: KnownProvider) -> ExecutorClient:
+        with self.making:
+            return self.get(provider) or self.setdefault(provider, self._new(provider))
 
 
 _open: set[Runtime] = set()

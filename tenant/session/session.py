@@ -1,40 +1,60 @@
-"""A masked, verified session with the providers of a federation: `RingProduct` over the wire.
+"""A masked, verified session with the providers of a federation, and the usual path of one product.
 
-    session.Session      the public class: opens and closes, counts, notices forks
-    product.multiply     one product: quantise, mask, send, open, check
-    routes.Routes        the providers that may be asked
-    runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
+    Session     opens and closes, counts, notices forks
+    multiply    one product, from top to bottom:
+        quantise            inf and nan are refused                  core.parts
+        take pads           burnt before any row leaves              supply, core.pads
+    send_part   one request of a product
+        mask                the rows are `MaskedRows` from here on   core.masked
+        send                one round trip, with a deadline          connections.executor_client, past `Gate`
+        open and check      before any result is used                core.parts, core.verifier
+
+A large product goes out in parts (`part_queue`). Each part is a request with its own rows, pads, deadline and check.
+As long as everything is usual, `send_part` is a straight line. After the first failure a `failover.Recovery` knows what
+has failed and chooses what is tried next, and the part is sent again. The result is the same bits in every case.
 
 Several threads may multiply at the same time, also by the same layer group. No thread holds a lock while it waits for
-the network. The secret, the counters, the pools and the connections belong to one process: after a fork the child
-starts with fresh ones (rules 2 and 12).
+the network. The secret, the counters, the pools and the connections belong to one process (`runtime`): after a fork the
+child starts with fresh ones (rules 2 and 12).
+
+Inside a `recorded` block, the steps of products are measured. Outside, that costs next to nothing.
 """
 
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Final, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
-from tenant.connections.channel import Channel
-from tenant.core.pads import call_in_child, generation
-from tenant.core.parts import Rows
-from tenant.masking.backend import RingRows
+from tenant.core.masked import cut
+from tenant.core.pads import Pad, call_in_child, generation, row_range
+from tenant.core.parts import Part, Rows
+from tenant.core.verifier import V
+from tenant.masking.backend import RingRows, multiply_again
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
-from tenant.routing.known_provider import ProviderFigures
+from tenant.routing.known_provider import KnownProvider
 from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
-from tenant.session.product import multiply
+from tenant.session.failover import Recovery
+from tenant.session.part_queue import multiply_parts, part_rows
+from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
+from tenant.session.supply import most_rows
 from tenant.session.tally import Ledger, Tally
 
 
@@ -101,31 +121,33 @@ class Session:
 
     def ledger(self) -> Ledger:
         """Return the counters of the session so far."""
-        ledger = self._tally.ledger()
-        ledger.providers = self.routes.figures()
-        if (runtime := self._runtime) is None:
-            return ledger
-        to_executors = [c.traffic for e in runtime.executors for c in e.channels]
-        to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
-        peers = [one.peer for one in (*self.routes.executors, *self.routes.helpers)]
-        late = {(peer.role, peer.name) for peer in peers if runtime.notices.is_waited_for(peer.label)}
+        with self._tally.lock:
+            ledger = replace(self._tally.counts)
+        routes, runtime = self.routes, self._runtime
+        executors = () if runtime is None else tuple(runtime.executors.values())
+        helpers = () if runtime is None else runtime.helpers
+        traffic = {e.provider: [channel.traffic for channel in e.channels] for e in executors}
+        traffic |= {h.provider: [channel.traffic for channel in h.channels] for h in helpers}
         ledger.providers = tuple(
-            replace(one, state="not answering") if (one.role, one.name) in late and one.state == "up" else one
-            for one in ledger.providers
+            provider.figures(
+                quarantined=provider.peer in routes.quarantined,
+                late=runtime is not None and runtime.notices.is_waited_for(provider.peer.label),
+                traffic=traffic.get(provider, ()),
+            )
+            for provider in (*routes.executors, *routes.helpers)
         )
-        channels = {("executor", e.provider.peer.name): e.channels for e in runtime.executors}
-        channels |= {("helper", h.peer.name): h.channels for h in runtime.helpers}
-        ledger.providers = tuple(_with_bytes(one, channels.get((one.role, one.name), ())) for one in ledger.providers)
-        pools = runtime.pads.pools
+        to_executors = [of for e in executors for of in traffic[e.provider]]
+        to_helpers = [of for h in helpers for of in traffic[h.provider]]
+        ledger.executor_round_trips = sum(of.round_trips for of in to_executors)
+        ledger.helper_round_trips = sum(of.round_trips for of in to_helpers)
+        ledger.bytes_to_executors = sum(of.bytes_sent for of in to_executors)
+        ledger.bytes_from_executors = sum(of.bytes_received for of in to_executors)
+        ledger.bytes_to_helpers = sum(of.bytes_sent for of in to_helpers)
+        ledger.bytes_from_helpers = sum(of.bytes_received for of in to_helpers)
+        pools = () if runtime is None else runtime.pads.pools
         ledger.pads_taken = sum(p.taken for p in pools)
         ledger.pads_dry = sum(p.dry for p in pools)
         ledger.pads_ready = sum(p.ready() for p in pools)
-        ledger.executor_round_trips = sum(t.round_trips for t in to_executors)
-        ledger.helper_round_trips = sum(t.round_trips for t in to_helpers)
-        ledger.bytes_to_executors = sum(t.bytes_sent for t in to_executors)
-        ledger.bytes_from_executors = sum(t.bytes_received for t in to_executors)
-        ledger.bytes_to_helpers = sum(t.bytes_sent for t in to_helpers)
-        ledger.bytes_from_helpers = sum(t.bytes_received for t in to_helpers)
         return ledger
 
     def close(self) -> None:
@@ -165,18 +187,13 @@ class Session:
     def _reset_after_fork(self) -> None:
         """In a forked child, drop all state of the parent, and replace locks that its threads may have held."""
         self._lock = threading.RLock()
-        self._tally.reset_after_fork()
+        self._tally.lock = threading.Lock()  # a thread of the parent may have held it
         self.routes.reset_after_fork()
         if self._runtime is not None:
             self._runtime.abandon()
         if self._finalizer is not None:
             self._finalizer.detach()
         self._runtime = self._finalizer = None
-
-
-def _with_bytes(figures: ProviderFigures, channels: Sequence[Channel]) -> ProviderFigures:
-    sent, received = (sum(getattr(c.traffic, name) for c in channels) for name in ("bytes_sent", "bytes_received"))
-    return replace(figures, bytes_sent=sent, bytes_received=received)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -189,3 +206,221 @@ def _reset_all_after_fork() -> None:
 
 
 call_in_child(_reset_all_after_fork)
+
+
+def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> None:
+    """Compute one exact product; see `RingProduct.multiply` (`masking.backend`)."""
+    routes, part_bytes = runtime.routes, runtime.options.part_bytes
+    if not routes.all_up:
+        routes.check(index)
+    whole = _encode(runtime, index, direction, rows)
+    if not routes.all_up:
+        runtime.prober.connect()
+    if runtime.version != routes.version:
+        runtime.refresh()
+    limit = most_rows(routes, whole.widest)
+    if whole.count <= limit and whole.size < 2 * part_bytes:
+        whole.pads = _take(runtime, whole, 0, whole.count)
+        send_part(runtime, whole, None)
+    else:
+        executors = [runtime.executors[provider] for provider in routes.open_for(index, whole.size)]
+        most = part_rows(whole.count, whole.size, part_bytes=part_bytes, executors=len(executors))
+        multiply_parts(_cut(runtime, whole, limit=limit, most=most), executors, partial(send_part, runtime))
+    with runtime.tally.lock:
+        runtime.tally.counts.products += 1
+        runtime.tally.counts.rows += rows.count
+
+
+def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> None:
+    """Compute the product of one part: its request, and the only loop that sends it again.
+
+    Args:
+        preferred: the executor to ask first.
+    """
+    started = clock()
+    part.mask()
+    record("mask", since=started)
+    routes, tally = runtime.routes, runtime.tally
+    began = asked_at = time.monotonic()
+    deadline = began + runtime.options.deadline_s
+    recovery: Recovery | None = None
+
+    def recovering() -> Recovery:
+        return recovery or Recovery(runtime, part, preferred, began=began, deadline=deadline)
+
+    while True:
+        provider = None
+        if recovery is None and routes.all_up:
+            provider = routes.choose(
+                part.index, part.size, holders=part.sent.holders, prefer=preferred, relayed_to=part.relayed_to
+            )
+        if provider is None:  # something has failed, or is not known yet
+            recovery = recovering()
+            provider = recovery.choose()
+            asked_at = time.monotonic()
+        started = clock()
+        patience_s = routes.patience_s(provider, part.index, part.size, left_s=deadline - asked_at)
+        try:
+            answer = runtime.executors[provider].ask(
+                part,
+                patience_s=patience_s,
+                deadline=deadline,
+                since=began,
+                meanwhile=partial(_prepare_next, runtime, part),
+            )
+        except BaseException as error:
+            recovery = recovering()
+            # the rest of the time was spent waiting for a connection
+            recovery.after(error, provider, waited_s=min(patience_s, time.monotonic() - asked_at))
+            continue
+        finally:
+            record("network + product", since=started)
+        routes.answered(provider, seconds=answer.seconds, size=part.size)
+        if answer.missed and runtime.pads.relays is not None:
+            runtime.pads.relays.pause(provider.peer)
+        try:
+            started = clock()
+            # without a lock, so an effect that has just arrived may be among them
+            missing = [share for pad in part.pads for share in pad.shares if share.effect.kept is None]
+            if missing and not answer.relayed:
+                recovery = recovering()
+                complete = recovery.effects_are_there()
+                record("wait for effects", since=started)
+                if not complete:
+                    continue
+                started = clock()
+            refused = part.open(answer.words, relayed=answer.relayed)
+            left: Sequence[int] | None = refused
+            if refused:
+                recovery = recovering()
+                left = correct_or_blame(
+                    part, answer.words, refused, partial(recovery.product_refused, provider, answer)
+                )
+            record("unmask + verify + dequantise", since=started)
+            if left is None:
+                continue
+            answer.confirm()
+        finally:
+            answer.close()
+        with tally.lock:
+            tally.counts.answers_verified += part.count
+            tally.counts.effects_verified += part.count if part.sent.holders else 0
+            tally.counts.rows_relayed += part.count if answer.relayed else 0
+        routes.record_verified(provider, part.sent.holders)
+        if recovery is not None:
+            recovery.succeeded(provider)
+        break
+    if refused:
+        with tally.lock:
+            tally.counts.rows_corrected += len(refused) - len(left)
+            tally.counts.rows_repeated += len(left)
+    if left:
+        again = [part.start + row for row in left]
+        multiply_again(part.rows, again, partial(multiply, runtime, part.index, part.direction))
+
+
+def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> Part:
+    """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
+    expected check value of the product: R applied to the true product, computed with V."""
+    preparation, counts = runtime.preparation, rows.counts
+    facts, keys = preparation.facts[index], preparation.keys
+    v: V
+    if counts is None:
+        r, v = keys[index, direction]
+    else:
+        facts = facts.for_rows(counts)
+        r, v = keys.expert_columns(index, direction)
+    (inputs, outputs), count = facts.columns[direction], rows.count + -rows.count % runtime.options.row_bucket
+    encoded = runtime.buffers.matrix(count, inputs)
+    expected = torch.empty(count, dtype=torch.int64, device="cpu")
+    real, its_value = encoded, expected
+    if rows.count < count:
+        real, its_value = encoded[: rows.count], expected[: rows.count]
+        encoded[rows.count :] = 0
+        expected[rows.count :] = 0
+        if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
+            counts = (*counts[:-1], counts[-1] + count - rows.count)
+    began = clock()
+    rows.encode(real, v=v, expected=its_value)
+    record("quantise", since=began)
+
+    def second() -> tuple[Column, V]:
+        return preparation.second().for_rows(index, direction, counts)
+
+    return Part(index, direction, rows, 0, encoded, r, expected, second, (), outputs, counts)
+
+
+def _take(runtime: Runtime, part: Part, first: int, rows: int) -> Sequence[Pad]:
+    """Take pads for some rows of a part, and burn them."""
+    began = clock()
+    counts = None if part.counts is None else part.counts_of(first, rows)
+    pads = runtime.pads.take(part.index, part.direction, rows, counts=counts)
+    record("take pads", since=began)
+    return pads
+
+
+def _cut(runtime: Runtime, whole: Part, *, limit: int, most: int) -> list[Part]:
+    """Cut a product into parts of at most `most` rows that every executor accepts as one request. Burns pads for the
+    rows, of which one draw has at most `limit`."""
+    parts = []
+    for first in range(0, whole.count, limit):
+        end = min(first + limit, whole.count)
+        pads = _take(runtime, whole, first, end - first)
+        for start in range(first, end, most):
+            size = min(most, end - start)
+            mine, pads = cut(pads, size)
+            part = replace(
+                whole,
+                start=whole.start + start,
+                encoded=row_range(whole.encoded, start, size),
+                expected=row_range(whole.expected, start, size),
+                pads=mine,
+                counts=whole.counts_of(start, size),
+            )
+            parts.append(part)
+    return parts
+
+
+def _prepare_next(runtime: Runtime, part: Part) -> None:
+    """Work while the answer is awaited: order as many pads as this product took, and expand their keystreams."""
+    if part.counts is None:  # the effects of rows for experts depend on counts that are not known yet
+        rows = part.rows.count
+        runtime.pads.order(part.index, part.direction, rows + -rows % runtime.options.row_bucket)
+    for pad in part.pads:
+        for share in pad.shares:
+            share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)
+            if share.block is not None:  # the rows of the second keystream open the answer
+                share.block.second.make_ahead(share.first_row, pad.rows)
+
+
+Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
+SPANS: Final[tuple[Span, ...]] = get_args(Span)
+
+clock = time.perf_counter
+_adding = threading.Lock()
+_record: dict[Span, float] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[dict[Span, float]]:
+    """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up.
+
+    with recorded() as seconds:
+        session.multiply(...)
+    seconds["network + product"]
+    """
+    global _record
+    before, _record = _record, {}
+    try:
+        yield _record
+    finally:
+        _record = before
+
+
+def record(span: Span, *, since: float) -> None:
+    """Record the end of a step that began at `since`, by `clock`. A context manager would take longer than many
+    steps."""
+    if (seconds := _record) is not None:
+        spent = clock() - since
+        with _adding:
+            seconds[span] = seconds.get(span, 0.0) + spent

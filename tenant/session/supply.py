@@ -66,7 +66,7 @@ class Supply:
         helpers: the clients of the helpers.
         gate: checks rule 8 before effects are relayed.
         relay: True if the federation file has `relay = true`.
-        executor: returns the client of an executor.
+        executors: the clients of executors.
 
     Attributes:
         source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
@@ -86,9 +86,9 @@ class Supply:
         helpers: Mapping[KnownProvider, HelperClient],
         gate: Gate,
         relay: bool,
-        executor: Callable[[KnownProvider], ExecutorClient],
+        executors: Mapping[KnownProvider, ExecutorClient],
     ) -> None:
-        self.relays = Relays(gate, routes, executor) if relay else None
+        self.relays = Relays(gate, routes, executors) if relay else None
         self.refill = Worker("refill")
         self._facts, self._routes, self._helpers = facts, routes, helpers
         self._memory = PoolMemory(options.pool_memory)
@@ -303,11 +303,11 @@ class Relays:
 
     Args:
         gate: checks rule 8 before each order.
-        client: returns the client of an executor.
+        executors: the clients of executors.
     """
 
-    def __init__(self, gate: Gate, routes: Routes, client: Callable[[KnownProvider], ExecutorClient]) -> None:
-        self._gate, self._routes, self._client = gate, routes, client
+    def __init__(self, gate: Gate, routes: Routes, executors: Mapping[KnownProvider, ExecutorClient]) -> None:
+        self._gate, self._routes, self._executors = gate, routes, executors
         self._signers = {  # read once: a file that is replaced later must not convict the executor
             fingerprint(pin): (provider.peer, load_pin(pin).public_key())
             for provider in routes.helpers
@@ -384,7 +384,8 @@ class Relays:
             return granted.permit
         helpers = sorted(self._signers)
         try:
-            permit = self._client(provider).permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
+            with self._executors[provider].take(until=now + _PERMIT_S) as channel:
+                permit = channel.permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
         except (TransportError, ProviderError, ProtocolError) as error:
             log.info("effects are not relayed to %s: %s", provider, error)
             late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long

@@ -1,53 +1,9 @@
-"""The counters of a session, and how long the steps of its products take.
-
-Steps are measured for benchmarks, inside a `recorded` block; outside, the cost is negligible:
-
-    with recorded() as seconds:
-        session.multiply(...)
-    seconds["network + product"]
-
-Durations reveal nothing that the network does not show, but are not logged. A step is recorded with two calls instead
-of a context manager, because a context manager takes longer than many steps.
-"""
+"""The counters of a session."""
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from dataclasses import dataclass
 
 from tenant.routing.known_provider import ProviderFigures
-
-Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
-SPANS: Final[tuple[Span, ...]] = get_args(Span)
-
-clock = time.perf_counter
-_adding = threading.Lock()
-_record: dict[Span, float] | None = None
-
-
-def record(span: Span, *, since: float) -> None:
-    """Record the end of a step.
-
-    Args:
-        since: when the step began, by `clock`.
-    """
-    if (seconds := _record) is not None:
-        spent = clock() - since
-        with _adding:
-            seconds[span] = seconds.get(span, 0.0) + spent
-
-
-@contextmanager
-def recorded() -> Iterator[dict[Span, float]]:
-    """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up."""
-    global _record
-    before, _record = _record, {}
-    try:
-        yield _record
-    finally:
-        _record = before
 
 
 @dataclass
@@ -88,24 +44,7 @@ class Ledger:
 
 
 class Tally:
-    """Counters that several threads add to."""
+    """Counters that several threads add to: `with tally.lock: tally.counts.rows += 1`."""
 
     def __init__(self) -> None:
-        self._counts = Ledger()
-        self._lock = threading.Lock()
-
-    def add(self, **amounts: float) -> None:
-        """Add to fields of the ledger."""
-        counts = vars(self._counts)
-        with self._lock:
-            for name, amount in amounts.items():
-                counts[name] += amount
-
-    def ledger(self) -> Ledger:
-        """Return a copy of the counters."""
-        with self._lock:
-            return replace(self._counts)
-
-    def reset_after_fork(self) -> None:
-        """In a forked child, replace the lock, which a thread of the parent may have held."""
-        self._lock = threading.Lock()
+        self.counts, self.lock = Ledger(), threading.Lock()

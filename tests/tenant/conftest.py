@@ -55,7 +55,7 @@ def gpt2_store(gpt2: Path) -> WeightStore:
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
     prepared = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
     for index, direction in itertools.product(range(len(prepared.facts)), DIRECTIONS):
-        prepared.keys.columns(GroupIndex(index), direction)  # expanded now, because a test may patch the keystream
+        _ = prepared.keys[GroupIndex(index), direction]  # expanded now, because a test may patch the keystream
     return prepared
 
 

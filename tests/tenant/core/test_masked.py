@@ -64,7 +64,7 @@ def test_a_connection_refuses_a_raw_tensor(executor: ScriptedProvider, new_sessi
     """mypy refuses the call as well: if it did not, the `type: ignore` would be an error."""
     session = new_session("none", [executor])
     session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
-    (channel,) = session.runtime.executors[0].channels
+    ((channel,),) = (executor.channels for executor in session.runtime.executors.values())
     request = wire.Execute(nonce=fresh_nonce(), group=1, direction=FORWARD, arithmetic="ring", rows=1)
     tensor = torch.zeros(1, 64, dtype=torch.int32)
     before = len(executor.heard)

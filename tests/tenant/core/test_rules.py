@@ -570,7 +570,7 @@ def test_rule_6_no_lie_is_used(
     session = new_session("pad", [executor], [helper], pool_memory=0)
     assert not a_lie_is_believed(session)
     nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
-    monkeypatch.setattr(VerificationKeys, "columns", lambda *place: nods)
+    monkeypatch.setattr(VerificationKeys, "__getitem__", lambda *place: nods, raising=False)
     assert a_lie_is_believed(session)
 
 

@@ -37,7 +37,7 @@ def blame_of(weight: Tensor, *, bits: int = 12, columns: int = 16) -> BlameKeys:
 
 def passed(keys: VerificationKeys, direction: Direction, *, rows: Tensor, product: Tensor) -> list[bool]:
     """The verdict on every row."""
-    r, v = keys.columns(GROUP, direction)
+    r, v = keys[GROUP, direction]
     return (dot(product, r) == dot(rows, v)).tolist()
 
 
@@ -124,13 +124,13 @@ def test_keys_are_fresh_and_differ_by_layer_and_direction() -> None:
         keys = keys_of(weight)
         keys.add(OTHER, weight)
         for place in itertools.product((GROUP, OTHER), DIRECTIONS):
-            columns.append(keys.columns(*place)[0].values.numpy().tobytes())
+            columns.append(keys[place][0].values.numpy().tobytes())
     assert len(columns) == len(set(columns)) == 8
 
 
 def test_residues_are_secret_and_uniform() -> None:
     """Small or sparse columns could be learned by probing. Every bit is fair; the false-alarm rate is below 1e-12."""
-    column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16)).columns(GROUP, "backward")
+    column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16))[GROUP, "backward"]
     values = column.values
     assert len(values) == 1 << 15
     assert 0 <= int(values.min()) <= int(values.max()) < PRIME

@@ -95,7 +95,7 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
             assert blame.accepts(group, direction, rows=rows, answer=answer)
             small = rows >> 24
             product = small @ (weight.t() if direction == FORWARD else weight)
-            r, v = keys.columns(group, direction)
+            r, v = keys[group, direction]
             assert torch.equal(dot(product, r), dot(small, v))
             answer[1, 1] += 1
             product[1, 1] += 1

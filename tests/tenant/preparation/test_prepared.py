@@ -33,7 +33,7 @@ def blame_keys(*, columns: int = 16) -> BlameKeys:
 
 
 def columns_of(keys: VerificationKeys) -> list[Column]:
-    dense = [column for group in (GROUP, STACK) for way in DIRECTIONS for column in keys.columns(group, way)]
+    dense = [column for group in (GROUP, STACK) for way in DIRECTIONS for column in keys[group, way]]
     return dense + [column for way in DIRECTIONS for column in keys.expert_columns(STACK, way)[1]]
 
 

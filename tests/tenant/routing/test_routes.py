@@ -342,7 +342,11 @@ def test_the_providers_left_after_quarantines_must_suffice_for_a_product(new_rou
     routes.quarantine(routes.helpers[1].peer)
     with pytest.raises(QuarantinedError, match="too many helpers"):
         routes.check(GROUP)
-    assert [figures.state for figures in routes.figures()] == ["up", "quarantined", "quarantined"]
+    assert [provider.peer in routes.quarantined for provider in (*routes.executors, *routes.helpers)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 # Splitting

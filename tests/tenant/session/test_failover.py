@@ -123,9 +123,9 @@ def every_channel_taken(session: Session) -> Iterator[None]:
     """Take every connection, as other threads of the program could."""
     with contextlib.ExitStack() as stack:
         for provider in session.routes.executors:
-            pool = session.runtime.executor(provider).pool
+            executor = session.runtime.executors[provider]
             for _ in range(MOST_CHANNELS):
-                stack.enter_context(pool.take(until=time.monotonic() + 20))
+                stack.enter_context(executor.take(until=time.monotonic() + 20))
         yield
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -178,7 +179,9 @@ def test_an_executor_that_is_late_with_permits_does_not_delay_pads_for_another_o
             answer.wait(30)
         raise TransportError("no permit")
 
-    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), ask)  # type: ignore[arg-type]
+    clients = MagicMock()
+    clients.__getitem__.side_effect = ask
+    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), clients)  # type: ignore[arg-type]
     slow, fast = (route_to(Peer(name, name, "executor", "::1", 1, Path())) for name in ("slow", "fast"))
     with ThreadPoolExecutor(2) as pool:
         pool.submit(found.order, slow, [])

@@ -47,6 +47,7 @@ SHARE: Final = 0.25
 _BACKLOG: Final = 1024
 _AT_ONCE: Final = 16  # connections that are accepted, or steps that are made, before the others have their turn
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SAVED_S: Final = 0.002  # processor time that a pause saves
 _PAUSE_S: Final = 0.1  # when the machine is out of descriptors or threads
 _KNOWN: Final = 4096  # networks from which a client has authenticated
 _KNOWN_S: Final = 86_400.0
@@ -245,7 +246,7 @@ class Listener(Generic[P]):
         self._outcomes: Counter[str] = Counter()
         self._since: dict[UnauthenticatedConnection, float] = {}  # start of the wait for a turn
         self._waited_s = self._seconds = self._used = 0.0
-        self._paused = False  # nothing is accepted, because the share is used up
+        self._paused_until = 0.0  # nothing is accepted until then, because the share is used up; 0 without a pause
         self._threads: dict[UnauthenticatedConnection, threading.Thread] = {}
         self._lock = threading.Lock()
         self.stopping = threading.Event()
@@ -311,7 +312,7 @@ class Listener(Generic[P]):
                         self._enqueue(key.data)
                 if any(key.fileobj is self._listener for key in ready):
                     self._attempt(self._accept)
-                steps = 0 if self._paused else min(_AT_ONCE, len(self._since))
+                steps = 0 if self._paused_until else min(_AT_ONCE, len(self._since))
                 for _ in range(steps):  # at least one, however many connections were accepted
                     self._attempt(self._run_next_step)
                     if self._delay(time.monotonic()):
@@ -331,24 +332,26 @@ class Listener(Generic[P]):
         return self._processor_time.delay(now)
 
     def _pause(self, now: float) -> None:
-        """Accept nothing while the share is used up, and accept again when it allows more."""
-        pause = self._delay(now) > 0
-        if pause and not self._paused:
+        """Accept nothing and greet nobody while the share is used up. A pause also saves some time: otherwise waking up
+        for a moment could use up the whole share."""
+        if now < self._paused_until:
+            return
+        delay, paused = self._delay(now), self._paused_until > 0
+        self._paused_until = now + delay + _SAVED_S / self._share() if delay else 0.0
+        if paused and not delay:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif delay and not paused:
             self._selector.unregister(self._listener)
             if self._since:
                 address, count = max((self._known, self._others), key=len).longest
                 log.often("handshakes_wait", address=address, waiting=count, share=self._share())
-        elif self._paused and not pause:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        self._paused = pause
 
     def _patience(self, now: float) -> float | None:
         """Seconds until the next turn or the next deadline; None without either."""
-        deadline = self._places.next_deadline
-        times = [] if deadline is None else [max(0.0, deadline - now)]
-        if self._since or self._paused:
-            times.append(self._delay(now))
-        return min(times, default=None)
+        times = [] if (deadline := self._places.next_deadline) is None else [deadline]
+        if self._since or self._paused_until:
+            times.append(self._paused_until)
+        return max(0.0, min(times) - now) if times else None
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step that can fail because the machine lacks resources or because the client has left."""

@@ -4,5 +4,4 @@ Read in this order:
 
     descriptor   whom the members trust; an executor's signed description: address, layers and lifetime
     protocol     the requests and replies of a registry, and its client
-    coverage     counts how much each layer is served, and chooses layers for a new provider
 """

@@ -127,10 +127,23 @@ class ClientConnection:
             body = message.encoding.pack(payload)
         else:
             body = memoryview(payload or b"")
-        head = wire.encode(message, payload_bytes=len(body))
+        self.send_frame(wire.encode(message, payload_bytes=len(body)), body, deadline=deadline)
+
+    def send_frame(self, head: bytes, body: memoryview, *, deadline: float) -> None:
+        """Send a frame that is encoded already. Raises `TransportError`, as `send` does."""
         assert self._stream is not None
         self._guarded(partial(self._stream.send_frame, head, body, deadline=deadline))
         self._traffic.bytes_sent += len(head) + len(body)
+
+    def receive_known(self, head: bytes, payload: memoryview, *, deadline: float) -> bool:
+        """Wait for a frame whose prefix and header are `head`, and fill `payload`. Returns False if another one comes:
+        `receive` reads it then. Raises `TransportError`, as `receive` does."""
+        assert self._stream is not None
+        if not self._guarded(partial(self._stream.receive_known, head, payload, deadline=deadline)):
+            return False
+        self._received = True
+        self._traffic.bytes_received += len(head) + len(payload)
+        return True
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
         """Wait for a frame's header.

@@ -310,6 +310,16 @@ class FrameStream(RecordStream):
                 raise ConnectionLostError("the other side closed the connection")
             view = view[count:]
 
+    def receive_known(self, head: bytes, payload: memoryview, *, deadline: float) -> bool:
+        """Read a frame whose prefix and header are `head`, and fill `payload`. If another frame comes, return False and
+        take no byte of it."""
+        size = len(head)
+        if not (self._unread or self.begin(deadline=deadline)) or self._unread[:size] != head:
+            return False
+        self._unread = self._unread[size:]
+        self.receive(payload, deadline=deadline)
+        return True
+
     def discard(self, size: int, *, deadline: float) -> None:
         """Read and drop `size` bytes, in constant memory."""
         scrap = memoryview(bytearray(min(size, _SCRAP)))

@@ -37,7 +37,8 @@ from tenant.masking.backend import RingBackend
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.session.session import SPANS, Session, recorded
+from tenant.session.session import Session
+from tenant.session.tally import SPANS, recorded
 
 _WARM_UP = 3
 _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0

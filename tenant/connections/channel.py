@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,32 @@ class Reply(NamedTuple):
     words: Tensor
     relayed: bool
     connection: ClientConnection
+
+
+class KnownFrames:
+    """The frames of a request and of its usual answer, but for the nonce and the payloads.
+
+    Args:
+        like: a request that was answered.
+        inputs, outputs: columns of the request's matrix and of the answer's.
+
+    Attributes:
+        request, answer: prefix and header, before and after the nonce.
+    """
+
+    def __init__(self, like: wire.Execute, *, inputs: int, outputs: int) -> None:
+        self._like, self.outputs, self.encoding = like, outputs, like.encoding
+        self.request = self._halves(like, inputs)
+        self.answer = self._halves(wire.Result.answering(like), outputs)
+
+    def message(self, nonce: bytes) -> wire.Execute:
+        """The request with this nonce."""
+        return msgspec.structs.replace(self._like, nonce=nonce)
+
+    def _halves(self, message: wire.Binding, width: int) -> tuple[bytes, bytes]:
+        frame = wire.encode(message, payload_bytes=self.encoding.size(message.rows, width))
+        before, _, after = frame.partition(message.nonce)
+        return before, after
 
 
 class Channel:
@@ -222,6 +249,13 @@ class Channel:
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 
+    def repeat(
+        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, *, deadline: float, meanwhile: Callable[[], None]
+    ) -> Reply:
+        """`attempt` with a request like an earlier one on this channel. An answer with another header than the earlier
+        answer's is read as `attempt` reads it."""
+        return self._once(lambda deadline: self._repeat(frames, nonce, rows, deadline, meanwhile), deadline)
+
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
         """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant.
 
@@ -354,6 +388,33 @@ class Channel:
             self._wiretap.sent(self.peer, message, _as_sent(message, words))
         connection.send(message, words, deadline=deadline)
         meanwhile()
+        return self._receive(message, outputs, connection, deadline)
+
+    def _repeat(
+        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, deadline: float, meanwhile: Callable[[], None]
+    ) -> Reply:
+        if type(rows) is not MaskedRows:
+            raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
+        if self._permit:
+            self._permit(self.peer, rows)
+        if (connection := self._connection) is None:
+            raise ConnectionLostError(f"the connection to {self._name} was lost")
+        encoding, words = frames.encoding, rows.masked_words
+        if self._wiretap:
+            self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words))
+        connection.send_frame(frames.request[0] + nonce + frames.request[1], encoding.pack(words), deadline=deadline)
+        meanwhile()
+        entries = np.empty((words.shape[0], frames.outputs), dtype=np.int32)
+        head, space = frames.answer[0] + nonce + frames.answer[1], encoding.payload_space(entries)
+        if self._wiretap or not connection.receive_known(head, space, deadline=deadline):
+            return self._receive(frames.message(nonce), frames.outputs, connection, deadline)
+        encoding.unpack_in_place(entries)
+        self.traffic.round_trips += 1
+        return Reply(torch.from_numpy(entries), False, connection)
+
+    def _receive(
+        self, message: wire.Execute | wire.Effect, outputs: int, connection: ClientConnection, deadline: float
+    ) -> Reply:
         encoding = message.encoding
         entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
         space = encoding.payload_space(entries)

@@ -23,7 +23,8 @@ from torch import Tensor
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, Reply, fresh_nonce
+from tenant.connections.channel import Channel, KnownFrames, Reply, fresh_nonce
+from tenant.core.masked import MaskedRows
 from tenant.core.pads import with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider, State
@@ -201,6 +202,21 @@ class ExecutorClient:
         finally:
             if not relayed:
                 self.release(channel)
+
+    def repeat(
+        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, *, deadline: float, meanwhile: Callable[[], None]
+    ) -> Answer | None:
+        """Send a request like an earlier one, as `ask` does. Returns None if no open connection is free; nothing was
+        sent then."""
+        channel = self.acquire(until=deadline)
+        try:
+            if channel.probe() is None:
+                return None
+            started = time.monotonic()
+            reply = channel.repeat(frames, nonce, rows, deadline=deadline, meanwhile=meanwhile)
+            return Answer(self, channel, [reply], frames.message(nonce), started)
+        finally:
+            self.release(channel)
 
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))

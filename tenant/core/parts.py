@@ -142,39 +142,39 @@ class FloatRows(Rows):
         counts: Counts | None = None,
     ) -> None:
         self.count, self.counts = inputs[0].shape[0], counts
-        self._inputs, self._outputs = inputs, outputs
+        self.inputs, self.outputs = inputs, outputs
         if counts is not None:
             facts, experts = facts.for_rows(counts), facts.entry.experts
             check_counts(counts, experts=experts, rows=self.count)
         # the weight scales belong to the gradient's columns, so backward they are multiplied before the rows are scaled
         forward = direction == FORWARD
-        self._fold = None if forward else facts.channel_scale
-        self._channel_scale = facts.channel_scale if forward else None
-        self._bias = facts.bias if forward else None
+        self.fold = None if forward else facts.channel_scale
+        self.channel_scale = facts.channel_scale if forward else None
+        self.bias = facts.bias if forward else None
         self._set_bound(facts.bounds[direction])
 
     def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
-        encode = partial(passes.encode, bound=self._bound)
+        encode = partial(passes.encode, bound=self.bound)
         if self.counts is None:
             assert v is None or isinstance(v, Column)
-            self._scale = encode(self._inputs, out=out, fold=self._fold, v=v, expected=expected)
+            self.scale = encode(self.inputs, out=out, fold=self.fold, v=v, expected=expected)
             return
         scales = []
         for expert, rows in segments(self.counts):
-            inputs, fold = [part[rows] for part in self._inputs], _at(self._fold, expert)
+            inputs, fold = [part[rows] for part in self.inputs], _at(self.fold, expert)
             own = v if v is None or isinstance(v, Column) else v[expert]
             scales.append(encode(inputs, out=out[rows], fold=fold, v=own, expected=_at(expected, rows)))
-        self._scale = torch.cat(scales)
+        self.scale = torch.cat(scales)
 
     def decode(self, product: UncheckedProduct) -> list[int]:
-        start, count, outputs, scale = product.start, product.answer.shape[0], self._outputs, self._scale
+        start, count, outputs, scale = product.start, product.answer.shape[0], self.outputs, self.scale
         if count != self.count:
             outputs, scale = [out[start : start + count] for out in outputs], scale[start : start + count]
-        parts = [(product, outputs, scale, self._channel_scale, self._bias)]
+        parts = [(product, outputs, scale, self.channel_scale, self.bias)]
         if self.counts is not None:
             parts.clear()
             for expert, rows in segments(clip(self.counts, start, count)):
-                factors, bias = _at(self._channel_scale, expert), _at(self._bias, expert)
+                factors, bias = _at(self.channel_scale, expert), _at(self.bias, expert)
                 parts.append((product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias))
         wrong = list[int]()
         for part, outputs, scale, factors, bias in parts:
@@ -195,18 +195,18 @@ class FloatRows(Rows):
     def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         copied = copy(self)
         copied.count, copied.counts = len(numbers), self.counts and pick(self.counts, numbers)
-        copied._inputs = [part.detach()[numbers] for part in self._inputs]
-        copied._outputs = [out.new_empty((copied.count, out.shape[1])) for out in self._outputs]
+        copied.inputs = [part.detach()[numbers] for part in self.inputs]
+        copied.outputs = [out.new_empty((copied.count, out.shape[1])) for out in self.outputs]
         if halved:
-            copied._set_bound(self._bound.halved())
+            copied._set_bound(self.bound.halved())
         return copied
 
     def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
-        for out, part in zip(self._outputs, source._outputs, strict=True):
+        for out, part in zip(self.outputs, source.outputs, strict=True):
             out[numbers] = part[places]
 
     def _set_bound(self, bound: Bound) -> None:
-        self._bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
+        self.bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
 
 
 def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
@@ -270,6 +270,11 @@ class Part:
         """Mask the rows (`masked.mask`). Afterwards the part holds no unmasked rows."""
         self.sent = mask(self.encoded, self.pads)
         del self.encoded
+
+    @property
+    def is_masked(self) -> bool:
+        """True after `mask`."""
+        return "sent" in vars(self)
 
     def counts_of(self, first: int, rows: int) -> Counts | None:
         """Return the counts of some rows of this part."""

@@ -168,6 +168,11 @@ class Routes:
                 provider.in_flight += 1
             return provider
 
+    def taken(self, provider: KnownProvider) -> None:
+        """Record that a provider gets a request without a choice; report the outcome as after `choose`."""
+        with self._lock:
+            provider.in_flight += 1
+
     def likely(self, index: GroupIndex) -> KnownProvider | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
         under pads of the helpers that `holders` returns for it."""

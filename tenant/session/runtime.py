@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 
 from symbiosis_priv.arithmetic.passes import Buffers
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor_client import ExecutorClient
@@ -26,6 +28,7 @@ from tenant.connections.helper_client import HelperClient
 from tenant.connections.notices import Notices
 from tenant.core.masked import Gate
 from tenant.core.pads import SessionSecret, generation
+from tenant.core.parts import Part
 from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
@@ -33,6 +36,7 @@ from tenant.routing.discovery import Discovery
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.probing import Prober
 from tenant.routing.routes import Routes
+from tenant.session.lane import Lane
 from tenant.session.supply import Supply
 from tenant.session.tally import Tally
 from tenant.worker import Worker
@@ -56,6 +60,7 @@ class Runtime:
 
     Attributes:
         gate: checks every request before it is sent.
+        lanes: repeat products of few rows, by layer group, direction and number of rows.
         closing: set when the runtime is being closed.
         prober: asks providers what they serve.
         pads: the supply of pads.
@@ -82,6 +87,7 @@ class Runtime:
         self.buffers = Buffers(limit=_UNUSED_BYTES)
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
+        self.lanes: dict[tuple[GroupIndex, Direction, int], Lane] = {}
         self._federation = federation
         self.executors = _Executors(self._new_executor)
         self._probing: set[Channel] = set()
@@ -128,6 +134,14 @@ class Runtime:
                 self.version = self.routes.version
         for executor in gone:
             executor.close()
+
+    def add_lane(self, part: Part, provider: KnownProvider) -> None:
+        """Let a lane compute products like this one, unless there is a lane already."""
+        place = part.index, part.direction, part.count
+        if place not in self.lanes:
+            v = self.preparation.keys[part.index, part.direction][1]
+            client, deadline_s = self.executors[provider], self.options.deadline_s
+            self.lanes[place] = Lane(part, v, client, self.routes, self.pads, self.tally, deadline_s=deadline_s)
 
     def end_relays(self, executor: Peer) -> None:
         """End relaying to an executor for this session."""

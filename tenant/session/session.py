@@ -16,8 +16,6 @@ has failed and chooses what is tried next, and the part is sent again. The resul
 Several threads may multiply at the same time, also by the same layer group. No thread holds a lock while it waits for
 the network. The secret, the counters, the pools and the connections belong to one process (`runtime`): after a fork the
 child starts with fresh ones (rules 2 and 12).
-
-Inside a `recorded` block, the steps of products are measured. Outside, that costs next to nothing.
 """
 
 import threading
@@ -41,7 +39,7 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from tenant.core.masked import cut
 from tenant.core.pads import Pad, call_in_child, generation, row_range
-from tenant.core.parts import Part, Rows
+from tenant.core.parts import FloatRows, Part, Rows
 from tenant.core.verifier import V
 from tenant.masking.backend import RingRows, multiply_again
 from tenant.masking.registry import session_scheme
@@ -51,11 +49,12 @@ from tenant.routing.known_provider import KnownProvider
 from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
 from tenant.session.failover import Recovery
+from tenant.session.lane import Attempt, may_repeat
 from tenant.session.part_queue import multiply_parts, part_rows
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.supply import most_rows
-from tenant.session.tally import Ledger, Tally
+from tenant.session.tally import Ledger, Tally, clock, record
 
 
 class Session:
@@ -210,6 +209,17 @@ call_in_child(_reset_all_after_fork)
 
 def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> None:
     """Compute one exact product; see `RingProduct.multiply` (`masking.backend`)."""
+    if (lane := runtime.lanes.get((index, direction, rows.count))) is not None and type(rows) is FloatRows:
+        unfinished = lane.multiply(rows)
+        if unfinished is None:
+            return
+        if unfinished.part is not None:
+            send_part(runtime, unfinished.part, None, attempt=unfinished.attempt)
+            with runtime.tally.lock:
+                runtime.tally.counts.products += 1
+                runtime.tally.counts.rows += rows.count
+            return
+        del runtime.lanes[index, direction, rows.count]
     routes, part_bytes = runtime.routes, runtime.options.part_bytes
     if not routes.all_up:
         routes.check(index)
@@ -231,17 +241,21 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
         runtime.tally.counts.rows += rows.count
 
 
-def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> None:
+def send_part(
+    runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None
+) -> None:
     """Compute the product of one part: its request, and the only loop that sends it again.
 
     Args:
         preferred: the executor to ask first.
+        attempt: the first attempt, if a lane has made it.
     """
-    started = clock()
-    part.mask()
-    record("mask", since=started)
+    if not part.is_masked:
+        started = clock()
+        part.mask()
+        record("mask", since=started)
     routes, tally = runtime.routes, runtime.tally
-    began = asked_at = time.monotonic()
+    began = asked_at = time.monotonic() if attempt is None else attempt.began
     deadline = began + runtime.options.deadline_s
     recovery: Recovery | None = None
 
@@ -249,8 +263,8 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
         return recovery or Recovery(runtime, part, preferred, began=began, deadline=deadline)
 
     while True:
-        provider = None
-        if recovery is None and routes.all_up:
+        provider = None if attempt is None else attempt.provider
+        if provider is None and recovery is None and routes.all_up:
             provider = routes.choose(
                 part.index, part.size, holders=part.sent.holders, prefer=preferred, relayed_to=part.relayed_to
             )
@@ -261,19 +275,23 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
         started = clock()
         patience_s = routes.patience_s(provider, part.index, part.size, left_s=deadline - asked_at)
         try:
-            answer = runtime.executors[provider].ask(
-                part,
-                patience_s=patience_s,
-                deadline=deadline,
-                since=began,
-                meanwhile=partial(_prepare_next, runtime, part),
-            )
+            if attempt is not None:
+                answer = attempt.result()
+            else:
+                answer = runtime.executors[provider].ask(
+                    part,
+                    patience_s=patience_s,
+                    deadline=deadline,
+                    since=began,
+                    meanwhile=partial(_prepare_next, runtime, part),
+                )
         except BaseException as error:
             recovery = recovering()
             # the rest of the time was spent waiting for a connection
             recovery.after(error, provider, waited_s=min(patience_s, time.monotonic() - asked_at))
             continue
         finally:
+            attempt = None
             record("network + product", since=started)
         routes.answered(provider, seconds=answer.seconds, size=part.size)
         if answer.missed and runtime.pads.relays is not None:
@@ -309,6 +327,8 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None) -> 
         routes.record_verified(provider, part.sent.holders)
         if recovery is not None:
             recovery.succeeded(provider)
+        elif may_repeat(part, routes, runtime.pads):
+            runtime.add_lane(part, provider)
         break
     if refused:
         with tally.lock:
@@ -391,36 +411,3 @@ def _prepare_next(runtime: Runtime, part: Part) -> None:
             share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)
             if share.block is not None:  # the rows of the second keystream open the answer
                 share.block.second.make_ahead(share.first_row, pad.rows)
-
-
-Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
-SPANS: Final[tuple[Span, ...]] = get_args(Span)
-
-clock = time.perf_counter
-_adding = threading.Lock()
-_record: dict[Span, float] | None = None
-
-
-@contextmanager
-def recorded() -> Iterator[dict[Span, float]]:
-    """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up.
-
-    with recorded() as seconds:
-        session.multiply(...)
-    seconds["network + product"]
-    """
-    global _record
-    before, _record = _record, {}
-    try:
-        yield _record
-    finally:
-        _record = before
-
-
-def record(span: Span, *, since: float) -> None:
-    """Record the end of a step that began at `since`, by `clock`. A context manager would take longer than many
-    steps."""
-    if (seconds := _record) is not None:
-        spent = clock() - since
-        with _adding:
-            seconds[span] = seconds.get(span, 0.0) + spent

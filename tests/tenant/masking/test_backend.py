@@ -27,8 +27,8 @@ def test_tensors_on_the_host_are_not_copied(preparation: Preparation) -> None:
     products = _NoProduct()
     inputs, outputs = (torch.randn(2, width) for width in preparation.manifest.groups[0].columns(FORWARD))
     RingBackend(preparation.facts, products).multiply(0, FORWARD, [inputs], [outputs])
-    assert products.rows._inputs[0] is inputs
-    assert products.rows._outputs[0] is outputs
+    assert products.rows.inputs[0] is inputs
+    assert products.rows.outputs[0] is outputs
 
 
 @pytest.mark.gpu

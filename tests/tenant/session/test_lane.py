@@ -1,0 +1,213 @@
+"""The fast lane: the same bits, pads and verdicts as the usual way, and every reason to leave it."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.errors import NonFiniteError, SymbiosisError, VerificationError
+from symbiosis_priv.limits import GroupIndex, RingBits
+from symbiosis_priv.network import wire
+from tenant.core.parts import FloatRows
+from tenant.routing.known_provider import Tolerance
+from tenant.session import lane, product
+from tenant.session.session import Session
+from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, spoil
+
+GROUPS = (0, 0, 0, 1)
+HASTY = Tolerance(first_pause_s=0.01, last_pause_s=0.05)
+LIMIT = wire.QuotaLimit(amount=5, unit="rows/s")
+
+
+def failure(code: wire.ErrorCode) -> Behaviour:
+    return lambda heard, reply, answer: (wire.Failure(code=code, detail="not now"), answer[:0])
+
+
+def limited(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Message, Tensor]:
+    return wire.Result.answering(heard.request, limit=LIMIT), answer
+
+
+def another_request(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+    nonce = bytes(wire.NONCE_BYTES)
+    return frame(reply, answer).replace(heard.request.nonce, nonce)
+
+
+FAULTS: dict[str, Behaviour] = {
+    "usual": honest,
+    "lost": lambda heard, reply, answer: None,
+    "busy": failure(wire.ErrorCode.BUSY),
+    "refused": failure(wire.ErrorCode.REVOKED),
+    "limited": limited,
+    "a wrong answer": spoil,
+    "an answer to another request": another_request,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One product; the fault meets its first request."""
+
+    group: int
+    direction: Direction
+    rows: int
+    dtype: torch.dtype
+    fault: str
+    closes: bool
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        st.sampled_from(GROUPS),
+        st.sampled_from([FORWARD, FORWARD, *DIRECTIONS]),
+        st.sampled_from([1, 1, 1, 1, lane.MOST_FEW, lane.MOST_FEW + 1]),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        st.sampled_from(["usual"] * len(FAULTS) + list(FAULTS)),
+        st.booleans(),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+ONE_ROW = Step(0, FORWARD, 1, torch.float32, "usual", closes=False)
+
+
+def multiply(session: Session, step: Step, seed: int, ring_bits: RingBits) -> Tensor | type[Exception]:
+    """The product of random rows, or the kind of the error. In a narrow ring, products wrap around all the time."""
+    facts = session.preparation.facts[step.group]
+    if ring_bits < 32:
+        bounds = {way: replace(bound.narrowed(ring_bits), spread=2.5) for way, bound in facts.bounds.items()}
+        facts = replace(facts, bounds=bounds)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(step.rows, facts.inputs(step.direction), generator=generator).to(step.dtype)
+    y = torch.empty(step.rows, facts.outputs(step.direction), dtype=step.dtype)
+    try:
+        session.multiply(GroupIndex(step.group), step.direction, FloatRows(facts, step.direction, [x], [y]))
+    except SymbiosisError as error:
+        return type(error)
+    return y
+
+
+def run(
+    session: Session, executor: ScriptedProvider, steps: list[Step], ring_bits: RingBits
+) -> list[Tensor | type[Exception]]:
+    found = []
+    for number, step in enumerate([ONE_ROW, ONE_ROW, *steps]):
+        faults = iter([FAULTS[step.fault]])
+        executor.behaviour = lambda *heard, faults=faults: next(faults, honest)(*heard)
+        if step.closes:
+            executor.hang_up()
+        found.append(multiply(session, step, number, ring_bits))
+    return found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, masking=st.sampled_from(["pad", "local", "none"]), ring_bits=st.sampled_from([32, 32, 24]))
+def test_both_ways_give_the_same_bits_and_verdicts(
+    steps: list[Step], masking: str, ring_bits: RingBits, new_provider: NewProvider, new_session: NewSession
+) -> None:
+    results, requests = [], []
+    for lanes in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not lanes:
+                patch.setattr(product, "may_repeat", lambda *_: False)
+            executor, helper = new_provider(), new_provider()
+            session = new_session(masking, [executor], [helper], tolerance=HASTY, deadline_s=2.0, ring_bits=ring_bits)
+            results.append(run(session, executor, steps, ring_bits))
+            requests.append([(one.request.group, one.request.direction, one.request.rows) for one in executor.executed])
+            same_nonce: dict[bytes, bytes] = {}
+            for one in executor.executed:
+                assert same_nonce.setdefault(one.request.nonce, one.payload) == one.payload  # rule 3
+            session.close()
+    for with_lanes, without in zip(*results, strict=True):
+        assert torch.equal(with_lanes, without) if isinstance(with_lanes, Tensor) else with_lanes is without
+    assert requests[0] == requests[1]
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | bool]:
+    """What each product of a lane has returned."""
+    found: list[lane.Unfinished | bool] = []
+    multiply_few = lane.Lane.multiply
+
+    def observed(self: lane.Lane, rows: FloatRows) -> lane.Unfinished | bool:
+        found.append(multiply_few(self, rows))
+        return found[-1]
+
+    monkeypatch.setattr(lane.Lane, "multiply", observed)
+    return found
+
+
+def test_repeated_products_take_the_lane(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    outcomes: list[lane.Unfinished | bool],
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    run(session, executor, [ONE_ROW] * 18, 32)  # the first products find the providers and make the lane
+    assert outcomes.count(True) > 10
+    ledger = session.ledger()
+    assert ledger.rows == ledger.products == ledger.answers_verified == ledger.effects_verified == 20
+    assert ledger.executor_round_trips == ledger.pads_taken == 20
+    assert len({one.request.nonce for one in executor.executed}) == len(executor.executed)
+    assert session.routes.executors[0].in_flight == 0
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
+def test_a_failure_is_left_to_the_usual_way(
+    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+) -> None:
+    session = new_session("none", [executor], tolerance=HASTY)
+    *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
+    assert [isinstance(one, lane.Unfinished) for one in outcomes] == [True]
+    if fault in ("lost", "busy"):
+        assert isinstance(second, Tensor)
+        assert len({one.header for one in executor.executed[2:]}) == 1  # identical bytes (rule 3)
+        assert len({one.payload for one in executor.executed[2:]}) == 1
+    else:
+        assert isinstance(second, type)
+    assert session.routes.executors[0].in_flight == 0
+
+
+def test_a_wrong_answer_on_the_lane_convicts_its_executor(
+    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+) -> None:
+    liar, helper = new_provider(), new_provider()
+    session = new_session("pad", [liar], [helper])
+    *_, found = run(session, liar, [replace(ONE_ROW, fault="a wrong answer")], 32)
+    assert found is VerificationError
+    assert len(outcomes) == 1
+    assert len(liar.executed) == 3  # the answer that was wrong is the evidence
+    assert [one.peer for one in session.routes.executors if one.peer in session.routes.quarantined]
+    assert helper.peer("helper") not in session.routes.quarantined
+
+
+def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    run(session, executor, [], 32)
+    facts, taken = session.preparation.facts[0], session.ledger().pads_taken
+    x, y = torch.full((1, facts.inputs(FORWARD)), torch.inf), torch.empty(1, facts.outputs(FORWARD))
+    with pytest.raises(NonFiniteError):
+        session.multiply(GroupIndex(0), FORWARD, FloatRows(facts, FORWARD, [x], [y]))
+    assert session.ledger().pads_taken == taken
+    assert len(executor.executed) == 2
+
+
+def test_a_lane_ends_when_a_second_executor_serves_the_group(
+    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+) -> None:
+    first, second = new_provider(), new_provider()
+    session = new_session("none", [first])
+    run(session, first, [ONE_ROW], 32)
+    session.routes.update([second.peer("executor")])
+    run(session, first, [ONE_ROW] * 4, 32)
+    assert outcomes == [True, False]

@@ -181,10 +181,10 @@ def test_a_wrong_answer_on_the_lane_convicts_its_executor(
 ) -> None:
     liar, helper = new_provider(), new_provider()
     session = new_session("pad", [liar], [helper])
-    *_, found = run(session, liar, [replace(ONE_ROW, fault="a wrong answer")], 32)
+    *_, found = run(session, liar, [*[ONE_ROW] * 18, replace(ONE_ROW, fault="a wrong answer")], 32)
     assert found is VerificationError
-    assert len(outcomes) == 1
-    assert len(liar.executed) == 3  # the answer that was wrong is the evidence
+    assert isinstance(outcomes[-1], lane.Unfinished)
+    assert len(liar.executed) == 21  # the answer that was wrong is the evidence
     assert [one.peer for one in session.routes.executors if one.peer in session.routes.quarantined]
     assert helper.peer("helper") not in session.routes.quarantined
 

@@ -21,11 +21,9 @@ child starts with fresh ones (rules 2 and 12).
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -241,9 +239,7 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
         runtime.tally.counts.rows += rows.count
 
 
-def send_part(
-    runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None
-) -> None:
+def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None) -> None:
     """Compute the product of one part: its request, and the only loop that sends it again.
 
     Args:

@@ -56,6 +56,7 @@ class Tally:
     def __init__(self) -> None:
         self.counts, self.lock = Ledger(), threading.Lock()
 
+
 Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
 SPANS: Final[tuple[Span, ...]] = get_args(Span)
 

@@ -17,7 +17,7 @@ from tenant.bench.many_tenants import Mix, Scenario, Variant, measure_tenants
 from tenant.bench.measured_models import Effort, Generate, Llama
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
-from tenant.session import session
+from tenant.session import tally
 
 
 def bench(*arguments: str) -> str:
@@ -81,7 +81,7 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
     for row in rows:
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         assert numbers["bytes_both_ways"] > 2 * 4 * 64 * numbers["rows"]
-        assert 0 < sum(numbers[f"{span}_us"] for span in session.SPANS) <= numbers["masked_p99_us"]
+        assert 0 < sum(numbers[f"{span}_us"] for span in tally.SPANS) <= numbers["masked_p99_us"]
         floor = numbers["echo_p50_us"] + numbers["product_p50_us"]
         assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
 

@@ -16,7 +16,7 @@ from tenant.bench import report
 from tenant.bench.options import measuring
 from tenant.bench.report import Goal, Table, render, this_run
 from tenant.bench.scaling import picture, slope
-from tenant.session import session
+from tenant.session import tally
 
 ROWS: list[report.Row] = [
     {"width": 768, "variant": "whole, fp32", "wall_s": 1.25, "helper_cpu_s": None, "tenant_peak_mib": 1650.0},
@@ -102,18 +102,18 @@ def test_a_picture_has_a_line_per_variant() -> None:
 
 
 def test_parts_are_recorded_only_inside_a_recording() -> None:
-    session.record("mask", since=session.clock())
-    with session.recorded() as outer:
-        began = session.clock()
+    tally.record("mask", since=tally.clock())
+    with tally.recorded() as outer:
+        began = tally.clock()
         for _ in range(2):
-            session.record("mask", since=began - 0.001)
-        with session.recorded() as inner:
-            session.record("quantise", since=began)
+            tally.record("mask", since=began - 0.001)
+        with tally.recorded() as inner:
+            tally.record("quantise", since=began)
     assert outer.keys() == {"mask"}
     seconds = outer["mask"]
-    assert 0.002 <= seconds <= 0.002 + 2 * (session.clock() - began)
+    assert 0.002 <= seconds <= 0.002 + 2 * (tally.clock() - began)
     assert inner.keys() == {"quantise"}
-    session.record("mask", since=began)
+    tally.record("mask", since=began)
     assert outer["mask"] == seconds
 
 

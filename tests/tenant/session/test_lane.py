@@ -12,9 +12,11 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import NonFiniteError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
+from tenant.core.few import MOST_FEW
 from tenant.core.parts import FloatRows
 from tenant.routing.known_provider import Tolerance
-from tenant.session import lane, product
+from tenant.session import lane
+from tenant.session import session as sessions
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, spoil
@@ -65,7 +67,7 @@ STEPS = st.lists(
         Step,
         st.sampled_from(GROUPS),
         st.sampled_from([FORWARD, FORWARD, *DIRECTIONS]),
-        st.sampled_from([1, 1, 1, 1, lane.MOST_FEW, lane.MOST_FEW + 1]),
+        st.sampled_from([1, 1, 1, 1, MOST_FEW, MOST_FEW + 1]),
         st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         st.sampled_from(["usual"] * len(FAULTS) + list(FAULTS)),
         st.booleans(),
@@ -116,7 +118,7 @@ def test_both_ways_give_the_same_bits_and_verdicts(
     for lanes in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not lanes:
-                patch.setattr(product, "may_repeat", lambda *_: False)
+                patch.setattr(sessions, "may_repeat", lambda *_: False)
             executor, helper = new_provider(), new_provider()
             session = new_session(masking, [executor], [helper], tolerance=HASTY, deadline_s=2.0, ring_bits=ring_bits)
             results.append(run(session, executor, steps, ring_bits))
@@ -131,12 +133,12 @@ def test_both_ways_give_the_same_bits_and_verdicts(
 
 
 @pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | bool]:
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | None]:
     """What each product of a lane has returned."""
-    found: list[lane.Unfinished | bool] = []
+    found: list[lane.Unfinished | None] = []
     multiply_few = lane.Lane.multiply
 
-    def observed(self: lane.Lane, rows: FloatRows) -> lane.Unfinished | bool:
+    def observed(self: lane.Lane, rows: FloatRows) -> lane.Unfinished | None:
         found.append(multiply_few(self, rows))
         return found[-1]
 
@@ -148,11 +150,11 @@ def test_repeated_products_take_the_lane(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
-    outcomes: list[lane.Unfinished | bool],
+    outcomes: list[lane.Unfinished | None],
 ) -> None:
     session = new_session("pad", [executor], [helper])
     run(session, executor, [ONE_ROW] * 18, 32)  # the first products find the providers and make the lane
-    assert outcomes.count(True) > 10
+    assert outcomes.count(None) > 10
     ledger = session.ledger()
     assert ledger.rows == ledger.products == ledger.answers_verified == ledger.effects_verified == 20
     assert ledger.executor_round_trips == ledger.pads_taken == 20
@@ -162,7 +164,7 @@ def test_repeated_products_take_the_lane(
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
 def test_a_failure_is_left_to_the_usual_way(
-    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
 ) -> None:
     session = new_session("none", [executor], tolerance=HASTY)
     *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
@@ -177,7 +179,7 @@ def test_a_failure_is_left_to_the_usual_way(
 
 
 def test_a_wrong_answer_on_the_lane_convicts_its_executor(
-    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
 ) -> None:
     liar, helper = new_provider(), new_provider()
     session = new_session("pad", [liar], [helper])
@@ -203,11 +205,11 @@ def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
 
 
 def test_a_lane_ends_when_a_second_executor_serves_the_group(
-    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | bool]
+    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
 ) -> None:
     first, second = new_provider(), new_provider()
     session = new_session("none", [first])
     run(session, first, [ONE_ROW], 32)
     session.routes.update([second.peer("executor")])
     run(session, first, [ONE_ROW] * 4, 32)
-    assert outcomes == [True, False]
+    assert outcomes == [None, lane.Unfinished()]

@@ -1,8 +1,7 @@
 """Runs products, one batch after the other. Imports torch; parses nothing from the network. Read in this order:
 
-queues      messages between gateway and executor, in one process or over ZeroMQ
+queues      messages between gateway and executor, and keystreams in a thread of their own
 client      a running executor as the gateway sees it; sends requests for a gateway thread and waits for answers
-rows        joins rows as bytes, and expands helpers' seeds
 executor    takes batches from the scheduler and computes them
-supervisor  starts executors, and restarts an executor that has ended or hangs
+supervisor  starts executors in this process or another one, and restarts an executor that has ended or hangs
 """

@@ -33,11 +33,7 @@ _GUARD_S = 1.0  # pause between two reports
 
 
 class ExecutorHandle(ABC):
-    """A running executor, as the gateway sees it.
-
-    Args:
-        model_digest: digest of the model that the executor must serve, also after a restart.
-    """
+    """A running executor, as the gateway sees it. It must serve the model with this digest, also after a restart."""
 
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
         self.config = config
@@ -79,7 +75,7 @@ class ExecutorHandle(ABC):
             if not self.present:  # a start takes longer than an answer
                 patience = max(patience, STARTUP_S)
             try:
-                answers = self._answers(within=patience)
+                answers = self._answers(generation, deadline=time.monotonic() + patience)
             except Exception as error:  # the request was not sent: for example no descriptor was free
                 log.failure("executor_not_asked", error)
                 continue
@@ -90,9 +86,8 @@ class ExecutorHandle(ABC):
                 log.warning("executor_hangs", seconds=round(patience, 1))
                 self._on_hang()
 
-    def _answers(self, *, within: float) -> bool:
+    def _answers(self, generation: int, *, deadline: float) -> bool:
         """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""
-        generation, deadline = self.generation, time.monotonic() + within
         with contextlib.closing(self.open_channel()) as channel:
             channel.send(ReportRequest())
             while channel.receive(WATCH_S) is None:
@@ -116,13 +111,9 @@ class ExecutorRequester:
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
         self._channel = handle.open_channel()
-        self._generation = handle.generation
-        self._outstanding = False  # True while an answer is missing
-
-    @property
-    def generation(self) -> int:
+        self.generation = handle.generation
         """Generation of the executor that received the last request."""
-        return self._generation
+        self._outstanding = False  # True while an answer is missing
 
     def __enter__(self) -> Self:
         return self
@@ -139,19 +130,16 @@ class ExecutorRequester:
         """Send a request. Call `receive` for its answer."""
         if self._outstanding:
             self._reconnect()
-        self._generation = self._handle.generation
+        self.generation = self._handle.generation
         self._outstanding = True
         self._channel.send(message, payload)
 
     def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
         """Wait for the answer to the last request.
 
-        Args:
-            deadline: by `time.monotonic()`. The executor also checks it, and answers a late request without a product.
-            tenant_left: returns True if the tenant has left. The request is then cancelled.
-
-        Raises:
-            Refusal: BUSY if the executor ended or did not answer in time; STOPPING if the provider stops.
+        The executor also checks the deadline, by `time.monotonic()`, and answers a late request without a product. A
+        request whose tenant has left is cancelled. Raises `Refusal`: BUSY if the executor ended or did not answer in
+        time; STOPPING if the provider stops.
         """
         cancelled = False
         while (answer := self._receive()) is None:
@@ -183,7 +171,7 @@ class ExecutorRequester:
 
     @property
     def _lost(self) -> bool:
-        return self._handle.generation != self._generation
+        return self._handle.generation != self.generation
 
     def _receive(self) -> ExecutorAnswer | None:
         answer = self._channel.receive(WATCH_S)

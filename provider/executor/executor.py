@@ -9,8 +9,8 @@ Rows for one expert of a stack are sorted by expert first, so several tenants' r
 Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
 layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
-Rows are handled as bytes (`rows`), and become a matrix for the product only. Every torch operation releases the
-GIL, and waiting for the GIL took a third of this thread's time when sixteen tenants sent requests.
+Rows are joined and copied as bytes, and become a matrix for the product only. Every torch operation releases the GIL,
+and waiting for the GIL took a third of this thread's time when sixteen tenants sent requests.
 
 Waking a thread takes 20 to 50 µs, and a small product takes no longer than two wake-ups. So a gateway thread in this
 process that sends a few rows to an idle executor computes the product itself, while it holds the executor's lock
@@ -29,12 +29,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,21 +43,21 @@ from torch import Tensor
 from provider import logs
 from provider.config.schema import ProviderConfig, SchedulerConfig
 from provider.executor.queues import (
+    NOTHING,
     AddressedAnswer,
     Cancel,
     ExecutorAnswer,
     ExecutorReport,
     Inbox,
     InboxMessage,
+    KeystreamMaker,
     ProductRequest,
     ReportRequest,
     Stop,
     Wake,
     row_load,
 )
-from provider.executor.rows import KeystreamMaker, copy_of, empty, fill, joined
-from provider.products.model import ServedModel, open_store
-from provider.products.operands import Operands
+from provider.products.model import Operands, ServedModel, open_store
 from provider.scheduler.jobs import Job, Key, Piece
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.segments import Counts, clip, merge
@@ -68,7 +69,7 @@ log = logs.EventLog(__name__)
 _KEYSTREAM_SLICE = 4 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
 _SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
-_NOTHING = memoryview(b"")
+_BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,7 +87,7 @@ class _Job(Job):
     sender: Hashable
     request: wire.Execute | wire.Effect
     payload: memoryview | None
-    made: memoryview = _NOTHING
+    made: memoryview = NOTHING
     ordered: int = 0
     result: memoryview | None = None
 
@@ -102,12 +103,8 @@ class _Product(NamedTuple):
 
 
 class Executor:
-    """Serves products until stopped.
-
-    Args:
-        inbox: the source of requests; closed at the end.
-        warm_up: load every layer group while the executor is idle, and not on first use.
-    """
+    """Serves products until stopped, and then closes the inbox. With `warm_up`, it loads every layer group while it is
+    idle, and not on first use."""
 
     def __init__(self, model: ServedModel, *, inbox: Inbox, scheduling: SchedulerConfig, warm_up: bool = False) -> None:
         self._model = model
@@ -124,7 +121,13 @@ class Executor:
         self._resting_until = math.inf  # the next deadline of the scheduler
         self._broken: BaseException | None = None  # an exception in another thread
         self._unrecorded: deque[_Product] = deque()
-        self._load_of = functools.cache(self._row_load)  # the gateway has checked the key: there are few
+
+        @functools.cache  # the gateway has checked the key: there are few
+        def load_of(key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
+            entry = model.manifest.entry(key.group, by_expert=key.by_expert)
+            return row_load(request, entry.columns(key.direction), relayed=relayed)
+
+        self._load_of = load_of
         inbox.set_inline_handler(self._serve_inline)
 
     def run(self) -> None:
@@ -152,8 +155,25 @@ class Executor:
             self._begin_turn()
             if self._stopped and not self._jobs:
                 return None
-            for message in self._inbox.arrived():
-                self._take_in(message)
+            for sender, envelope, payload in self._inbox.arrived():
+                match envelope:
+                    case ProductRequest():
+                        self._accept(self._job_of(sender, envelope, payload))
+                    case Cancel():
+                        if (job := self._jobs.get(sender)) is not None:  # otherwise it has been answered
+                            self._report.cancelled += 1
+                            self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
+                    case ReportRequest():
+                        report = self._report
+                        report.groups_loaded = self._model.groups_loaded
+                        report.waiting = self._scheduler.waiting()
+                        report.resident = _resident_bytes()
+                        report.uptime = time.monotonic() - self._started
+                        self._inbox.answer([(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
+                    case Wake():
+                        self._take_keystream()
+                    case Stop():
+                        self._stopped = True
             now = time.monotonic()
             for job in self._scheduler.expire(now):
                 self._report.late += 1
@@ -199,7 +219,7 @@ class Executor:
             if self._resting_since is None:
                 return False
             self._begin_turn()
-            job = self._job_of(message)
+            job = self._job_of(message.sender, work, message.payload)
             if pieces := self._scheduler.take_alone(job):
                 self._jobs[job.sender] = job
                 self._run_batch(pieces)
@@ -237,24 +257,7 @@ class Executor:
 
     # Messages
 
-    def _take_in(self, message: InboxMessage) -> None:
-        match message.envelope:
-            case ProductRequest():
-                self._accept(self._job_of(message))
-            case Cancel():
-                if (job := self._jobs.get(message.sender)) is not None:  # otherwise it has been answered
-                    self._report.cancelled += 1
-                    self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
-            case ReportRequest():
-                self._answer_report(message.sender)
-            case Wake():
-                self._take_keystream()
-            case Stop():
-                self._stopped = True
-
-    def _job_of(self, message: InboxMessage) -> _Job:
-        work = message.envelope
-        assert isinstance(work, ProductRequest)
+    def _job_of(self, sender: Hashable, work: ProductRequest, payload: memoryview) -> _Job:
         request = work.request
         key = Key(request.group, request.direction, request.arithmetic, request.counts is not None)
         row_work, row_cost = self._load_of(key, type(request), wire.may_be_relayed(request))
@@ -270,27 +273,15 @@ class Executor:
             matrices=_matrices(request.counts),
             weight=work.weight,
             ready=0 if isinstance(request, wire.Effect) else request.rows,
-            sender=message.sender,
+            sender=sender,
             request=request,
-            payload=message.payload,
+            payload=payload,
         )
-
-    def _row_load(self, key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
-        entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
-        return row_load(request, entry.columns(key.direction), relayed=relayed)
 
     def _accept(self, job: _Job) -> None:
         self._jobs[job.sender] = job
         self._scheduler.put(job)
         self._order_keystream(job)
-
-    def _answer_report(self, sender: Hashable) -> None:
-        report = self._report
-        report.groups_loaded = self._model.groups_loaded
-        report.waiting = self._scheduler.waiting()
-        report.resident = _resident_bytes()
-        report.uptime = time.monotonic() - self._started
-        self._inbox.answer([(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
 
     # Keystream
 
@@ -315,14 +306,13 @@ class Executor:
             if isinstance(rows, Exception):
                 self._fail_batch([job], rows)
                 continue
-            job.made = joined([job.made, wire.RING32.pack(rows)])
+            job.made = _joined([job.made, wire.RING32.pack(rows)])
             self._scheduler.make_ready(job, len(rows))
             self._order_keystream(job)
 
     # Products
 
     def _warm_up(self, cold: Iterator[None]) -> None:
-        """Run one step of the warm-up."""
         try:
             next(cold)
         except (DeviceLostError, RankLostError):
@@ -337,20 +327,22 @@ class Executor:
 
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
-            group, direction, arithmetic, by_expert = pieces[0].job.key
-            flat = joined([self._rows(piece) for piece in pieces])
+            key = pieces[0].job.key
+            flat = _joined([self._rows(piece) for piece in pieces])
             count = sum([piece.rows for piece in pieces])
-            encoding = wire.encoding_of(arithmetic)
+            encoding = wire.encoding_of(key.arithmetic)
             rows = encoding.unpack(flat, rows=count)
             begun = time.monotonic()
             counts: Counts | None = None
             order: Tensor | None = None  # sorts the rows by expert; None if they are sorted already
-            if by_expert:
+            if key.by_expert:
                 parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
                 counts, order = (parts[0], None) if len(parts) == 1 else merge(parts)
             if order is not None:
                 rows = rows[order]
-            product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic, counts=counts)
+            product = self._model.product(
+                rows, group=key.group, direction=key.direction, arithmetic=key.arithmetic, counts=counts
+            )
             if order is not None:
                 product = torch.empty_like(product).index_copy_(0, order, product)
         except RankLostError:  # the group of ranks has ended, and this process must end too
@@ -374,9 +366,18 @@ class Executor:
             start += len(own)
             if rows == job.rows:
                 shared = len(body) > max(_SHARED_BYTES, _SHARED_TIMES * len(own))
-                answers.append(self._answer_of(job, copy_of(own) if shared else own))
-            elif (whole := self._collected(piece, own)) is not None:
-                answers.append(self._answer_of(job, whole))
+                if shared:
+                    _fill(copied := _empty(len(own)), own)
+                    own = copied
+                answers.append(self._answer_of(job, own))
+                continue
+            if job.result is None:
+                job.result = _empty(job.rows * row_bytes)
+            _fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], own)
+            if piece.last:
+                answers.append(self._answer_of(job, job.result))
+            else:
+                self._order_keystream(job)
         if answers:
             self._inbox.answer(answers)
 
@@ -406,18 +407,6 @@ class Executor:
         rows, job.made = job.made[:size], job.made[size:]
         return rows
 
-    def _collected(self, piece: Piece[_Job], product: memoryview) -> memoryview | None:
-        """The whole product of a job after its last piece. Stores the rows of the pieces before."""
-        job = piece.job
-        row_bytes = len(product) // piece.rows
-        if job.result is None:
-            job.result = empty(job.rows * row_bytes)
-        fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
-        if piece.last:
-            return job.result
-        self._order_keystream(job)
-        return None
-
     def _fail_batch(self, jobs: list[_Job], error: Exception) -> None:
         """Answer jobs whose product failed. The log holds the reason; the tenants' answers do not."""
         log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
@@ -431,17 +420,43 @@ class Executor:
         self._maker.forget(job, job.tenant)
         self._inbox.answer([self._answer_of(job, failure=wire.encode(wire.Failure(code=code, detail=detail)))])
 
-    def _answer_of(self, job: _Job, product: memoryview = _NOTHING, *, failure: bytes = b"") -> AddressedAnswer:
+    def _answer_of(self, job: _Job, product: memoryview = NOTHING, *, failure: bytes = b"") -> AddressedAnswer:
         """The one answer of a job. The executor holds no memory of the job when it sends the answer."""
         del self._jobs[job.sender]
         job.payload = job.result = None
-        job.made = _NOTHING
+        job.made = NOTHING
         return job.sender, ExecutorAnswer(failure, product, job.taken, self._after_answer)
 
 
 def _matrices(counts: Counts | None) -> int:
     """The number of matrices that a product reads: of the experts that get rows, or of the whole layer group."""
     return 1 if counts is None else sum(count > 0 for count in counts)
+
+
+def _joined(buffers: Sequence[memoryview]) -> memoryview:
+    """The concatenation of all buffers. Not a copy if only one buffer is not empty."""
+    if len(buffers) > 1:
+        buffers = [buffer for buffer in buffers if buffer]
+    if len(buffers) == 1:
+        return buffers[0]
+    whole, start = _empty(sum(map(len, buffers))), 0
+    for buffer in buffers:
+        _fill(whole[start : start + len(buffer)], buffer)
+        start += len(buffer)
+    return whole
+
+
+def _fill(target: memoryview, source: memoryview) -> None:
+    """Copy `source` to `target`, which has the same size."""
+    if len(source) <= _BRIEF_BYTES:
+        target[:] = source
+    else:  # numpy releases the GIL during the copy
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
+def _empty(size: int) -> memoryview:
+    """Uninitialised bytes (a bytearray would be cleared)."""
+    return np.empty(size, dtype=np.uint8).data
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Messages between the gateway's threads and the executor, and their queues: in one process or over ZeroMQ.
+"""Messages between the gateway's threads and the executor, and their queues in one process.
 
 Every `ProductRequest` gets exactly one answer: the product, or a `Failure` if the request was cancelled, late or
 failed. When the answer arrives, the executor holds no memory of the request any more.
@@ -10,31 +10,30 @@ senders, the executor spent a fifth of its time waiting for the GIL.) An idle ex
 compute the answer, so that no thread has to be woken (`set_inline_handler`). For a product of several senders, the
 executor wakes one thread, which wakes the senders. (A thread that wakes another one may lose its core to it: with
 sixteen senders, the executor spent a sixth of its time waking them.) Between processes, messages pass through a private
-`ipc://` socket.
+`ipc://` socket (`supervisor`).
 """
 
 import bisect
-import contextlib
 import math
 import queue
-import select
 import threading
-import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
-import zmq
+from torch import Tensor
 
+from provider.fairness import RoundRobin
 from provider.scheduler.jobs import Stage
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
-from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
 _STEP_S = 60.0  # a tenant that has sent no backward request for this time has stopped training
+J = TypeVar("J")
 
 
 class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
@@ -86,8 +85,6 @@ class Histogram(msgspec.Struct, kw_only=True):
         self.total += value
 
 
-_ROW_BOUNDS = tuple(float(1 << power) for power in range(0, 15, 2))
-_REQUEST_BOUNDS = tuple(float(1 << power) for power in range(8))
 _SECOND_BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -118,8 +115,8 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     idle: float = 0.0
     seconds: float = 0.0
     rows_by_group: list[int] = []
-    batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_ROW_BOUNDS))
-    batch_requests: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_REQUEST_BOUNDS))
+    batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=tuple(4.0**n for n in range(8))))
+    batch_requests: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=tuple(2.0**n for n in range(8))))
     waits: dict[Stage, Histogram] = msgspec.field(
         default_factory=lambda: {stage: Histogram(bounds=_SECOND_BOUNDS) for stage in get_args(Stage)}
     )
@@ -132,26 +129,16 @@ decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 class Stages:
-    """Tells inference from fine-tuning. Thread-safe.
-
-    The stage is found per tenant and not per connection: a tenant that sends forward requests on one connection and
-    backward requests on another is fine-tuning.
-
-    Args:
-        few_rows: a forward request with more rows is never inference.
-    """
+    """Tells inference from fine-tuning. Thread-safe. The stage is found per tenant and not per connection: a tenant
+    that sends forward requests on one connection and backward requests on another is fine-tuning."""
 
     def __init__(self, few_rows: int) -> None:
         self._few_rows = few_rows
         self._last_backward: dict[TenantIdentity, float] = {}
 
     def of(self, tenant: TenantIdentity, request: wire.Execute | wire.Effect, now: float) -> Stage:
-        """The stage of a request. A forward request of few rows is inference, unless its tenant has sent a backward
-        request within the last minute.
-
-        Args:
-            now: arrival of the request, in seconds of a monotonic clock.
-        """
+        """The stage of a request that arrives `now`. A forward request of up to `few_rows` rows is inference, unless
+        its tenant has sent a backward request within the last minute."""
         if request.direction != FORWARD:
             self._last_backward[tenant] = now
         trains = now - self._last_backward.get(tenant, -math.inf) <= _STEP_S
@@ -160,24 +147,14 @@ class Stages:
 
 def row_load(request: type[wire.Binding], columns: Widths, *, relayed: bool) -> tuple[int, int]:
     """The multiply-adds of one row's product, and the multiply-adds that the row costs: an effect's row includes its
-    keystream, and a relayed effect's row also the second keystream, which has the product's columns.
-
-    Args:
-        columns: columns of the request's rows and of the product.
-        relayed: True if the request asks for a relay.
-    """
+    keystream, and a relayed effect's row also the second keystream, which has the product's columns."""
     inputs, outputs = columns
     work = inputs * outputs
     words = 0 if request is not wire.Effect else inputs + outputs if relayed else inputs
     return work, work + _KEYSTREAM_COST * words
 
 
-Context = zmq.Context[zmq.Socket[bytes]]
-
-_NOTHING = memoryview(b"")
-_POSTS = "inproc://executor"  # carries the messages of `SocketInbox.post`
-_LINGER_MS = 1000
-_ROWS_BYTES = 4
+NOTHING = memoryview(b"")
 
 
 class InboxMessage(NamedTuple):
@@ -245,7 +222,7 @@ class RequestChannel(ABC):
     """A sender's end of the queues."""
 
     @abstractmethod
-    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         """Send a request, or cancel the last one. The answer may have arrived when this method returns."""
 
     @abstractmethod
@@ -275,7 +252,6 @@ class LocalInbox(Inbox):
         return _LocalChannel(self)
 
     def deliver(self, message: InboxMessage) -> None:
-        """Serve or queue a message, in the thread of its sender."""
         if not self._queue.empty() or not self._handler(message):
             self._queue.put(message)
 
@@ -303,7 +279,7 @@ class LocalInbox(Inbox):
             self._batches.put(answers)
 
     def post(self, message: Envelope) -> None:
-        self._queue.put(InboxMessage(None, message, _NOTHING))
+        self._queue.put(InboxMessage(None, message, NOTHING))
 
     def close(self) -> None:
         for _ in self.arrived():
@@ -332,7 +308,7 @@ class _LocalChannel(RequestChannel):
         self._inbox = inbox
         self._mailbox = _Mailbox()
 
-    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         self._inbox.deliver(InboxMessage(self._mailbox, message, payload))
 
     def receive(self, seconds: float) -> ExecutorAnswer | None:
@@ -345,78 +321,56 @@ class _LocalChannel(RequestChannel):
         """Does nothing: the mailbox is freed with its last reference."""
 
 
-class SocketInbox(Inbox):
-    """The inbox of an executor whose senders are in another process.
+class KeystreamMaker(Generic[J]):
+    """Makes slices of keystreams in a thread of its own, so that products do not wait for them. Serves tenants in
+    round-robin order, one slice at a time: a small effect does not wait for another tenant's large effect. AES runs
+    without the GIL. `wake` is called in this thread after each slice."""
 
-    Raises:
-        ConfigError: the path cannot be used.
-    """
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._ordered: RoundRobin[Hashable, tuple[J, Callable[[], Tensor]]] = RoundRobin()  # by tenant
+        self._made: deque[tuple[J, Tensor | Exception]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="keystream", daemon=True)
+        self._thread.start()
 
-    def __init__(self, endpoint: str) -> None:
-        self._context: Context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = _LINGER_MS
-        try:
-            for address in (endpoint, _POSTS):
-                self._router.bind(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
+    def order(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
+        """Queue a slice of a tenant. `made` returns the job with the result of `make`, or with its exception."""
+        with self._changed:
+            self._ordered.put(tenant, (job, make))
+            self._changed.notify()
 
-    def arrived(self) -> Iterator[InboxMessage]:
-        receive = self._router.recv  # part by part: `recv_multipart` and `send_multipart` take 5 µs longer
-        while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
-            sender, head, payload = receive(), receive(), receive(copy=False)
-            yield InboxMessage(sender, decode(head), payload.buffer)
+    def forget(self, job: J, tenant: Hashable) -> None:
+        """Drop the queued slices of a job. A slice that the thread is making still arrives in `made`."""
+        with self._changed:
+            for ordered in self._ordered.of(tenant):
+                if ordered[0] is job:
+                    self._ordered.remove(tenant, ordered)
 
-    def wait(self, seconds: float | None) -> None:
-        if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # ZeroMQ's timeouts are whole milliseconds: too long
-            select.select([self._router.fileno()], [], [], seconds)
-
-    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
-        for sender, answer in answers:
-            assert isinstance(sender, bytes)
-            self._router.send(sender, zmq.SNDMORE)
-            self._router.send(answer.failure, zmq.SNDMORE)
-            self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
-            self._router.send(answer.payload, copy=False)
-
-    def post(self, message: Envelope) -> None:
-        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # the inbox may be closed
-            dealer.linger = _LINGER_MS
-            dealer.connect(_POSTS)
-            dealer.send(encode(message), zmq.SNDMORE)
-            dealer.send(b"")
+    def made(self) -> list[tuple[J, Tensor | Exception]]:
+        """The slices made since the last call: the job, with int32 `[rows, inputs]` or an exception."""
+        return [self._made.popleft() for _ in range(len(self._made))]
 
     def close(self) -> None:
-        self._router.close()
-        self._context.term()
+        """Finish the current slice, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
 
-
-class SocketChannel(RequestChannel):
-    """A channel to an executor in another process."""
-
-    def __init__(self, context: Context, endpoint: str) -> None:
-        self._dealer = context.socket(zmq.DEALER)
-        self._dealer.linger = 0
-        self._dealer.reconnect_ivl = 20
-        self._dealer.connect(endpoint)
-        self._arrival = select.poll()  # `select.select` takes no descriptor above 1023, and connections use more
-        self._arrival.register(self._dealer.fileno(), select.POLLIN)
-
-    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        self._dealer.send(encode(message), zmq.SNDMORE)
-        self._dealer.send(payload, copy=False)
-
-    def receive(self, seconds: float) -> ExecutorAnswer | None:
-        until = time.monotonic() + seconds
-        while not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
-            left = until - time.monotonic()
-            if left <= 0:
-                return None
-            self._arrival.poll(1000 * left)
-        failure, rows = self._dealer.recv(), self._dealer.recv()
-        return ExecutorAnswer(failure, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
-
-    def close(self) -> None:
-        self._dealer.close()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._ordered and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                job, make = self._ordered.get()
+            try:
+                outcome: Tensor | Exception = make()
+            except Exception as error:  # the executor answers the request with a failure
+                outcome = error
+            self._made.append((job, outcome))
+            del job, make, outcome  # frees the memory before the thread waits
+            self._wake()

@@ -1,15 +1,18 @@
 """Keeps an executor running: as a thread, as a child process, or as a group of ranks.
 
-The supervisor restarts a process that has ended, and kills and restarts a process that hangs.
+The supervisor restarts a process that has ended, and kills and restarts a process that hangs. Messages to another
+process pass through a private `ipc://` socket of ZeroMQ.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
@@ -22,7 +25,18 @@ from provider import logs
 from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
 from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
 from provider.executor.executor import build
-from provider.executor.queues import Context, LocalInbox, RequestChannel, SocketChannel
+from provider.executor.queues import (
+    NOTHING,
+    AddressedAnswer,
+    Envelope,
+    ExecutorAnswer,
+    Inbox,
+    InboxMessage,
+    LocalInbox,
+    RequestChannel,
+    decode,
+    encode,
+)
 from provider.refusal import Refusal
 from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
@@ -36,6 +50,10 @@ _FIRST_BACKOFF_S = 0.5  # a failed start is reported before the next attempt
 _MAX_BACKOFF_S = 5.0
 _LONG_LIFE_S = 10 * _MAX_BACKOFF_S
 _LOOPBACK = "lo"
+Context = zmq.Context[zmq.Socket[bytes]]
+_POSTS = "inproc://executor"  # carries the messages of `SocketInbox.post`
+_LINGER_MS = 1000
+_ROWS_BYTES = 4
 _SPARE_SOCKETS = 64  # for the executor itself, and for connections above the limit while they are refused
 
 
@@ -82,6 +100,83 @@ class ThreadExecutor(ExecutorHandle):
             log.failure("executor_failed", error)
         finally:
             self.generation += 1
+
+
+class SocketInbox(Inbox):
+    """The inbox of an executor whose senders are in another process.
+
+    Raises:
+        ConfigError: the path cannot be used.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: Context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = _LINGER_MS
+        try:
+            for address in (endpoint, _POSTS):
+                self._router.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
+
+    def arrived(self) -> Iterator[InboxMessage]:
+        receive = self._router.recv  # part by part: `recv_multipart` and `send_multipart` take 5 µs longer
+        while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+            sender, head, payload = receive(), receive(), receive(copy=False)
+            yield InboxMessage(sender, decode(head), payload.buffer)
+
+    def wait(self, seconds: float | None) -> None:
+        if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # ZeroMQ's timeouts are whole milliseconds: too long
+            select.select([self._router.fileno()], [], [], seconds)
+
+    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
+        for sender, answer in answers:
+            assert isinstance(sender, bytes)
+            self._router.send(sender, zmq.SNDMORE)
+            self._router.send(answer.failure, zmq.SNDMORE)
+            self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
+            self._router.send(answer.payload, copy=False)
+
+    def post(self, message: Envelope) -> None:
+        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # the inbox may be closed
+            dealer.linger = _LINGER_MS
+            dealer.connect(_POSTS)
+            dealer.send(encode(message), zmq.SNDMORE)
+            dealer.send(b"")
+
+    def close(self) -> None:
+        self._router.close()
+        self._context.term()
+
+
+class SocketChannel(RequestChannel):
+    """A channel to an executor in another process."""
+
+    def __init__(self, context: Context, endpoint: str) -> None:
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.linger = 0
+        self._dealer.reconnect_ivl = 20
+        self._dealer.connect(endpoint)
+        self._arrival = select.poll()  # `select.select` takes no descriptor above 1023, and connections use more
+        self._arrival.register(self._dealer.fileno(), select.POLLIN)
+
+    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
+        self._dealer.send(encode(message), zmq.SNDMORE)
+        self._dealer.send(payload, copy=False)
+
+    def receive(self, seconds: float) -> ExecutorAnswer | None:
+        until = time.monotonic() + seconds
+        while not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            self._arrival.poll(1000 * left)
+        failure, rows = self._dealer.recv(), self._dealer.recv()
+        return ExecutorAnswer(failure, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
+
+    def close(self) -> None:
+        self._dealer.close()
 
 
 class ProcessExecutor(ExecutorHandle):

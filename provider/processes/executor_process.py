@@ -13,7 +13,7 @@ import torch
 from provider import logs
 from provider.config.schema import from_json
 from provider.executor.executor import build
-from provider.executor.queues import SocketInbox
+from provider.executor.supervisor import SocketInbox
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.system.processes import when_stdin_closes
 

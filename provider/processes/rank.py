@@ -20,7 +20,7 @@ from provider import serve as server
 from provider.config.provider_toml import load
 from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.executor.executor import build
-from provider.executor.queues import SocketInbox
+from provider.executor.supervisor import SocketInbox
 from provider.products.model import open_store
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands

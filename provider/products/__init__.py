@@ -1,5 +1,1 @@
-"""Products with the weights of one model.
-
-operands    packed weights on their devices, and copies of rows to a device and back
-model       the layers that this provider serves, and the float path, with and without bias
-"""
+"""The served base model and its products: `model`."""

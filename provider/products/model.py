@@ -1,60 +1,172 @@
 """The served base model: the products that tenants may ask for.
 
+Ring products use weights of this process (`LocalOperands`) or of a group of ranks (`shards`). On a GPU, rows are copied
+in chunks, through page-locked memory: while one chunk is multiplied, the next one is copied to the GPU and the previous
+result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream:
+events between streams would take as long as a small product. Weights are never copied. On a CPU, the same code runs in
+order and with ordinary memory, for the tests.
+
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
 it is off unless the operator enables it. float32 weights are several times larger than the ring's, so the bytes of the
 groups in memory are limited, and the least recently used group is dropped first.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from provider.config.schema import MIB, ProviderConfig
-from provider.products.operands import LocalOperands, Operands
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, DeviceLostError
+from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network.wire import Arithmetic, Effect
 
-_BYTES = 4
+
+class Operands(ABC):
+    """The quantised weights of every served layer group. Computes one product at a time."""
+
+    @property
+    def any_thread(self) -> bool:
+        """Returns True if several threads may compute products, one at a time; False if only one thread may."""
+        return False
+
+    @property
+    @abstractmethod
+    def loaded(self) -> Collection[int]:
+        """The layer groups that are in memory."""
+
+    @abstractmethod
+    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward, mod 2^32.
+
+        Rows are int32 `[r, inputs]`, the result is int32 `[r, outputs]`, contiguous, both on the CPU. With `counts`,
+        each row is multiplied by its own expert's matrix (`RingMatrix.product`).
+        """
+
+    @abstractmethod
+    def warm_up(self) -> Iterator[None]:
+        """Prepare the first requests, one small step per `next`, so that they do not wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the weights. The operands cannot be used again."""
 
 
-@dataclass(frozen=True)
-class FloatGroup:
-    """One layer group: `weight` float32 `[o, d]`, `bias` float32 `[o]` or None. The members are stacked as in the
-    ring."""
+class LocalOperands(Operands):
+    """Weights of this process. A layer group is loaded at its first product."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._matrices: dict[int, RingMatrix] = {}
+        device = torch.device(store.device)
+        self._transfers = None if device.type == "cpu" else Transfers(device)
+
+    @property
+    def any_thread(self) -> bool:
+        return self._transfers is None  # CUDA streams belong to a thread
+
+    @property
+    def loaded(self) -> Collection[int]:
+        return self._matrices.keys()
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
+        matrix = self._matrix(group)
+        if self._transfers:
+            return self._transfers.product(matrix, rows, direction, counts=counts)
+        return matrix.product(rows, direction, counts=counts)
+
+    def warm_up(self) -> Iterator[None]:
+        for group in self._store.served:
+            self._matrix(group)
+            yield
+
+    def close(self) -> None:
+        self._matrices.clear()
+
+    def _matrix(self, group: int) -> RingMatrix:
+        matrix = self._matrices.get(group)
+        if matrix is None:
+            matrix = self._matrices[group] = self._store.matrix(group)
+        return matrix
+
+
+class Transfers:
+    """Computes products on one device. Not thread-safe.
+
+    Args:
+        chunk: number of rows of one copy.
+    """
+
+    def __init__(self, device: torch.device, *, chunk: int = 256) -> None:
+        self._device = device
+        self._chunk = chunk
+        self._module: Any = torch.get_device_module(device)
+        stream = torch.cuda.Stream if device.type == "cuda" else self._module.Stream
+        self._up, self._down = stream(device), stream(device)
+
+    def product(
+        self, matrix: RingMatrix, rows: Tensor, direction: Direction, *, counts: Counts | None = None
+    ) -> Tensor:
+        """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous."""
+        columns = matrix.columns(direction, by_expert=counts is not None)[1]
+        host_rows, host_product = self._host(*rows.shape), self._host(len(rows), columns)
+        if len(rows) <= self._chunk:
+            host_rows.copy_(rows)
+            sent = host_rows.to(self._device, non_blocking=True)
+            host_product.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
+            self._module.synchronize(self._device)
+            return host_product
+        products = torch.empty(host_product.shape, dtype=torch.int32, device=self._device)
+        compute = self._module.current_stream(self._device)
+        in_use = []  # until all streams are done, because torch reuses memory as soon as it is freed
+        for start in range(0, len(rows), self._chunk):
+            chunk = slice(start, start + self._chunk)
+            host_rows[chunk].copy_(rows[chunk])  # the CPU copies while the device works on earlier parts
+            with self._module.stream(self._up):
+                in_use.append(host_rows[chunk].to(self._device, non_blocking=True))
+            compute.wait_stream(self._up)
+            chunk_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
+            matrix.product(in_use[-1], direction, counts=chunk_counts, out=products[chunk])
+            self._down.wait_stream(compute)
+            with self._module.stream(self._down):
+                host_product[chunk].copy_(products[chunk], non_blocking=True)
+        self._module.synchronize(self._device)
+        return host_product
+
+    def _host(self, rows: int, columns: int) -> Tensor:
+        """A matrix that the device can copy without the CPU. torch keeps such memory for reuse."""
+        pinned = self._device.type == "cuda"
+        return torch.empty((rows, columns), dtype=torch.int32, device="cpu", pin_memory=pinned)
+
+
+class FloatGroup(NamedTuple):
+    """`weight` float32 `[o, d]`, `bias` float32 `[o]` or None. The members are stacked as in the ring."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def product(self, rows: Tensor, *, direction: Direction, biased: bool) -> Tensor:
-        """`rows @ W.T` forward, with the bias if `biased`; `rows @ W` backward. float32 `[r, d]` and `[r, o]` on the
-        weight's device."""
-        if direction != FORWARD:
-            return rows @ self.weight
-        return linear(rows, self.weight, self.bias if biased else None)
-
 
 class FloatGroups:
-    """The groups in memory, least recently used first. Not thread-safe.
-
-    Args:
-        memory: limit in bytes; ConfigError if the largest group is larger.
-    """
+    """The groups in memory, least recently used first: at most `memory` bytes. Not thread-safe. Raises `ConfigError`:
+    the largest group is larger."""
 
     def __init__(self, store: WeightStore, *, device: torch.device, memory: int) -> None:
         self._store = store
         self._device = device
         self._memory = memory
-        self._used = 0
+        self.used = 0
+        """Bytes of the groups in memory."""
         self._groups: OrderedDict[int, FloatGroup] = OrderedDict()
         largest = max(_size(store.manifest().groups[index]) for index in store.served)
         if largest > memory:
@@ -67,50 +179,43 @@ class FloatGroups:
     def loaded(self) -> Collection[int]:
         return self._groups.keys()
 
-    @property
-    def used(self) -> int:
-        """Bytes of the groups in memory."""
-        return self._used
-
     def group(self, index: int) -> FloatGroup:
         """Return one group. The least recently used groups are dropped first if there is no room for it."""
         found = self._groups.get(index)
         if found is None:
             entry = self._store.manifest().groups[index]
-            while self._used + _size(entry) > self._memory:
+            while self.used + _size(entry) > self._memory:
                 dropped, _ = self._groups.popitem(last=False)
-                self._used -= _size(self._store.manifest().groups[dropped])
+                self.used -= _size(self._store.manifest().groups[dropped])
             found = self._groups[index] = self._load(index, entry)
-            self._used += _size(entry)
+            self.used += _size(entry)
         self._groups.move_to_end(index)
         return found
 
     def _load(self, index: int, entry: GroupEntry) -> FloatGroup:
-        layers = self._store.layers(index)
-        outputs = list(entry.outputs)
-        weight = torch.empty((sum(outputs), entry.inputs), dtype=torch.float32, device=self._device)
+        layers, outputs = self._store.layers(index), list(entry.outputs)
+        # the system gets this memory back when the group is dropped; the C library would keep much of it
+        weight = large_tensor((sum(outputs), entry.inputs), dtype=torch.float32)
         for layer, part in zip(layers, weight.split(outputs), strict=True):
             part.copy_(layer.weight)
-        if all(layer.bias is None for layer in layers):
-            return FloatGroup(weight, None)
-        bias = torch.zeros(sum(outputs), dtype=torch.float32, device=self._device)
+        bias = torch.zeros(sum(outputs), dtype=torch.float32, device="cpu")
         for layer, part in zip(layers, bias.split(outputs), strict=True):
             if layer.bias is not None:
                 part.copy_(layer.bias)
-        return FloatGroup(weight, bias)
+        biased = any(layer.bias is not None for layer in layers)
+        return FloatGroup(weight.to(self._device), bias.to(self._device) if biased else None)
 
 
 def _size(entry: GroupEntry) -> int:
     """Bytes of a group in float32, including room for a bias."""
-    return _BYTES * entry.stacked_outputs * (entry.inputs + 1)
+    return 4 * entry.stacked_outputs * (entry.inputs + 1)
 
 
 def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStore:
     """Open the weight store of a configuration. For a group of ranks, it uses a layout that can be sharded."""
-    path = resolve(config.model.checkpoint)
     model, executor = config.model, config.executor
     return WeightStore(
-        path,
+        resolve(model.checkpoint),
         weight_bits=model.weight_bits,
         cache=model.cache,
         device=executor.device,
@@ -191,8 +296,12 @@ class ServedModel:
             return self._operands.product(rows, group=group, direction=direction, counts=counts)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
-        operand = self._floats.group(group)
-        return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
+        weight, bias = self._floats.group(group)
+        rows = rows.to(self._device)
+        product = (
+            linear(rows, weight, bias if arithmetic == "float" else None) if direction == FORWARD else rows @ weight
+        )
+        return product.cpu()
 
     def require_device(self) -> None:
         """Compute a small product, to test the device.

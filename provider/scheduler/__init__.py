@@ -7,8 +7,6 @@ than one slice of another tenant's work; a larger job is multiplied piece by pie
 served next (`RunnableJobs`). The policy decides which jobs share its product, and whether jobs wait to be batched.
 Times and charges are seconds of one monotonic clock; work and cost are multiply-adds.
 
-jobs            the rows of one request, pieces of them, the expected duration of their products, and fair shares
-discipline      the interface of a policy; `none` and `lockstep` exist for comparison
-opportunistic   waits for batches where that saves time
-scheduler       receives jobs and hands out pieces
+jobs        the rows of one request, pieces of them, the expected duration of their products, and fair shares
+scheduler   the policies; receives jobs and hands out pieces
 """

@@ -1,11 +1,5 @@
 """The data of the scheduler: the rows of one request (`Job`), a range of them (`Piece`), the expected duration of their
-products (`Pace`), and the runnable jobs in order of fair shares (`RunnableJobs`).
-
-`RunnableJobs` is start-time fair queueing over two levels: between stages (inference has the larger weight, so it
-precedes fine-tuning without starving it) and between the tenants of a stage. A tenant is charged with its rows' share
-of the time of a product: a few rows alone cost as much as reading the weights, and less in a batch. The tenant that was
-charged least is served next. An idle tenant accrues no credit. All connections of a tenant share one queue.
-"""
+products (`Pace`), and the runnable jobs in order of fair shares (`RunnableJobs`)."""
 
 import math
 from collections import OrderedDict
@@ -20,11 +14,8 @@ Stage = Literal["inference", "fine_tuning"]
 
 
 class Key(NamedTuple):
-    """The product that a job's rows need. Jobs with the same key can share a product.
-
-    Args:
-        by_expert: True if each row is multiplied by the matrix of one expert, and not by the whole stack.
-    """
+    """The product that a job's rows need. Jobs with the same key can share a product. With `by_expert`, each row is
+    multiplied by the matrix of one expert, and not by the whole stack."""
 
     group: int
     direction: Direction
@@ -37,8 +28,6 @@ class Job:
     """The rows of one request.
 
     Args:
-        tenant: the tenant that is charged.
-        key: the product that the rows need.
         rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
         row_work: multiply-adds of one row's product.
         row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
@@ -101,8 +90,7 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
         return self.stop == self.job.rows
 
 
-_Kind = tuple[Direction, wire.Arithmetic, bool]
-"""The kind of a product: a key without its layer group."""
+_Kind = tuple[Direction, wire.Arithmetic, bool]  # a key without its layer group
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
 ARITHMETIC_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
@@ -118,9 +106,6 @@ class Pace:
     Each layer group is measured separately: a product of a narrow group takes far longer per multiply-add than one of a
     wide group. With one estimate for all groups, a tenant that asks for the narrowest group makes the products of other
     tenants look slow, and its own products free. A group that was not measured is as fast as the fastest known one.
-
-    Args:
-        slice_s: the longest time that a product should take.
     """
 
     def __init__(self, slice_s: float) -> None:
@@ -197,9 +182,7 @@ class _Level(Generic[J]):
     """The tenants of one stage."""
 
     def __init__(self, stage: Stage, weight: float) -> None:
-        self.stage = stage
-        self.weight = weight
-        self.charged = 0.0
+        self.stage, self.weight, self.charged = stage, weight, 0.0
         self.now = 0.0  # virtual time: the charge of the flow that was served last, before it was served
         self.flows: dict[Hashable, _Flow[J]] = {}
         self._idle: dict[Hashable, _Flow[J]] = {}
@@ -222,17 +205,15 @@ class _Level(Generic[J]):
 
 
 class RunnableJobs(Generic[J]):
-    """The runnable jobs.
-
-    Args:
-        inference_weight: executor time of inference relative to fine-tuning when both have enough work.
-    """
+    """The runnable jobs: start-time fair queueing over two levels, between stages (inference has the larger weight, so
+    it precedes fine-tuning without starving it) and between the tenants of a stage. A tenant is charged with its rows'
+    share of the time of a product: a few rows alone cost as much as reading the weights, and less in a batch. The
+    tenant that was charged least is served next. An idle tenant accrues no credit. All connections of a tenant share
+    one queue."""
 
     def __init__(self, inference_weight: float) -> None:
-        self._levels: dict[Stage, _Level[J]] = {
-            "inference": _Level("inference", inference_weight),
-            "fine_tuning": _Level("fine_tuning", 1.0),
-        }
+        levels: list[_Level[J]] = [_Level("inference", inference_weight), _Level("fine_tuning", 1.0)]
+        self._levels = {level.stage: level for level in levels}
         self._now = 0.0  # virtual time between the stages
         self._by_key: dict[Key, OrderedDict[J, None]] = {}
 
@@ -277,7 +258,6 @@ class RunnableJobs(Generic[J]):
         return min(flow.charged for flow in self._levels[stage].flows.values())
 
     def counts(self) -> dict[Stage, int]:
-        """Number of jobs by stage."""
         return {stage: sum(len(flow.jobs) for flow in level.flows.values()) for stage, level in self._levels.items()}
 
     def keys(self) -> Iterator[Key]:

@@ -1,15 +1,316 @@
-"""The scheduler: keeps jobs and hands out their rows."""
+"""The scheduler: keeps jobs, and hands out their rows by a policy. `none` and `lockstep` exist for comparison.
+
+`none` (`Discipline` itself) multiplies every job separately. `opportunistic`: requests for the same layer group share a
+product, and wait to be batched where that saves time.
+
+* **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
+  behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
+  lead over the next waiting tenant, and among equal leads the group with the most waiting tenants. The choice delays no
+  product, because the executor always has other work. A tenant that is more than `max_wait_s` ahead of its fair share
+  is not scheduled first, and a request is passed over for one slice at most.
+* **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
+  The saving is the difference between two products and one: the time to read the weights once more, less if the
+  products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for at most
+  `wait_share` of the time of its own product, so a large request waits longer than a small one, and for at most
+  `max_wait_s`. A request waits only while another tenant is expected to ask for the same layer group in time
+  (`_Absent`). A single tenant never waits.
+* **Added rows.** A product that reads the weights anyway takes more rows. Inference requests join every product, whole.
+  A fine-tuning request joins if its tenant is within one slice of its turn, and is cut to the remaining room. In a
+  product that fine-tuning leads, fine-tuning gets half of the slice. When inference is due, fine-tuning makes the
+  product of inference take half as long again at most; otherwise many large requests for the same layer group would
+  make every row of inference wait for a slice.
+* **Inference beside fine-tuning.** When inference is due, fine-tuning waits up to `max_wait_s` for an inference tenant
+  that is about to ask for its next layer group or waits to be batched. Otherwise one row of inference would wait for a
+  slice of fine-tuning, which takes many times longer.
+"""
 
 import heapq
 import itertools
-from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import Generic
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple
 
 from provider.config.schema import PolicyName, SchedulerConfig
-from provider.scheduler.discipline import Discipline, Lockstep
-from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Pace, Piece, RunnableJobs, Stage
-from provider.scheduler.opportunistic import Opportunistic
+from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Key, Pace, Piece, RunnableJobs, Stage
+from symbiosis_priv.arithmetic.ring import FORWARD
+
+_LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
+_SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
+_HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
+_MAX_LEAD = 8  # layer groups: the largest lead that counts
+
+
+class Discipline(Generic[J]):
+    """The interface of a policy, and the policy `none`."""
+
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        self._config = config
+        self._slice_s, self._max_wait_s = config.slice_s, config.max_wait_s
+        self._waiting = waiting
+        self._pace = pace
+
+    def arrived(self, job: J) -> None:
+        """Called when a tenant without jobs sends a job."""
+
+    def departed(self, job: J, now: float) -> None:
+        """Called when the last job of a tenant has been multiplied."""
+
+    def multiplied(self, now: float) -> None:
+        """Called when a product has ended."""
+
+    def is_alone(self, job: J) -> bool:
+        """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
+        return False
+
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
+        """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
+        return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
+
+    def batch(self, leader: J) -> list[Piece[J]]:
+        """Return the pieces of a product that `leader` leads. Includes rows of `leader`; takes one slice at most."""
+        return [Piece.next_of(leader, self._room(leader))]
+
+    def _room(self, leader: J) -> int:
+        return min(self._config.max_batch_rows, self._pace.rows(leader))
+
+
+def _filling(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
+    """Pieces of the jobs in this order, up to `room` rows: with all ready rows of a job, or `cut` to the room."""
+    pieces = []
+    for job in jobs:
+        piece = Piece.next_of(job, room if cut else job.rows)
+        if 0 < piece.rows <= room:
+            pieces.append(piece)
+            room -= piece.rows
+    return pieces
+
+
+class Lockstep(Discipline[J]):
+    """The policy `lockstep`: all tenants go through the model in step. The scheduler waits until every tenant that was
+    active within `lockstep_wait_ms` has a request here, and multiplies all requests for one layer group. Layer groups
+    follow in the order of a training step and start again at the first one, so a tenant that is ahead waits for the
+    tenants behind."""
+
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        super().__init__(config, waiting, pace)
+        self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
+        self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
+
+    def arrived(self, job: J) -> None:
+        self._awaited.pop(job.tenant, None)
+
+    def departed(self, job: J, now: float) -> None:
+        self._awaited[job.tenant] = now + self._config.lockstep_wait_ms / 1000
+
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
+        self._awaited = {tenant: until for tenant, until in self._awaited.items() if until > now}
+        keys = sorted(self._waiting.keys(), key=lambda key: (_place(key) < self._at, _place(key)))
+        if not keys:
+            return None, None
+        leader = self._waiting.of_key(keys[0])[0]
+        if self._awaited and not leader.taken:
+            return None, max(self._awaited.values())
+        return leader, None
+
+    def batch(self, leader: J) -> list[Piece[J]]:
+        self._at = _place(leader.key)
+        room = self._room(leader)
+        first = Piece.next_of(leader, room)
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        return [first, *_filling(others, room - first.rows)]
+
+
+def _place(key: Key) -> tuple[bool, int, str, bool]:
+    """Position of a layer group in a training step: forward from the first group, then backward from the last."""
+    forward = key.direction == FORWARD
+    return not forward, key.group if forward else -key.group, key.arithmetic, key.by_expert
+
+
+class _Expected(NamedTuple):
+    """When requests for one layer group are expected, in seconds of the scheduler's clock."""
+
+    first: float
+    until: float
+
+
+_NONE_EXPECTED = _Expected(math.inf, -math.inf)
+
+
+class _Absence(NamedTuple):
+    stage: Stage
+    key: Key
+    since: float
+
+
+class _Absent:
+    """Predicts the next requests of tenants whose requests are all answered: tenants go through a model in the same
+    order, and a tenant's pause between two requests takes about as long as its previous pause. A tenant that has been
+    absent for longer than `horizon_s` is not expected any more."""
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_s = horizon_s
+        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # in order of their last answers
+        self._pauses: dict[Hashable, float] = {}
+        self._next: dict[tuple[Stage, Key], Key] = {}
+
+    def departed(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """Record that all requests of the tenant are answered; the last one had this key."""
+        self._absent.pop(tenant, None)
+        self._absent[tenant] = _Absence(stage, key, now)
+        while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
+            del self._absent[oldest]
+            self._pauses.pop(oldest, None)
+
+    def arrived(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """Record that the tenant asks for this key, and learn its pause and the order of keys."""
+        absence = self._absent.pop(tenant, None)
+        if absence is not None and absence.stage == stage:
+            pause = max(0.0, now - absence.since)
+            self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
+            self._next[stage, absence.key] = key
+
+    def is_only(self, tenant: Hashable) -> bool:
+        """Returns True if no other tenant is absent."""
+        return len(self._absent) == (tenant in self._absent)
+
+    def after(self, stage: Stage, key: Key) -> Iterator[Key]:
+        """Yield the known keys that follow a key. Never ends if the order of keys is a cycle."""
+        while (found := self._next.get((stage, key))) is not None:
+            yield (key := found)
+
+    def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], _Expected]:
+        """The requests that are expected between `now` and `by`, for each stage and key."""
+        found: dict[tuple[Stage, Key], _Expected] = {}
+        for tenant, (stage, key, since) in reversed(self._absent.items()):
+            if since < now - self._horizon_s:
+                break
+            pause = self._pauses.get(tenant)
+            first = since + (pause or 0.0)
+            until = since + (self._horizon_s if pause is None else _LATE * pause)
+            if first <= by and now < until:
+                coming = stage, self._next.get((stage, key), key)
+                others = found.get(coming, _NONE_EXPECTED)
+                found[coming] = _Expected(min(max(now, first), others.first), max(until, others.until))
+        return found
+
+
+class Opportunistic(Discipline[J]):
+    """The policy `opportunistic`."""
+
+    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
+        super().__init__(config, waiting, pace)
+        self._absent = _Absent(_HORIZON_WAITS * config.max_wait_s)
+        self._idle_since = 0.0  # end of the last product
+
+    def arrived(self, job: J) -> None:
+        self._absent.arrived(job.tenant, job.stage, job.key, job.arrival)
+
+    def departed(self, job: J, now: float) -> None:
+        self._absent.departed(job.tenant, job.stage, job.key, now)
+
+    def multiplied(self, now: float) -> None:
+        self._idle_since = now
+
+    def is_alone(self, job: J) -> bool:
+        return self._absent.is_only(job.tenant)
+
+    def next_leader(self, now: float) -> tuple[J | None, float | None]:
+        waiting: list[float] = []
+        if not self._waiting:
+            return None, None
+        expected = self._absent.expected(now, now + self._max_wait_s)
+        for stage, firsts in self._waiting.in_turn():
+            times = self._go_times(stage, firsts, now, expected)
+            may_go = [job for job, time in zip(firsts, times, strict=True) if time <= now]
+            if may_go:
+                return self._choice(stage, firsts, may_go, now), None
+            waiting += times
+            if stage == "inference":
+                break  # a slice of fine-tuning takes far longer than the wait to be batched
+        return None, min(waiting, default=None)
+
+    def _go_times(
+        self, stage: Stage, firsts: Sequence[J], now: float, expected: Mapping[tuple[Stage, Key], _Expected]
+    ) -> list[float]:
+        """For each job, the time until which it waits to be batched, or waits for inference."""
+        held_back = now
+        if stage == "fine_tuning" and self._waiting.inference_is_due():
+            limit = self._idle_since + self._max_wait_s
+            coming = [e for (kind, _), e in expected.items() if kind == "inference" and e.first <= limit]
+            held_back = max([now, *(min(limit, e.until) for e in coming)])
+        times = []
+        worth: dict[tuple[Key, int], float] = {}  # many jobs have the same key and number of rows
+        for job in firsts:
+            time = job.offered = min(job.offered, now)
+            others = expected.get((stage, job.key))
+            if others is not None and not job.taken:
+                like = job.key, job.rows
+                if like not in worth:
+                    worth[like] = self._worth(job)
+                limit = job.offered + worth[like]
+                if others.first <= limit:
+                    time = min(limit, others.until)
+            times.append(max(time, held_back))
+        return times
+
+    def _worth(self, job: J) -> float:
+        """Seconds for which waiting to be batched costs less than it saves."""
+        seconds = self._pace.seconds
+        rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
+        saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
+        patience = self._config.wait_share * seconds(job, job.rows)
+        return min(saved / self._tenants(job.key), patience, self._max_wait_s)
+
+    def _tenants(self, key: Key) -> int:
+        """Number of tenants with a job for this key."""
+        return len({job.tenant for job in self._waiting.of_key(key)})
+
+    def _choice(self, stage: Stage, firsts: Sequence[J], may_go: Sequence[J], now: float) -> J:
+        """Pick the job that leads the next product, from the jobs that need not wait."""
+        if len(may_go) == 1:
+            return may_go[0]
+        most = self._waiting.charged(may_go[0]) + self._max_wait_s
+        in_share = [job for job in may_go if self._waiting.charged(job) <= most]
+        longest = min(in_share, key=lambda job: job.offered)
+        if now - longest.offered >= self._slice_s:
+            return longest
+        heads: dict[Key, J] = {}  # the first job of each key, in order of fair shares
+        for job in in_share:
+            heads.setdefault(job.key, job)
+        if len(heads) == 1:
+            return in_share[0]
+        # for each key, the number of layer groups between it and the next waiting tenant behind it
+        leads = dict.fromkeys([job.key for job in firsts], _MAX_LEAD)
+        for behind in leads:
+            for steps, ahead in zip(range(1, _MAX_LEAD), self._absent.after(stage, behind), strict=False):
+                if ahead in leads:
+                    leads[ahead] = min(leads[ahead], steps)
+                    break
+        return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
+
+    def batch(self, leader: J) -> list[Piece[J]]:
+        room = self._room(leader)
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        if leader.key.by_expert:  # rows for more experts take longer, and the room is counted in rows of the leader
+            others = [job for job in others if self._pace.rows(job) >= self._pace.rows(leader)]
+        if not others:
+            return [Piece.next_of(leader, room)]
+        others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
+        inference = [job for job in others if job.stage == "inference"]
+        fine_tuning = [job for job in others if job.stage == "fine_tuning"]
+        if leader.stage == "inference":
+            first = Piece.next_of(leader, room)
+            pieces = [first, *_filling(inference, room - first.rows)]
+            most = self._waiting.least_charged("fine_tuning") + self._slice_s if fine_tuning else 0.0
+            filling = [job for job in fine_tuning if self._waiting.charged(job) <= most]
+            if self._waiting.inference_is_due():
+                rows = sum(piece.rows for piece in pieces)  # added rows take time even if the weights are read anyway
+                room = min(room, rows + self._pace.rows_in(leader, _SLOWDOWN * self._pace.seconds(leader, rows)))
+        else:
+            pieces = _filling(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
+            filling = [leader, *fine_tuning]
+        return pieces + _filling(filling, room - sum(piece.rows for piece in pieces), cut=True)
 
 
 class Scheduler(Generic[J]):
@@ -109,8 +410,7 @@ class Scheduler(Generic[J]):
         if leader is not None:
             return now
         times = [self._deadlines[0][0]] if self._deadlines else []
-        times += [] if again is None else [again]
-        return min(times, default=None)
+        return min(times if again is None else [*times, again], default=None)
 
     def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
         """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from provider import logs
-from provider.products.operands import Operands
+from provider.products.model import Operands
 from provider.shards import rank_group
 from provider.shards.rank_group import Heartbeats
 from provider.shards.unit import Unit

@@ -3,11 +3,11 @@
 A kernel packs a weight matrix once and multiplies in both directions with that one copy. The copy takes 1 byte per
 weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
 
-    native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
-    int32      torch's integer matmul, which wraps (torch_kernels)
-    fp64       float64 matmul on integers below 2^53 (torch_kernels)
+    native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (kernel)
+    int32      torch's integer matmul, which wraps (kernel)
+    fp64       float64 matmul on integers below 2^53 (kernel)
     triton     int8 tensor cores of a GPU, one fused pass (triton_kernel)
-    limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (torch_kernels)
+    limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (kernel)
 """
 
 from symbiosis_priv.kernels.choice import KERNELS as KERNELS

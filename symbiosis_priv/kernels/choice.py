@@ -22,23 +22,17 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels.compiled import CompiledKernel
-from symbiosis_priv.kernels.kernel import Kernel, Packed
-from symbiosis_priv.kernels.torch_kernels import Float64Kernel, Int32Kernel, LimbKernel
+from symbiosis_priv.kernels.kernel import CompiledKernel, Float64Kernel, Int32Kernel, Kernel, LimbKernel, Packed
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.native import Isa
 from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomically
 
 log = logging.getLogger(__name__)
 
-_ALL: tuple[Kernel, ...] = (
-    *map(CompiledKernel, reversed(Isa)),
-    Int32Kernel(),
-    TritonKernel(),
-    LimbKernel(),
-    Float64Kernel(),
-)
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+_COMPILED: tuple[Kernel, ...] = tuple(map(CompiledKernel, reversed(Isa)))
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (*_COMPILED, Int32Kernel(), TritonKernel(), LimbKernel(), Float64Kernel())
+}
 """Every kernel by name: the values of `[executor] kernel` in provider.toml, besides "auto"."""
 
 # larger than one block of every kernel, and a multiple of no block size
@@ -65,8 +59,7 @@ def candidates(
 
 @functools.cache
 def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
-    """Returns True if a kernel runs here and is exact, on a small matrix of each packed width. Tests once per
-    process."""
+    """Returns True if `self_test` does, once per process. Logs why a kernel is left out."""
     try:
         exact = self_test(kernel, device)
     except Exception as error:  # not built for this device or torch version, or no compiler for Triton's code
@@ -120,7 +113,8 @@ def probe_rows(count: int, width: int) -> Tensor:
     return rows
 
 
-_FEW_LIMIT = 8
+FEW_ROWS = 8
+"""The largest number of rows in the class "few"."""
 _COUNTS = {"few": 4, "many": 64}  # row counts that represent their class in a timing
 _CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
 # size of the sample of a matrix that is timed; it gives work to all processors
@@ -136,7 +130,7 @@ class Choice(msgspec.Struct, frozen=True):
     kernels: dict[str, str]
 
     def kernel(self, direction: Direction, count: int) -> Kernel:
-        return KERNELS[self.kernels[f"{direction} {'few' if count <= _FEW_LIMIT else 'many'}"]]
+        return KERNELS[self.kernels[f"{direction} {'few' if count <= FEW_ROWS else 'many'}"]]
 
 
 def choose(

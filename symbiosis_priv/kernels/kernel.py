@@ -1,25 +1,40 @@
-"""The interface of a kernel: it packs weights, and computes exact products modulo 2^32 with them in both directions."""
+"""The interface of a kernel, and the kernels of the compiled library and of torch: each packs weights, and computes
+exact products modulo 2^32 with them in both directions.
+
+native-*  the compiled library, one kernel per instruction set, on one layout (native/product.h has the theory). The
+          library has no threads: Python slices the result's columns and hands the slices to `for_each_slice`.
+int32     unchanged weights, int16 or int8 `[o, d]`: torch's integer matmul wraps modulo 2^32, so it is exact. CPU only.
+          Fast for few rows.
+fp64      unchanged weights: exact while every partial sum is an integer of at most 2^53; longer sums are split. Both
+          kernels convert one block at a time, and never hold a second full copy.
+limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four balanced int8 limbs, weights into one or
+          two int8 digits. Pairs whose shift is 32 or more are 0 modulo 2^32; seven int8 products remain for 9 to 15
+          weight bits, four for up to 8. The units need the second matrix in column order, so the digits are stored in
+          that order for the forward direction, and transposed block by block for the backward direction.
+"""
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from symbiosis_priv.arithmetic.ring import Direction, Widths
+from symbiosis_priv import native
+from symbiosis_priv.arithmetic.passes import large_tensor
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
+from symbiosis_priv.native import Isa, for_each_slice
 
 
 @dataclass(frozen=True)
 class Packed:
     """A weight matrix in the layout of some kernels: one plain tensor, so that it can be mapped from disk and shared.
 
-    Args:
-        layout: `Kernel.layout` of the kernels that can read it.
-        outputs: output features o of the weight.
-        inputs: input features d of the weight.
-        weight_bits: bits of a weight. A packed weight takes 1 byte up to 8 bits, and 2 bytes beyond.
-        data: contiguous int8 or int16.
+    `layout` is the `Kernel.layout` of the kernels that can read it. A packed weight takes 1 byte up to 8 weight bits,
+    and 2 bytes beyond; `data` is contiguous int8 or int16. The weight is `[outputs, inputs]`.
     """
 
     layout: str
@@ -87,3 +102,208 @@ class Kernel(ABC):
             rows: int32 `[r, d]` forward, `[r, o]` backward, r >= 1, contiguous, on the packed weights' device.
             out: int32 `[r, o]` or `[r, d]`, contiguous, overwritten.
         """
+
+
+_PANEL = 64  # PANEL in product.h
+# bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
+_SLICE_BYTES = 1 << 21
+_SLICE_ROWS = 8
+_BRIEF_ENTRIES = 1 << 17  # rows that are split into limbs in 13 µs
+_unused_limbs: deque[Tensor] = deque()  # one buffer per product that ran concurrently
+
+
+def _padded(width: int) -> int:
+    return -(-width // _PANEL) * _PANEL
+
+
+class CompiledKernel(Kernel):
+    """A kernel for one instruction set: `pmaddwd`, `vpdpwssd` or plain C."""
+
+    layout = "panels"
+    shard_granule = granule = _PANEL
+
+    def __init__(self, isa: Isa) -> None:
+        self.isa = isa
+        self.name = f"native-{isa.name.lower()}"
+
+    def supports(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self.isa in native.isas()
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return self.isa is native.isas()[-1] and native.vectorised()
+
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        shape = (_padded(outputs) // _PANEL, _padded(inputs) // 2, _PANEL, 2)
+        return torch.int8 if weight_bits <= 8 else torch.int16, shape
+
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        lib = native.library()
+        assert lib is not None  # `supports` has returned True
+        weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
+        data = large_tensor(shape, dtype=dtype)
+        lib.ring_pack(weight.data_ptr(), outputs, inputs, dtype.itemsize, data.data_ptr())
+        return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        lib = native.library()
+        assert lib is not None
+        count, width = rows.shape
+        padded = _padded(width)
+        try:  # new pages would cost small products more than the arithmetic
+            limbs = _unused_limbs.pop()
+        except IndexError:
+            limbs = torch.empty(0, dtype=torch.int32, device="cpu")
+        if len(limbs) < count * padded:
+            limbs = torch.empty(count * padded, dtype=torch.int32, device="cpu")
+        splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
+        splitting.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
+        data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
+        arguments = (self.isa, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
+        operands = (limbs.data_ptr(), count, out.data_ptr())
+
+        def columns(begin: int, end: int) -> None:
+            lib.ring_product(*arguments, *operands, begin, end)
+
+        panels = _padded(out.shape[1]) // _PANEL
+        panel_bytes = _PANEL * padded * weight_bytes * max(1, count // _SLICE_ROWS)
+        for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
+        _unused_limbs.append(limbs)
+
+
+_CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 26  # weights that are converted at a time
+
+
+class _PlainKernel(Kernel):
+    layout = "plain"
+    shard_granule = granule = 1
+    dtype: ClassVar[torch.dtype]
+    """The dtype of the product's operands."""
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return device.type != "cpu" or not native.vectorised()
+
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        return torch.int8 if weight_bits <= 8 else torch.int16, (outputs, inputs)
+
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        outputs, inputs = weight.shape
+        dtype, _ = self.form(outputs, inputs, weight_bits=weight_bits)
+        return Packed(self.layout, outputs, inputs, weight_bits, weight.to(dtype, copy=True).contiguous())
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        rows = rows.to(self.dtype)
+        out.zero_()
+        most = _CPU_WEIGHTS if packed.data.device.type == "cpu" else _GPU_WEIGHTS
+        step = max(1, most // packed.inputs)
+        for start in range(0, packed.outputs, step):
+            outputs = slice(start, min(start + step, packed.outputs))
+            weights = packed.data[outputs].to(self.dtype)
+            if direction == FORWARD:
+                self._add(out[:, outputs], rows, weights.t(), packed.weight_bits)
+            else:
+                self._add(out, rows[:, outputs], weights, packed.weight_bits)
+
+    @abstractmethod
+    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
+        """Add `rows @ matrix`, both widened, to int32 `out`."""
+
+
+class Int32Kernel(_PlainKernel):
+    name = "int32"
+    dtype = torch.int32
+
+    def supports(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
+        out.add_(rows @ matrix)
+
+
+class Float64Kernel(_PlainKernel):
+    name = "fp64"
+    dtype = torch.float64
+
+    def supports(self, device: torch.device) -> bool:
+        return True
+
+    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
+        # |row| <= 2^31 and |weight| < 2^(b-1): a sum of this many terms is at most 2^53
+        terms = 1 << (23 - weight_bits)
+        for start in range(0, rows.shape[1], terms):
+            summed = slice(start, start + terms)
+            out.add_((rows[:, summed] @ matrix[summed]).to(torch.int64).to(torch.int32))
+
+
+BALANCE = -0x7F7F7F80
+"""0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit."""
+
+_TURNED_AT_A_TIME = 1 << 22  # weights per block
+_MULTIPLE = 8  # every dimension is padded to a multiple of it, as the units require
+
+
+class DigitKernel(Kernel):
+    """Base of kernels on int8 digits: a plane of low digits and, beyond 8 weight bits, a plane of high digits."""
+
+    layout = "digits"
+    granule = _MULTIPLE
+
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        digits = 1 if weight_bits <= 8 else 2
+        return torch.int8, (digits, outputs + -outputs % _MULTIPLE, inputs + -inputs % _MULTIPLE)
+
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        outputs, inputs = weight.shape
+        digits = [weight]
+        if weight_bits > 8:
+            low = ((weight + 0x80) & 0xFF) - 0x80
+            digits = [low, (weight - low) >> 8]
+        padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
+        data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
+        return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+    def cut(self, packed: Packed, start: int, stop: int) -> Packed:
+        return replace(packed, outputs=stop - start, data=packed.data[:, start:stop])
+
+
+class LimbKernel(DigitKernel):
+    name = "limbs"
+
+    def supports(self, device: torch.device) -> bool:
+        return True
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return device.type != "cpu" or not native.vectorised() or torch.cpu._is_amx_tile_supported()
+
+    def max_terms(self) -> int:
+        return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        count, width = rows.shape[0], packed.data.shape[2 if direction == FORWARD else 1]
+        padded = max(_MULTIPLE, count + -count % _MULTIPLE)
+        x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
+        x.add_(BALANCE).bitwise_xor_(BALANCE)
+        limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
+        for limb in limbs:
+            limb.copy_(x)  # the lowest byte of the row
+            x >>= 8
+        for columns, matrices in self._steps(packed, direction):
+            target = out[:, columns].zero_()
+            # CUDA requires more than 16 rows: there are at least 3 limbs of 8 rows
+            for j, matrix in enumerate(matrices):
+                products = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)
+                for i, product in enumerate(products):
+                    target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))
+
+    def _steps(self, packed: Packed, direction: Direction) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Divide a product by its output columns. Yields the slice of columns of each step, and each plane's digits for
+        them, stored column by column."""
+        if direction == FORWARD:
+            yield slice(0, packed.outputs), [w.t() for w in packed.data]
+            return
+        _, outputs, inputs = packed.data.shape
+        step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
+        for start in range(0, inputs, step):
+            columns = slice(start, start + step)
+            yield columns, [w[:, columns].t().contiguous().t() for w in packed.data]

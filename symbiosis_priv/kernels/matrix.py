@@ -16,7 +16,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
-from symbiosis_priv.kernels.choice import KERNELS, Choice, choose, kernel_of
+from symbiosis_priv.kernels.choice import FEW_ROWS, KERNELS, Choice, choose, kernel_of
 from symbiosis_priv.kernels.kernel import Kernel, Packed
 
 _CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
@@ -65,7 +65,8 @@ class RingMatrix:
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
         self.device = device
         self.experts, self._transposed = 1, False
-        self._choice = choice
+        # by direction, and by whether there are many rows
+        self._kernels = {(d, n > FEW_ROWS): choice.kernel(d, n) for d in DIRECTIONS for n in (1, FEW_ROWS + 1)}
         self._packed = packed.to(device)
         self._set_columns()
         for name in set(choice.kernels.values()):
@@ -132,7 +133,7 @@ class RingMatrix:
 
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
         """The kernel that products of `count` rows use, for a direction of the packed weights."""
-        return self._choice.kernel(direction, count)
+        return self._kernels[direction, count > FEW_ROWS]
 
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.kernels.kernel import Packed
-from symbiosis_priv.kernels.torch_kernels import BALANCE, DigitKernel
+from symbiosis_priv.kernels.kernel import BALANCE, DigitKernel, Packed
 
 MAX_TERMS = 1 << 16
 """Largest number of terms of one program, so that its accumulators stay in int32 (`triton_product`)."""

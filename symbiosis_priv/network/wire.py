@@ -11,12 +11,11 @@ limits, parses the header, compares the announced payload size with the size tha
 allocates memory for the payload. A reply repeats its request's `Binding`, so that an answer cannot be passed off as the
 answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
 
-Segmented requests. The rows of a request may consist of segments, each multiplied by another matrix: for a stack
-of experts, `counts` says how many rows each expert gets. Rows are sorted by expert and have the width of one expert's
-matrix. All segments belong to one layer group, so a request has one width, one keystream and one check; products of
-several layer groups are several requests. The executor and every helper see the counts, which depend on the tenant's
-rows (docs/threat-model.md). A stack's manifest entry tells both sides that the other knows `counts`, so the version of
-the protocol is unchanged, and a request without `counts` has the same bytes as before.
+Segmented requests. For a stack of experts, `counts` says how many rows of a request each expert's matrix multiplies.
+Rows are sorted by expert and have the width of one expert's matrix. A request is for one layer group, so it has one
+width, one keystream and one check. The executor and every helper see the counts, which depend on the tenant's rows
+(docs/threat-model.md). A stack's manifest entry tells both sides that the other knows `counts`, so the version of the
+protocol is unchanged, and a request without `counts` has the same bytes as before.
 
 Narrow rings. With `ring_bits = 24` the matrices of request and reply are integers modulo 2^24, 3 bytes each. The
 product is computed modulo 2^32, and its low bits are sent. A tenant that uses narrow rings says hello with
@@ -32,12 +31,19 @@ block (`FetchBlock`) only to find out which provider caused a wrong answer. A te
 
 import functools
 import struct
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from symbiosis_priv import native
 from symbiosis_priv.arithmetic import keystream
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
@@ -46,10 +52,6 @@ from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
 from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
 from symbiosis_priv.limits import RingBits as RingBits
 from symbiosis_priv.limits import Role as Role
-from symbiosis_priv.network.encoding import FLOAT32 as FLOAT32
-from symbiosis_priv.network.encoding import RING24 as RING24
-from symbiosis_priv.network.encoding import RING32 as RING32
-from symbiosis_priv.network.encoding import Encoding as Encoding
 from symbiosis_priv.system.files import UNDECODABLE
 
 VERSION = 3
@@ -68,6 +70,114 @@ MAX_BLOCKS = 32
 """Largest number of block ranges of a request. With `MAX_EXPERTS` counts they fit a header."""
 MAX_HELPERS = 16
 """Largest number of helpers that a permit names."""
+_NARROW = 24
+_BRIEF = 1 << 14  # items that take less time than reacquiring the GIL
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a payload stores a matrix of a dtype: row-major, little-endian, 32 bits per item or the low 24 bits of int32,
+    no padding. Nothing else computes payload sizes, packs or unpacks matrices."""
+
+    dtype: torch.dtype
+    item_bits: int
+
+    @functools.cached_property
+    def items(self) -> type[np.generic]:
+        """The numpy type that corresponds to `dtype`."""
+        return np.int32 if self.dtype == torch.int32 else np.float32
+
+    def size(self, rows: int, width: int) -> int:
+        """Bytes of a matrix `[rows, width]` in a payload."""
+        return -(-rows * width * self.item_bits // 8)
+
+    def pack(self, matrix: Tensor | NDArray[Any]) -> memoryview:
+        """The payload of a CPU matrix of `dtype`. With 32 bits it is not a copy if the matrix is contiguous and the
+        machine little-endian.
+
+        `pack` and `unpack` avoid torch where possible. Each torch operation releases the GIL, and reacquiring it takes
+        longer than the rest while other threads wait for it.
+        """
+        if isinstance(matrix, Tensor):
+            matrix = (matrix.detach() if matrix.requires_grad else matrix).numpy()
+        array = np.ascontiguousarray(matrix)
+        if not array.size:  # a memoryview with a zero in its shape cannot be cast
+            return memoryview(b"")
+        if self.item_bits == _NARROW:
+            packed = np.empty(3 * array.size, dtype=np.uint8)
+            if not _compiled("ring_pack24", array, array.size, packed):
+                words = array.astype("<i4", copy=False).reshape(-1).view(np.uint8)
+                packed.reshape(-1, 3)[:] = words.reshape(-1, 4)[:, :3]
+            return packed.data
+        return (array if sys.byteorder == "little" else array.byteswap()).data.cast("B")
+
+    def unpack(self, payload: bytearray | memoryview | np.ndarray, *, rows: int) -> Tensor:
+        """The matrix `[rows, width]` of a writable payload. With 32 bits it is not a copy on little-endian machines.
+
+        With 24 bits, items are the signed representatives, -2^23 to 2^23 - 1.
+        """
+        if self.item_bits == _NARROW:
+            packed = np.frombuffer(payload, dtype=np.uint8)
+            array = np.empty(len(packed) // 3, dtype=np.int32)
+            _unpack24(packed, array)
+        else:
+            array = _ordered(np.frombuffer(payload, dtype=self.items))
+        return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
+
+    def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:
+        """Subtract the integers of a payload from a contiguous int32 matrix, modulo 2^32 and in place.
+
+        With 24 bits the payload holds signed representatives, as `unpack` returns them.
+        """
+        if self.item_bits == _NARROW:
+            packed = np.frombuffer(payload, dtype=np.uint8)
+            if not _compiled("ring_subtract24", packed, matrix.size, matrix):
+                _unpack24(packed, subtrahend := np.empty_like(matrix))
+                np.subtract(matrix, subtrahend, out=matrix)
+        else:
+            matrix -= _ordered(np.frombuffer(payload, dtype=np.int32)).reshape(matrix.shape)
+
+    def payload_space(self, matrix: NDArray[Any]) -> memoryview:
+        """The part of a contiguous matrix's memory that receives its payload. Call `unpack_in_place` once it is
+        full."""
+        return matrix.data.cast("B")[-self.size(1, matrix.size) :] if matrix.size else memoryview(bytearray())
+
+    def unpack_in_place(self, matrix: NDArray[Any]) -> None:
+        """Turn the payload that fills `payload_space(matrix)` into the matrix, in place."""
+        if self.item_bits == _NARROW:
+            _unpack24(np.frombuffer(self.payload_space(matrix), dtype=np.uint8), matrix)
+        elif sys.byteorder == "big":
+            matrix.byteswap(inplace=True)
+
+
+RING32 = Encoding(torch.int32, 32)
+"""Integers modulo 2^32."""
+RING24 = Encoding(torch.int32, _NARROW)
+"""Integers modulo 2^24."""
+FLOAT32 = Encoding(torch.float32, 32)
+
+
+def _ordered(array: NDArray[Any]) -> NDArray[Any]:
+    return array if sys.byteorder == "little" else array.byteswap()
+
+
+def _compiled(function: str, source: NDArray[Any], items: int, target: NDArray[Any]) -> bool:
+    """Call a function of the compiled library. Returns False if there is no library."""
+    if (library := native.library()) is None:
+        return False
+    if items:
+        library = native.brief_library() if items <= _BRIEF else library
+        getattr(library, function)(native.best(library), source.ctypes.data, items, target.ctypes.data)
+    return True
+
+
+def _unpack24(packed: NDArray[np.uint8], items: NDArray[np.int32]) -> None:
+    """Write the signed representatives. `packed` may be the end of the memory of `items`."""
+    if not _compiled("ring_unpack24", packed, items.size, items):
+        words = np.zeros((items.size, 4), dtype=np.uint8)
+        words[:, 1:] = packed.reshape(-1, 3)
+        items.reshape(-1)[:] = words.reshape(-1).view("<i4") >> 8
+
 
 Arithmetic = Literal["ring", "float", "float_bias_free"]
 """The arithmetic of a product: exact ring; float with bias (forward); float without bias (`float_bias_free`, or

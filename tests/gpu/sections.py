@@ -145,7 +145,7 @@ def transfers(options: Options) -> Iterator[Row]:
     """Products of rows in host memory: with the copies, and the product alone."""
     import torch
 
-    from provider.products.operands import Transfers
+    from provider.products.model import Transfers
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.kernels import RingMatrix, probe_rows
 
@@ -202,7 +202,7 @@ def nccl(options: Options) -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
-    from provider.products.operands import LocalOperands
+    from provider.products.model import LocalOperands
     from provider.shards import rank_group
     from provider.shards.sharded import ShardedOperands
     from symbiosis_priv.arithmetic.ring import DIRECTIONS

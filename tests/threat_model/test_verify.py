@@ -567,12 +567,11 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     monkeypatch.setattr(connection.Connection, "_check", lenient)
     job_of = Executor._job_of
 
-    def wrap(self: Executor, message: Any) -> Any:
-        work = message.envelope
+    def wrap(self: Executor, sender: Any, work: Any, payload: Any) -> Any:
         if isinstance(work.request, wire.Execute):
             group = work.request.group % len(self._model.manifest.groups)
             work = msgspec.structs.replace(work, request=msgspec.structs.replace(work.request, group=group))
-        return job_of(self, message._replace(envelope=work))
+        return job_of(self, sender, work, payload)
 
     monkeypatch.setattr(Executor, "_job_of", wrap)
     outcomes = judge("refusals", "ring-exact")

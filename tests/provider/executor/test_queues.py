@@ -1,23 +1,19 @@
-"""Messages between senders and the executor, in one process and between two; the stage of a request."""
+"""Messages between senders and the executor; the stage of a request; keystreams in the background."""
 
 import contextlib
 import os
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
-from provider.executor.queues import (
-    Context,
-    ExecutorAnswer,
-    LocalInbox,
-    ReportRequest,
-    SocketChannel,
-    SocketInbox,
-    Stages,
-)
+from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, ReportRequest, Stages
+from provider.executor.supervisor import Context, SocketChannel, SocketInbox
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -93,3 +89,40 @@ def test_a_tenant_that_has_stopped_training_counts_as_inference_again(later: flo
     stages = Stages(16)
     stages.of(ALICE, ask("backward", 2), 0.0)
     assert stages.of(ALICE, ask("forward", 1), later) == stage
+
+
+def collect(maker: KeystreamMaker[str], count: int, woken: threading.Semaphore) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        assert woken.acquire(timeout=20)
+        assert time.monotonic() < deadline
+        found += maker.made()
+    return found
+
+
+def test_tenants_take_turns_and_errors_are_reported() -> None:
+    woken, go_on = threading.Semaphore(0), threading.Event()
+    maker: KeystreamMaker[str] = KeystreamMaker(woken.release)
+
+    def blocked() -> torch.Tensor:
+        assert go_on.wait(20)
+        return torch.zeros(1, 1, dtype=torch.int32)
+
+    def failing() -> torch.Tensor:
+        raise ValueError
+
+    maker.order("first", "alice", blocked)  # the other requests queue meanwhile
+    for number in range(3):
+        maker.order(f"alice {number}", "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
+    maker.order("gone", "carol", lambda: torch.zeros(1, 1, dtype=torch.int32))
+    maker.order("bob 0", "bob", failing)
+    maker.forget("gone", "carol")
+    go_on.set()
+    made = collect(maker, 5, woken)
+    names = [name for name, _ in made]
+    assert names.index("bob 0") < names.index("alice 1")
+    assert sorted(names) == ["alice 0", "alice 1", "alice 2", "bob 0", "first"]
+    assert isinstance(dict(made)["bob 0"], ValueError)
+    maker.close()
+    maker.close()  # closing twice does nothing

@@ -129,12 +129,10 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     launch: Launch,
     forty_eight_mib: Path,
     cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
     on: bool,
 ) -> None:
     """A provider keeps no more of 48 MiB of float weights than the configured amount."""
     bound = 8
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # freed memory is returned to the system at once
     store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
-from provider.products.operands import Transfers
+from provider.products.model import Transfers
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.harness import strategies as testing

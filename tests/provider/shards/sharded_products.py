@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from provider.products.operands import LocalOperands
+from provider.products.model import LocalOperands
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction

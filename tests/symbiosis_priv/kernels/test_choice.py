@@ -15,7 +15,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direct
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, self_test, tune
 from symbiosis_priv.kernels.choice import candidates
-from symbiosis_priv.kernels.torch_kernels import Int32Kernel
+from symbiosis_priv.kernels.kernel import Int32Kernel
 from tenant.bench.kernels import measure_kernels
 from tests.builds import switched
 

@@ -21,7 +21,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, choice
-from symbiosis_priv.kernels.compiled import CompiledKernel
+from symbiosis_priv.kernels.kernel import CompiledKernel
 from tests import drawn
 
 NAMES = [

@@ -188,26 +188,6 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
         return config
     # The digest covers all layers, so the store reads the whole model. Only the chosen layers are packed later.
     manifest = open_store(unplaced(config)).manifest(progress=progress)
-    served = coverage(manifest.layers[-1] + 1, _others(config, manifest))
-    length = config.registry.capacity_layers
-    assert length is not None, "the configuration requires it"
-    chosen = most_needed(served, length)
-    least = min(served[chosen.first : chosen.last + 1])
-    log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
-    return _with_layers(config, str(chosen))
-
-
-def unplaced(config: ProviderConfig) -> ProviderConfig:
-    """Returns the configuration without `layers = "auto"`, to compute the model's digest, which covers all layers."""
-    return _with_layers(config, _FIRST_LAYER) if config.model.layers == AUTO else config
-
-
-def _with_layers(config: ProviderConfig, layers: str) -> ProviderConfig:
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, layers=layers))
-
-
-def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescriptor]:
-    """The other executors of the model, from all registries that answer."""
     trust = trust_of(config.registry)
     own = key_fingerprint(load_certificates(config.tls.certificate)[0])
     listed: list[bytes] = []
@@ -225,4 +205,20 @@ def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescript
     found, refused = newest_of(listed, trust, now=time.time())
     for reason, count in refused.items():
         log.info("not_believed", reason=reason, descriptors=count)
-    return [one for one in found if one.descriptor.model_digest == manifest.digest and one.key != own]
+    others = [one for one in found if one.descriptor.model_digest == manifest.digest and one.key != own]
+    served = coverage(manifest.layers[-1] + 1, others)
+    length = config.registry.capacity_layers
+    assert length is not None, "the configuration requires it"
+    chosen = most_needed(served, length)
+    least = min(served[chosen.first : chosen.last + 1])
+    log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
+    return _with_layers(config, str(chosen))
+
+
+def unplaced(config: ProviderConfig) -> ProviderConfig:
+    """Returns the configuration without `layers = "auto"`, to compute the model's digest, which covers all layers."""
+    return _with_layers(config, _FIRST_LAYER) if config.model.layers == AUTO else config
+
+
+def _with_layers(config: ProviderConfig, layers: str) -> ProviderConfig:
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, layers=layers))

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from enum import StrEnum
@@ -218,20 +217,14 @@ def init(
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
-    typer.echo(f"wrote {path}. Next:")
-    for step in _next_steps(path, name=name, role=role):
-        typer.echo(f"  {step}")
-
-
-def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
-    keys = path.parent / "keys"
+    keys, steps = path.parent / "keys", []
     where = "" if keys == Path("keys") else f" --directory {shlex.quote(str(keys))}"
     if not (keys / "authority.pem").exists():
-        if role == "executor":
-            yield f"symbiosis-priv keys authority{where}"
-        else:
-            yield f"put authority.pem and revoked.txt, which the executor's operator has, into {keys}"
+        put = f"put authority.pem and revoked.txt, which the executor's operator has, into {keys}"
+        steps.append(f"symbiosis-priv keys authority{where}" if role == "executor" else put)
     if not (keys / f"{name}.pem").exists():
-        yield f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}"
-    yield f"symbiosis-priv provider manifest --config {shlex.quote(str(path))}"
-    yield f"symbiosis-priv provider serve --config {shlex.quote(str(path))}"
+        steps.append(f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}")
+    steps += [
+        f"symbiosis-priv provider {command} --config {shlex.quote(str(path))}" for command in ("manifest", "serve")
+    ]
+    typer.echo("\n  ".join([f"wrote {path}. Next:", *steps]))

@@ -21,7 +21,7 @@ from provider.executor import supervisor
 from provider.gateway.credentials import Credentials
 from provider.gateway.gateway import Gateway
 from provider.gateway.usage import UsageCounters
-from provider.operations.status import Status, StatusSource
+from provider.operations.status import Status, take_status
 from provider.products.model import open_store
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
@@ -68,7 +68,7 @@ class Provider:
 
     def status(self) -> Status:
         assert self._gateway is not None, "start it first"
-        return self._status_source(self._gateway).take()
+        return take_status(self._gateway, self.executor, self._announcer, self._reloader)
 
     def start(self) -> Self:
         """Quantise the model if necessary, start the executor, and listen.
@@ -104,13 +104,10 @@ class Provider:
                 self._announcer = Announcer(config, address=gateway.address, manifest=manifest, served=served)
                 self._announcer.start()
             if config.metrics.listen is not None:
-                from provider.operations.metrics import (
-                    MetricsServer,  # imports Prometheus' client, which most providers do not need
-                )
+                # imports Prometheus' client, which most providers do not need
+                from provider.operations.metrics import MetricsServer
 
-                self._metrics = MetricsServer(
-                    config.metrics.listen, self._status_source(gateway), hosts=config.metrics.hosts
-                )
+                self._metrics = MetricsServer(config.metrics.listen, self.status, hosts=config.metrics.hosts)
         except BaseException:
             if self._gateway is None:
                 self.executor.stop(config.limits.stop_timeout_s)
@@ -135,14 +132,14 @@ class Provider:
             self._announcer = None
         self._reloader.close(timeout)
         clean = self._gateway.stop(timeout)
-        requests = self._gateway.requests
+        requests = self._gateway.state.register.requests
         self.executor.stop(timeout)
         if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()
-        self._gateway = None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._gateway = None
         self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
 
@@ -160,25 +157,18 @@ class Provider:
         self._tls, self._relay, self._credentials = config.tls, config.relay, credentials
         if self._announcer is not None:
             self._announcer.renew()
-        chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # as chosen at the start
-        before = self.config.limits
-        renewed = msgspec.structs.replace(
-            config.limits,
-            handshake_share=before.handshake_share,
-            handshake_share_serving=before.handshake_share_serving,
-        )
-        fixed = msgspec.structs.replace(
+        replace, old = msgspec.structs.replace, self.config
+        shares = {name: getattr(old.limits, name) for name in ("handshake_share", "handshake_share_serving")}
+        chosen = replace(config.model, layers=old.model.layers)  # as chosen at the start
+        fixed = replace(
             config,
-            limits=renewed,
-            quota=self.config.quota,
-            tenants=self.config.tenants,
-            relay=msgspec.structs.replace(config.relay, to=self.config.relay.to, helpers=self.config.relay.helpers),
+            limits=replace(config.limits, **shares),
+            quota=old.quota,
+            tenants=old.tenants,
+            relay=replace(config.relay, to=old.relay.to, helpers=old.relay.helpers),
             model=chosen if config.model.layers == AUTO else config.model,
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
-
-    def _status_source(self, gateway: Gateway) -> StatusSource:
-        return StatusSource(gateway, self.executor, self._announcer, self._reloader)
 
     def _watched_files(self) -> list[Path]:
         tls = self._tls  # as last read: the configuration may name other files than at the start

@@ -43,7 +43,11 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
     sizes = [width * group.inputs * group.stacked_outputs for group in groups]
     kind = f"int{8 * width}"
-    here, ranks, processes = _processes(config)
+    here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all
+    processes = 1 if ranks == 1 and config.executor.endpoint == INPROC else ranks + 1
+    if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
+        here = processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        ranks = dist.get_world_size()
     own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has its own
     places = [f"cuda:{rank}" for rank in range(here)] if own_gpus else [device]
     plan = [
@@ -60,16 +64,6 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     if config.executor.float_memory is not None:
         plan.insert(1, Need("float weights", places[0], "float32", config.executor.float_memory))
     return plan
-
-
-def _processes(config: ProviderConfig) -> tuple[int, int, int]:
-    """Return (ranks on this machine, ranks, processes on this machine)."""
-    if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        return here, dist.get_world_size(), here
-    ranks = config.executor.ranks
-    alone = ranks == 1 and config.executor.endpoint == INPROC
-    return ranks, ranks, 1 if alone else ranks + 1
 
 
 def check_plan(plan: list[Need]) -> None:

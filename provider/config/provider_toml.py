@@ -59,6 +59,7 @@ def template(
         ConfigError: a value that provider.toml does not allow.
     """
     check_name(name)  # prefix of the name of the certificate and of its key
+    port = parse_address(listen)[1] + _METRICS_PORT - parse_address(DEFAULT_LISTEN)[1]  # each provider has its own
     given = {
         "name": name,
         "listen": listen,
@@ -69,7 +70,7 @@ def template(
         "tls.key": f"keys/{name}.key",
         "tls.tenant_authority": "keys/authority.pem",
         "tls.revoked": revoked,
-        "metrics.listen": f"127.0.0.1:{_metrics_port(listen)}",
+        "metrics.listen": f"127.0.0.1:{port if not listen.endswith(':0') and port < 1 << 16 else 0}",
     }
     text = _HEAD + _keys(ProviderConfig, "", given)
     for field in msgspec.structs.fields(ProviderConfig):
@@ -83,12 +84,6 @@ def template(
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
     return text
-
-
-def _metrics_port(listen: str) -> int:
-    """9464, the usual port of such metrics, for the default address; another one for each other port of a provider."""
-    port = parse_address(listen)[1] + 9464 - parse_address(DEFAULT_LISTEN)[1]
-    return port if listen.rpartition(":")[2] != "0" and port < 1 << 16 else 0
 
 
 def _keys(config: type[msgspec.Struct], section: str, given: Mapping[str, object]) -> str:
@@ -118,6 +113,7 @@ def _comment(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 100, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
+_METRICS_PORT = 9464  # the usual port of such metrics, for the default address
 _HEAD = """\
 # symbiosis-priv provider serve --config provider.toml
 # Paths are relative to this file. What is commented out shows its default, or an example where there is none.

@@ -61,12 +61,11 @@ class Reloader:
         self._last = found
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_stamp, self._files()))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+        found: list[tuple[int, int, int] | None] = []
+        for path in self._files():
+            try:
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+            except OSError:
+                found.append(None)
+        return tuple(found)

@@ -3,8 +3,7 @@
 gateway          serves authenticated connections, one thread each
 listener         accepts connections, makes their handshakes, and limits those that are not authenticated
 frames           reads and answers the frames of one connection, within limits and deadlines
-connection       checks the requests of one tenant's connection and sends the answers
-deposits         takes the blocks of one helper's connection
+connection       checks the requests of a tenant's connection and sends the answers; takes the blocks of a helper's
 admission        checks headers; limits memory and connections, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used

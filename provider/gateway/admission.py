@@ -35,14 +35,12 @@ class Sizes(NamedTuple):
 
     Args:
         received: the request's payload.
-        product: the product in 32 bits.
         memory: all matrices of the request in memory.
         cost: multiply-adds that the tenant is billed.
     """
 
     encoding: wire.Encoding
     received: int
-    product: int
     memory: int
     cost: int
 
@@ -57,10 +55,10 @@ def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
     copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
     memory = product + max(wire.RING32.size(rows, inputs), copies)
     _, cost = row_load(type(request), widths, relayed=wire.may_be_relayed(request))
-    return Sizes(encoding, received, product, memory, cost * rows)
+    return Sizes(encoding, received, memory, cost * rows)
 
 
-def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
+def check_shape(binding: wire.Binding, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
     """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix.
 
     Raises:
@@ -74,7 +72,14 @@ def check_shape(binding: wire.Binding, *, config: ProviderConfig, manifest: Mani
     if binding.rows > config.limits.max_rows:
         raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {config.limits.max_rows}")
     if binding.counts is not None:
-        _check_counts(binding, binding.counts, stack)
+        if stack.experts == 1:
+            refuse_bad(f"{stack.name} is not a stack of experts; send no counts")
+        if binding.arithmetic != "ring":
+            refuse_bad("requests with counts need ring arithmetic")
+        try:
+            check_counts(binding.counts, experts=stack.experts, rows=binding.rows)
+        except RangeError as error:
+            refuse_bad(str(error))
     columns = entry_of(binding, manifest).columns(binding.direction)
     largest = max(wire.RING32.size(binding.rows, width) for width in columns)
     most = config.limits.max_payload_mib * MIB
@@ -91,17 +96,6 @@ def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
 def refuse_bad(detail: str) -> NoReturn:
     """Raises `Refusal` BAD_REQUEST, for a request that no tenant of this release sends."""
     raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)
-
-
-def _check_counts(binding: wire.Binding, counts: tuple[int, ...], stack: GroupEntry) -> None:
-    if stack.experts == 1:
-        refuse_bad(f"{stack.name} is not a stack of experts; send no counts")
-    if binding.arithmetic != "ring":
-        refuse_bad("requests with counts need ring arithmetic")
-    try:
-        check_counts(counts, experts=stack.experts, rows=binding.rows)
-    except RangeError as error:
-        refuse_bad(str(error))
 
 
 _AT_ONCE = nullcontext()
@@ -174,7 +168,11 @@ class ByteBudget:
             yield
         finally:
             with self._changed:
-                self._release(claim)
+                if claim.granted:
+                    self._free += size
+                    self._held -= Counter({tenant: size})
+                else:
+                    self._waiting.remove(claim)
                 self._grant()
 
     def _grant(self) -> None:
@@ -193,15 +191,6 @@ class ByteBudget:
             self._held[claim.tenant] += claim.size
             self._last_turn[claim.tenant] = next(self._turns)
         self._changed.notify_all()
-
-    def _release(self, claim: _Claim) -> None:
-        if not claim.granted:
-            self._waiting.remove(claim)
-            return
-        self._free += claim.size
-        self._held[claim.tenant] -= claim.size
-        if not self._held[claim.tenant]:
-            del self._held[claim.tenant]
 
 
 class Register:

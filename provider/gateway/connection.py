@@ -1,4 +1,4 @@
-"""Serves one tenant's connection: reads a frame, checks it, asks the executor, and sends the answer.
+"""Serves one connection of a tenant, or of a helper: reads a frame, checks it, asks the executor, and sends the answer.
 
 The gateway checks every claim in a frame, in this order: the prefix against the limits; the header against the schema;
 the request against role, model, shapes and limits; the announced payload size against the header. Only then does the
@@ -13,21 +13,23 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ProductRequest
 from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
+from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
-from provider.relay import blocks
-from provider.relay.blocks import without_blocks
+from provider.relay.blocks import LIFETIME_S, PERMIT_S, without_blocks
 from provider.relay.links import make_block
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.certificates.reading import is_signed
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -58,9 +60,8 @@ class Connection(FrameLoop[wire.Request]):
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
-        super().__init__(stream, decode=wire.decode_request, party=tenant, state=state, slot=slot, refusal=refusal)
-        self._tenant = tenant
-        self._executor = executor
+        super().__init__(stream, party=tenant, state=state, slot=slot, refusal=refusal)
+        self._tenant, self._executor = tenant, executor
         self._role: wire.Role | None = None
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
 
@@ -71,6 +72,9 @@ class Connection(FrameLoop[wire.Request]):
             self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
+
+    def _decode(self, header: memoryview) -> wire.Request:
+        return wire.decode_request(header)
 
     def _count_refusal(self, refusal: Refusal) -> None:
         self._bill(UsageCounts(refused=1, bytes_received=self._frames.received))
@@ -99,11 +103,9 @@ class Connection(FrameLoop[wire.Request]):
             case wire.FetchHealth():
                 self._frames.expect_payload(0)
                 self._answer_health()
-                self._pause(0)
             case wire.PermitRequest():
                 self._frames.expect_payload(0)
                 self._answer_permit(request)
-                self._pause(0)
             case wire.FetchBlock():
                 self._frames.expect_payload(0)
                 self._answer_block(request)
@@ -115,8 +117,12 @@ class Connection(FrameLoop[wire.Request]):
         sizes = self._check(request)
         if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
-        if not request.rows:
-            self._answer_empty_product(request)
+        if not request.rows:  # needs no executor, and has a limited rate
+            with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
+                self._state.register.count_request(self._tenant)
+                self._bill(UsageCounts(requests=1))
+                self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
+            self._pause(0)
             return
         with (
             self._state.quotas.admitted(self._tenant, rows=request.rows, work=sizes.cost) as limit,
@@ -132,24 +138,9 @@ class Connection(FrameLoop[wire.Request]):
                 if self._frames.unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
                     self._bill(UsageCounts(abandoned=1, bytes_received=self._frames.received))
                 raise
-        seconds = time.perf_counter() - begun
         if log.detailed:
-            log.debug(
-                "request",
-                tenant=str(self._tenant),
-                group=request.group,
-                direction=request.direction,
-                rows=request.rows,
-                ms=round(1000 * seconds, 3),
-            )
-
-    def _answer_empty_product(self, request: wire.Execute | wire.Effect) -> None:
-        """Answer a request of zero rows without the executor. The gateway limits the rate of such requests."""
-        with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
-            self._state.register.count_request(self._tenant)
-            self._bill(UsageCounts(requests=1))
-            self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
-        self._pause(0)
+            asked = {"group": request.group, "direction": request.direction, "rows": request.rows}
+            log.debug("request", tenant=str(self._tenant), ms=round(1000 * (time.perf_counter() - begun), 3), **asked)
 
     def _multiply(
         self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
@@ -159,7 +150,15 @@ class Connection(FrameLoop[wire.Request]):
         Args:
             limit: the quota limit that the request had to wait for; part of the answer.
         """
-        work = self._work(request)
+        now = time.monotonic()
+        work = ProductRequest(
+            tenant=self._tenant,
+            stage=self._state.stages.of(self._tenant, request, now),
+            weight=self._state.quotas.of(self._tenant).weight or 1.0,
+            arrival=now,
+            deadline=now + self._limits.request_timeout_s,
+            request=request,
+        )
         if work.stage == "fine_tuning" and self._left():  # a small product takes no longer than this check
             self._bill(UsageCounts(abandoned=1, bytes_received=sizes.received))
             raise ConnectionLostError("the tenant left before the product was started")
@@ -200,7 +199,7 @@ class Connection(FrameLoop[wire.Request]):
         if isinstance(request, wire.Effect):
             order = request.relay
             if order is not None and state.links.allows(order.executor):
-                block = make_block(product, request, self._entry(request))
+                block = make_block(product, request, entry_of(request, state.manifest))
                 if state.links.deposit(self._tenant, request, order, block):
                     return NOTHING, True, len(block)
         elif request.blocks:
@@ -215,17 +214,6 @@ class Connection(FrameLoop[wire.Request]):
     def _bill(self, counts: UsageCounts) -> None:
         """Add to the bill, before the tenant receives the answer."""
         self._state.usage.count(self._tenant, self._role or "none", counts)
-
-    def _work(self, request: wire.Execute | wire.Effect) -> ProductRequest:
-        now = time.monotonic()
-        return ProductRequest(
-            tenant=self._tenant,
-            stage=self._state.stages.of(self._tenant, request, now),
-            weight=self._state.quotas.of(self._tenant).weight or 1.0,
-            arrival=now,
-            deadline=now + self._limits.request_timeout_s,
-            request=request,
-        )
 
     def _left(self) -> bool:
         """True if the tenant has left. False during a stop, which shuts the socket but answers requests in flight."""
@@ -259,12 +247,7 @@ class Connection(FrameLoop[wire.Request]):
             refuse_bad("requests with ring_bits need ring arithmetic")
         if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
-        state = self._state
-        widths = check_shape(request, config=state.config, manifest=state.manifest, served=state.served)
-        return sizes_of(request, widths)
-
-    def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
-        return entry_of(request, self._state.manifest)
+        return sizes_of(request, check_shape(request, self._state.config, self._state.manifest, self._state.served))
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
@@ -293,14 +276,9 @@ class Connection(FrameLoop[wire.Request]):
         if self._role != "executor":
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, "only executors accept blocks")
         token, helpers = self._state.permits.issue(self._tenant, request.helpers, refusal=self._refusal)
-        permit = wire.Permit(
-            token=token,
-            helpers=helpers,
-            seconds=blocks.PERMIT_S,
-            block_seconds=blocks.LIFETIME_S,
-            max_bytes=self._state.blocks.max_bytes,
-        )
-        self._frames.send(wire.encode(permit))
+        lasts, most = {"seconds": PERMIT_S, "block_seconds": LIFETIME_S}, self._state.blocks.max_bytes
+        self._frames.send(wire.encode(wire.Permit(token=token, helpers=helpers, max_bytes=most, **lasts)))
+        self._pause(0)
 
     def _answer_block(self, request: wire.FetchBlock) -> None:
         kept = self._state.blocks.fetch(self._tenant, request.block)
@@ -328,3 +306,65 @@ class Connection(FrameLoop[wire.Request]):
             connections=self._state.slots.count(self._tenant),
         )
         self._frames.send(wire.encode(report))
+        self._pause(0)
+
+
+class DepositConnection(FrameLoop[wire.Deposit]):
+    """Serves one helper's connection, in its own thread: it carries blocks of relayed effects to the executor, and
+    nothing else.
+
+    The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the helper; group,
+    rows and the announced payload fit the model and the limits; the tenant's quota allows the block; the tenant's share
+    of the memory has room. Only then is memory allocated and the payload read. The block is kept if the helper's key
+    has signed it.
+
+    Args:
+        helper, key: the helper, and the key of its certificate.
+        executor: `fingerprint` of the certificate that this provider has shown on the connection.
+    """
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        *,
+        helper: HelperIdentity,
+        key: PublicKeyTypes,
+        executor: str,
+        state: GatewayState,
+        slot: Slot,
+        refusal: Callable[[], Refusal | None],
+    ) -> None:
+        super().__init__(stream, party=helper, state=state, slot=slot, refusal=refusal)
+        self._helper, self._key, self._executor = helper, key, executor
+        self._tenant: TenantIdentity | None = None  # has permitted the current block
+
+    def _decode(self, header: memoryview) -> wire.Deposit:
+        return wire.decode_deposit(header)
+
+    def _count_refusal(self, refusal: Refusal) -> None:
+        log.often("block_refused", helper=str(self._helper), code=refusal.code, detail=refusal.detail)
+        if self._tenant is not None:
+            counts = UsageCounts(refused=1, bytes_received=self._frames.received)
+            self._state.usage.count(self._tenant, "executor", counts)
+
+    def _answer(self, deposit: wire.Deposit) -> None:
+        state, self._tenant = self._state, None
+        self._tenant = tenant = state.permits.tenant_of(deposit.permit, helper=self._helper.fingerprint)
+        if deposit.arithmetic != "ring" or not deposit.rows:
+            refuse_bad("a block has rows of a ring")
+        _, outputs = check_shape(deposit, state.config, state.manifest, state.served)
+        size = deposit.encoding.size(deposit.rows, outputs)
+        self._frames.expect_payload(size)
+        with (
+            state.quotas.admitted(tenant, rows=deposit.rows, work=0, blocks_of=self._helper),
+            state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block,
+        ):
+            payload = np.empty(size, dtype=np.uint8).data
+            self._frames.read(payload)
+            message = statement(deposit, permit=deposit.permit, executor=self._executor, payload=payload)
+            if not is_signed(self._key, message, deposit.signature):
+                raise Refusal(wire.ErrorCode.REFUSED, "the block is not signed by the key of the helper's certificate")
+            state.blocks.keep(tenant, block, payload)
+        self._tenant = None
+        state.usage.count(tenant, "executor", UsageCounts(bytes_received=size))
+        self._frames.send(wire.encode(wire.Deposited(block=deposit.nonce)))

@@ -143,7 +143,6 @@ class Frames:
             head = b""
 
     def refuse(self, refusal: Refusal) -> None:
-        """Send the reason of a refusal."""
         refuse(self._stream, refusal, timeout=self._limits.frame_timeout_s)
 
     def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
@@ -164,20 +163,12 @@ def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
     stream.send_frame(wire.encode(failure), NOTHING, deadline=time.monotonic() + timeout)
 
 
-def refusal_of(error: ProtocolError) -> Refusal:
-    """The reason to send for a broken frame, before the connection is closed."""
-    too_large = isinstance(error, FrameTooLargeError)
-    return Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))
-
-
 class FrameLoop(ABC, Generic[M]):
     """Serves one authenticated connection, in its own thread.
 
     Args:
-        decode: reads the message of a header; raises `ProtocolError`.
         party: the client of the connection's certificate.
-        state: the state that all connections share.
-        slot: the slot of the connection; records when the connection is idle.
+        slot: records when the connection is idle.
         refusal: called for every frame; returns a refusal once the client's certificate is not accepted any more.
     """
 
@@ -185,21 +176,20 @@ class FrameLoop(ABC, Generic[M]):
         self,
         stream: FrameStream,
         *,
-        decode: Callable[[memoryview], M],
         party: Party,
         state: GatewayState,
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
-        self._decode = decode
-        self._party = party
-        self._state = state
-        self._limits = state.config.limits
-        self._stream = stream
-        self._frames = Frames(stream, self._limits)
-        stream.on_scraps = self._pay_for_scraps
-        self._slot = slot
-        self._refusal = refusal
+        self._party, self._state, self._limits = party, state, state.config.limits
+        self._stream, self._frames = stream, Frames(stream, self._limits)
+        # a record that carries almost nothing takes the time of many bytes
+        stream.on_scraps = lambda count: self._pause(count * _SCRAP_BYTES)
+        self._slot, self._refusal = slot, refusal
+
+    @abstractmethod
+    def _decode(self, header: memoryview) -> M:
+        """Read the message of a header. Raises `ProtocolError`."""
 
     @abstractmethod
     def _answer(self, message: M) -> None:
@@ -227,7 +217,9 @@ class FrameLoop(ABC, Generic[M]):
         try:
             message = self._decode(self._frames.read_header())
         except ProtocolError as error:
-            self._count_refusal(refusal := refusal_of(error))
+            too_large = isinstance(error, FrameTooLargeError)
+            refusal = Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))
+            self._count_refusal(refusal)
             self._frames.refuse(refusal)
             raise
         try:
@@ -244,10 +236,6 @@ class FrameLoop(ABC, Generic[M]):
             self._pause(kept)
             return refusal.code != wire.ErrorCode.REVOKED
         return True
-
-    def _pay_for_scraps(self, count: int) -> None:
-        """Charge records that carry almost nothing: each takes the time of many bytes."""
-        self._pause(count * _SCRAP_BYTES)
 
     def _pause(self, size: int) -> None:
         """Charge an answer without a product, or bytes that are dropped. Waits if the client exceeds its rate."""

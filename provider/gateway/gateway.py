@@ -22,9 +22,8 @@ from provider.config.schema import MIB, ProviderConfig
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import Stages
 from provider.gateway.admission import ByteBudget, Register, Slots
-from provider.gateway.connection import Connection
+from provider.gateway.connection import Connection, DepositConnection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
-from provider.gateway.deposits import DepositConnection
 from provider.gateway.frames import GatewayState, refuse
 from provider.gateway.listener import Handshakes, Listener, UnauthenticatedConnection
 from provider.gateway.quota import QuotaGate
@@ -47,8 +46,6 @@ class Gateway:
 
     Args:
         served: indices of the layer groups that are served.
-        executor: the executor that computes products.
-        usage: the counters for the bill.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Gateway:
         self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
-        self._state = GatewayState(
+        self.state = GatewayState(
             config=config,
             manifest=manifest,
             served=served,
@@ -94,22 +91,12 @@ class Gateway:
         self._peers: dict[FrameStream, AuthenticatedPeer] = {}  # the authenticated connections
 
     @property
-    def requests(self) -> int:
-        """Number of products for all tenants."""
-        return self._state.register.requests
-
-    @property
     def address(self) -> str:
         """The bound address, as `host:port`."""
         return self._listener.address
 
     def start(self) -> None:
         self._listener.start()
-
-    @property
-    def state(self) -> GatewayState:
-        """The state that all connections share, for status and metrics."""
-        return self._state
 
     @property
     def connections(self) -> int:
@@ -127,9 +114,9 @@ class Gateway:
         Raises:
             CertificateError: a certificate of a relay cannot be used; nothing has changed.
         """
-        self._state.links.renew(config)
-        self._state.permits.renew(credentials.helpers)
-        self._state.quotas.renew(config.quota_of)
+        self.state.links.renew(config)
+        self.state.permits.renew(credentials.helpers)
+        self.state.quotas.renew(config.quota_of)
         with self._lock:
             self._limits, self._credentials = config.limits, credentials
             self._identified_peers = OrderedDict()  # drops the cache of the previous authorities, and their context
@@ -140,16 +127,16 @@ class Gateway:
 
     def stop(self, timeout: float) -> bool:
         """Stop accepting, finish the requests in flight, and close. Returns True if every thread has ended."""
-        self._state.stopping.set()
+        self.state.stopping.set()
         ended = self._listener.stop(timeout)
-        self._state.links.close()
+        self.state.links.close()
         return ended
 
     # The listener's thread
 
     def _share(self) -> float:
         """The share of one core for accepting connections and their handshakes."""
-        serving = time.monotonic() - self._state.register.last_request < _SERVING_S
+        serving = time.monotonic() - self.state.register.last_request < _SERVING_S
         return self._limits.share_of_handshakes(serving=serving)
 
     def _identified(self, client: UnauthenticatedConnection) -> AuthenticatedPeer:
@@ -165,35 +152,30 @@ class Gateway:
     # A connection's thread
 
     def _run(self, client: UnauthenticatedConnection, peer: AuthenticatedPeer) -> None:
-        assert client.stream is not None
+        stream = client.stream
+        assert stream is not None
         log.often("connection_opened", tenant=str(peer.party))
-        reason = self._serve_accepted(client.stream, peer)
-        log.often("connection_closed", tenant=str(peer.party), reason=reason)
-
-    def _serve_accepted(self, stream: FrameStream, peer: AuthenticatedPeer) -> str:
-        """Serve a client if the current credentials still accept it. Returns the reason of the end."""
-        with self._lock:
-            certificate = self._credentials.fingerprint
-            refusal = self._credentials.refusal(peer)
-            if refusal is None:  # `renew` must not close a connection that is sent its refusal
-                self._peers[stream] = peer
+        reason = "left"
         try:
-            if refusal is None:
-                return self._serve(stream, peer, certificate)
+            self._serve(stream, peer)
+        except Refusal as refusal:
+            reason = refusal.code
             with contextlib.suppress(OSError, TransportError):
                 refuse(stream, refusal, timeout=self._limits.handshake_timeout_s)
-            return refusal.code
+        except TimeoutError:  # the connection was idle or too slow
+            reason = "timeout"
+        except (OSError, TransportError):
+            reason = "lost"
+        except ProtocolError:
+            reason = "broken_frame"
         finally:
             with self._lock:
                 self._peers.pop(stream, None)
+        log.often("connection_closed", tenant=str(peer.party), reason=reason)
 
-    def _serve(self, stream: FrameStream, peer: AuthenticatedPeer, certificate: str) -> str:
-        """Serve until the connection ends. Returns the reason of the end.
-
-        Args:
-            certificate: `fingerprint` of the provider's certificate.
-        """
-        party = peer.party
+    def _serve(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
+        """Serve until the connection ends. Raises `Refusal` if the client is not accepted, or there is no slot."""
+        party, state = peer.party, self.state
 
         def close() -> None:
             log.often("connection_closed_for_another_tenant", tenant=str(party))
@@ -202,32 +184,17 @@ class Gateway:
         def refusal() -> Refusal | None:
             return self._credentials.refusal(peer)
 
-        self._state.register.count_visit(party)
-        try:
-            try:
-                with self._state.slots.taken(party, close) as slot:
-                    if isinstance(party, HelperIdentity):
-                        DepositConnection(
-                            stream,
-                            helper=party,
-                            key=peer.key,
-                            executor=certificate,
-                            state=self._state,
-                            slot=slot,
-                            refusal=refusal,
-                        ).serve()
-                        return "left"
-                    with ExecutorRequester(self._executor) as executor:
-                        Connection(
-                            stream, tenant=party, state=self._state, executor=executor, slot=slot, refusal=refusal
-                        ).serve()
-            except Refusal as reason:
-                refuse(stream, reason, timeout=self._limits.frame_timeout_s)
-                return reason.code
-        except TimeoutError:  # the connection was idle or too slow
-            return "timeout"
-        except (OSError, TransportError):
-            return "lost"
-        except ProtocolError:
-            return "broken_frame"
-        return "left"
+        with self._lock:
+            certificate = self._credentials.fingerprint
+            if refused := refusal():
+                raise refused  # `renew` must not close a connection that is sent its refusal
+            self._peers[stream] = peer
+        state.register.count_visit(party)
+        with state.slots.taken(party, close) as slot:
+            if isinstance(party, HelperIdentity):
+                DepositConnection(
+                    stream, helper=party, key=peer.key, executor=certificate, state=state, slot=slot, refusal=refusal
+                ).serve()
+                return
+            with ExecutorRequester(self._executor) as executor:
+                Connection(stream, tenant=party, state=state, executor=executor, slot=slot, refusal=refusal).serve()

@@ -69,10 +69,10 @@ class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
 
     present: int
     waiting: int
-    accepted: int
-    refused: int
-    late: int
-    crowded_out: int
+    accepted: int = 0
+    refused: int = 0
+    late: int = 0
+    crowded_out: int = 0
     seconds: float
     waited_s: float
 
@@ -91,7 +91,7 @@ class UnauthenticatedConnection:
         self.network = network_of(host)
         self.deadline = deadline
         self.known = known
-        self.silent = True
+        self.silent = True  # it has not sent its first bytes
         self.stream: FrameStream | None = None  # set when the handshake has begun
         self.clock = -1  # key in `UnauthenticatedConnections` while the time runs
 
@@ -159,11 +159,6 @@ class UnauthenticatedConnections:
             client.clock = next(self._numbers)
             self._clocks[client.clock] = client
             heapq.heappush(self._due, (client.deadline, client.clock))
-
-    def mark_active(self, client: UnauthenticatedConnection) -> None:
-        """Record that a connection has sent its first bytes."""
-        with self._lock:
-            client.silent = False
 
     def remove(self, client: UnauthenticatedConnection) -> None:
         """Remove a connection that has authenticated or ended. Does nothing if the connection was removed before."""
@@ -264,16 +259,8 @@ class Listener(Generic[P]):
     @property
     def handshakes(self) -> Handshakes:
         """Counts of greetings. Thread-safe."""
-        return Handshakes(
-            present=len(self._places),
-            waiting=len(self._since),
-            accepted=self._outcomes["accepted"],
-            refused=self._outcomes["refused"],
-            late=self._outcomes["late"],
-            crowded_out=self._outcomes["crowded_out"],
-            seconds=self._seconds,
-            waited_s=self._waited_s,
-        )
+        present, waiting, ended = len(self._places), len(self._since), dict(self._outcomes)
+        return Handshakes(present=present, waiting=waiting, seconds=self._seconds, waited_s=self._waited_s, **ended)
 
     def start(self) -> None:
         self._thread.start()
@@ -306,15 +293,20 @@ class Listener(Generic[P]):
             while not self.stopping.is_set():
                 now = time.monotonic()
                 self._pause(now)
-                ready = [key for key, _ in self._selector.select(self._patience(now))]
-                for key in ready:
-                    if key.data is not None:
-                        self._enqueue(key.data)
+                times = [] if (deadline := self._places.next_deadline) is None else [deadline]
+                if self._since or self._paused_until:
+                    times.append(self._paused_until)
+                ready = [key for key, _ in self._selector.select(max(0.0, min(times) - now) if times else None)]
+                for client in (key.data for key in ready if key.data is not None):
+                    self._selector.unregister(client.socket)
+                    self._queue_of(client).put(client.network, client)
+                    self._since[client] = now = time.monotonic()
+                    self._places.pause(client, now)
                 if any(key.fileobj is self._listener for key in ready):
                     self._attempt(self._accept)
                 steps = 0 if self._paused_until else min(_AT_ONCE, len(self._since))
                 for _ in range(steps):  # at least one, however many connections were accepted
-                    self._attempt(self._run_next_step)
+                    self._attempt(self._step)
                     if self._delay(time.monotonic()):
                         break
                 for client in self._places.late(time.monotonic()):
@@ -345,13 +337,6 @@ class Listener(Generic[P]):
             if self._since:
                 address, count = max((self._known, self._others), key=len).longest
                 log.often("handshakes_wait", address=address, waiting=count, share=self._share())
-
-    def _patience(self, now: float) -> float | None:
-        """Seconds until the next turn or the next deadline; None without either."""
-        times = [] if (deadline := self._places.next_deadline) is None else [deadline]
-        if self._since or self._paused_until:
-            times.append(self._paused_until)
-        return max(0.0, min(times) - now) if times else None
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step that can fail because the machine lacks resources or because the client has left."""
@@ -410,26 +395,18 @@ class Listener(Generic[P]):
     def _queue_of(self, client: UnauthenticatedConnection) -> RoundRobin[str, UnauthenticatedConnection]:
         return self._known if client.known else self._others
 
-    def _enqueue(self, client: UnauthenticatedConnection) -> None:
-        self._selector.unregister(client.socket)
-        self._queue_of(client).put(client.network, client)
-        self._since[client] = now = time.monotonic()
-        self._places.pause(client, now)
-
-    def _run_next_step(self) -> None:
-        """Run one step of the next greeting. The two queues take turns."""
+    def _step(self) -> None:
+        """Make one step of the next greeting. The two queues take turns."""
         queues = [self._others, self._known] if self._others_turn else [self._known, self._others]
         queue = next(filter(None, queues), None)
-        if queue is not None:
-            client, self._others_turn = queue.get(), queue is self._known
-            self._waited_s += time.monotonic() - self._since.pop(client)
-            self._step(client)
-
-    def _step(self, client: UnauthenticatedConnection) -> None:
+        if queue is None:  # the other clients were dropped
+            return
+        client, self._others_turn = queue.get(), queue is self._known
+        self._waited_s += time.monotonic() - self._since.pop(client)
         try:
             if client.stream is None and not client.socket.recv(1, socket.MSG_PEEK):
                 raise ConnectionResetError
-            self._places.mark_active(client)
+            client.silent = False
             peer = self._greet(client)
         except TimeoutError:
             waits_to_send = client.stream is not None and client.stream.unsent
@@ -451,11 +428,6 @@ class Listener(Generic[P]):
             self._authenticated.move_to_end(client.network)
             if len(self._authenticated) > _KNOWN:
                 self._authenticated.popitem(last=False)
-        self._begin(client, peer)
-
-    # The clients' threads
-
-    def _begin(self, client: UnauthenticatedConnection, peer: P) -> None:
         thread = threading.Thread(target=self._run_client, args=(client, peer), name="connection", daemon=True)
         with self._lock:
             self._threads[client] = thread
@@ -464,6 +436,8 @@ class Listener(Generic[P]):
         except RuntimeError:  # no thread can be started
             self._forget(client)
             raise
+
+    # The clients' threads
 
     def _run_client(self, client: UnauthenticatedConnection, peer: P) -> None:
         try:

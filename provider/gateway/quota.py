@@ -16,6 +16,7 @@ fetches have its quota to themselves as well: a tenant at its limit still gets t
 """
 
 import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -48,13 +49,19 @@ class QuotaMeter:
 
     def __init__(self, now: float) -> None:
         self.rows_in_flight = 0
-        self.logged_at: float | None = None
+        self.logged_at = -math.inf
         self._buckets: dict[str, TokenBucket] = {}
         self._now = now
 
     def delay(self, quota: QuotaConfig, now: float) -> float:
         """Seconds until no bucket is in debt; 0.0 if none is."""
-        self._set_rates(quota)
+        rates = _rates(quota)
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if name in rates}
+        for name, rate in rates.items():
+            if name in self._buckets:
+                self._buckets[name].change(per_s=rate, burst=rate)
+            else:
+                self._buckets[name] = TokenBucket(per_s=rate, burst=rate, now=self._now)
         self._now = now
         return max((bucket.delay(now) for bucket in self._buckets.values()), default=0.0)
 
@@ -72,15 +79,6 @@ class QuotaMeter:
             if name in self._buckets:
                 self._buckets[name].take(amount)
         self.rows_in_flight += rows
-
-    def _set_rates(self, quota: QuotaConfig) -> None:
-        rates = _rates(quota)
-        self._buckets = {name: bucket for name, bucket in self._buckets.items() if name in rates}
-        for name, rate in rates.items():
-            if name in self._buckets:
-                self._buckets[name].change(per_s=rate, burst=rate)
-            else:
-                self._buckets[name] = TokenBucket(per_s=rate, burst=rate, now=self._now)
 
 
 class QuotaGate:
@@ -140,11 +138,26 @@ class QuotaGate:
     def _in_turn(
         self, tenant: TenantIdentity, blocks_of: Party | None, quota: QuotaConfig, *, rows: int, work: int
     ) -> Iterator[QuotaLimit | None]:
-        if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
-            raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
+        limit, most = None, quota.max_rows_in_flight
+        if most is not None and rows > most:
+            raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {most}")
         with self._changed:
             meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic()))
-            limit = self._wait(tenant, meter, quota, rows, patience=_PATIENCE_S if blocks_of is None else 0.0)
+            end = time.monotonic() + (_PATIENCE_S if blocks_of is None else 0.0)
+            while True:
+                now = time.monotonic()
+                delay, left = meter.delay(quota, now), end - now
+                if not delay and (most is None or meter.rows_in_flight + rows <= most):
+                    break
+                if limit is None:
+                    self._limited[tenant] += 1
+                limit = meter.limit(quota) if delay or most is None else QuotaLimit(amount=most, unit="rows in flight")
+                if now - meter.logged_at > _LOG_AGAIN_S:
+                    meter.logged_at = now
+                    log.warning("over_quota", tenant=str(tenant), quota=str(limit), requests=self._limited[tenant])
+                if left <= 0 or delay > left:
+                    raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
+                self._changed.wait(delay or left)
             meter.take(rows=rows, work=work)
         try:
             yield limit
@@ -152,36 +165,6 @@ class QuotaGate:
             with self._changed:
                 meter.rows_in_flight -= rows
                 self._changed.notify_all()
-
-    def _wait(
-        self, tenant: TenantIdentity, meter: QuotaMeter, quota: QuotaConfig, rows: int, *, patience: float
-    ) -> QuotaLimit | None:
-        """Wait until the quota admits a request. Returns the last limit that the request waited for, or None."""
-        end = time.monotonic() + patience
-        most_in_flight, limit = quota.max_rows_in_flight, None
-        while True:
-            now = time.monotonic()
-            delay, left = meter.delay(quota, now), end - now
-            full = most_in_flight is not None and meter.rows_in_flight + rows > most_in_flight
-            if not delay and not full:
-                return limit
-            first, limit = limit is None, meter.limit(quota) if delay else _in_flight(quota)
-            if first:
-                self._record(tenant, meter, limit, now)
-            if left <= 0 or delay > left:
-                raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
-            self._changed.wait(delay or left)
-
-    def _record(self, tenant: TenantIdentity, meter: QuotaMeter, limit: QuotaLimit, now: float) -> None:
-        self._limited[tenant] += 1
-        if meter.logged_at is None or now - meter.logged_at > _LOG_AGAIN_S:
-            meter.logged_at = now
-            log.warning("over_quota", tenant=str(tenant), quota=str(limit), requests=self._limited[tenant])
-
-
-def _in_flight(quota: QuotaConfig) -> QuotaLimit:
-    assert quota.max_rows_in_flight is not None
-    return QuotaLimit(amount=quota.max_rows_in_flight, unit="rows in flight")
 
 
 def _rates(quota: QuotaConfig) -> dict[str, float]:

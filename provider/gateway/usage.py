@@ -15,6 +15,7 @@ tried again; `unwritten_s` gives the time since then.
 
 import contextlib
 import fcntl
+import functools
 import glob
 import mmap
 import operator
@@ -184,7 +185,6 @@ class UsageCounters:
         self._new: _Sums = {}  # since the last attempt to commit
         self._uncommitted: _Sums = {}  # of earlier attempts
         self._totals: dict[tuple[str, ...], Counts] = {}  # since the start, without `_new`
-        self._day = (0, "")
         self._commits = 0
         self._failing_since: float | None = None
         self._lock = threading.Lock()
@@ -205,9 +205,8 @@ class UsageCounters:
         """Add to a tenant's counters. The counts survive the end of this process."""
         values = _values(counts)
         with self._lock:
-            key = (self._today(), tenant.name, tenant.authority, role)
-            before = self._new.get(key)
-            self._new[key] = values if before is None else tuple(map(operator.add, before, values))
+            key = (_day(int(time.time() // _DAY_S)), tenant.name, tenant.authority, role)
+            _add(self._new, key, values)
             if self._logs:
                 self._logs[-1].add(_encode((*key, values)))
 
@@ -224,7 +223,9 @@ class UsageCounters:
                 self._new = {}
                 sizes = [(each.path.name, each.size) for each in self._logs]
             if self._uncommitted:
-                self._check_file()
+                if self._database is not None and _identity(self._database) != self._identity:
+                    log.often("usage_database_gone", path=str(self._database))
+                    raise FileNotFoundError(self._database)  # SQLite would write to the file that was opened
                 with _transaction(self._connection):
                     self._connection.executemany(_ADD, _rows(self._uncommitted))
                     self._connection.executemany(_COMMITTED, sizes)
@@ -299,12 +300,6 @@ class UsageCounters:
             if not database.with_name(name).exists():
                 self._connection.execute(_FORGET, (name,))
 
-    def _check_file(self) -> None:
-        """Raises OSError if the database is not the file that was opened: SQLite would write to the old one."""
-        if self._database is not None and _identity(self._database) != self._identity:
-            log.often("usage_database_gone", path=str(self._database))
-            raise FileNotFoundError(self._database)
-
     def _renew_log(self) -> None:
         """Begin another log if the last one is full or was deleted. Until then, lines are in memory only."""
         if self._database is not None and (self._logs[-1].full or not self._logs[-1].path.exists()):
@@ -317,12 +312,6 @@ class UsageCounters:
         each.close(remove=True)
         with contextlib.suppress(sqlite3.Error):
             self._connection.execute(_FORGET, (each.path.name,))
-
-    def _today(self) -> str:
-        number = int(time.time() // _DAY_S)
-        if number != self._day[0]:
-            self._day = (number, datetime.fromtimestamp(number * _DAY_S, UTC).strftime("%Y-%m-%d"))
-        return self._day[1]
 
 
 def read(
@@ -357,6 +346,11 @@ def read(
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
     yield from (dict(zip(COLUMNS, row, strict=True)) for row in sorted(_rows(sums)) if str(row[0]) >= since)
+
+
+@functools.lru_cache(1)
+def _day(number: int) -> str:
+    return datetime.fromtimestamp(number * _DAY_S, UTC).strftime("%Y-%m-%d")
 
 
 def _add(sums: dict[K, Counts], key: K, counts: Counts) -> None:

@@ -10,7 +10,8 @@ host in `listen`, or one of `hosts`.
 import contextlib
 import ipaddress
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,10 +22,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from provider import logs
-from provider.executor.queues import ExecutorReport, Histogram
-from provider.gateway.listener import Handshakes, Listener, UnauthenticatedConnection
+from provider.executor.queues import Histogram
+from provider.gateway.listener import Listener, UnauthenticatedConnection
 from provider.gateway.usage import COUNTED
-from provider.operations.status import Status, StatusSource
+from provider.operations.status import Status
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import names_host, parse_address
 
@@ -40,94 +41,12 @@ _BLOCKS = {
 _MOST_CONNECTIONS = 16  # one more closes the oldest connection of the network with the most
 
 
-class _Collector:
-    def __init__(self, status: Status) -> None:
-        self._status = status
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._status
-        yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
-        yield _gauge("uptime_seconds", "seconds since the start", status.uptime_s)
-        yield _gauge(
-            "last_reload_successful",
-            "0 if changed files were refused and the earlier settings are in use",
-            status.reloaded,
-        )
-        yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
-        yield _gauge("connections", "authenticated connections", status.connections)
-        yield from _handshake_metrics(status.handshakes)
-        yield _gauge("held_bytes", "bytes of large requests in flight", status.bytes_held)
-        yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
-        yield _counter("executor_restarts", "restarts of the executor", status.restarts)
-        yield _counter("executor_hangs", "times that the executor did not answer for too long", status.hangs)
-        for name in COUNTED:
-            counts = {(one.tenant, one.role): getattr(one.counts, name) for one in status.tenants}
-            yield _counter(f"tenant_{name}", "usage that `provider usage` bills", counts, "tenant", "role")
-        yield _counter("tenant_connections", "connections that were opened", status.visits, "tenant")
-        waited = "requests that waited or were refused because of a quota"
-        yield _counter("tenant_over_quota", waited, status.over_quota, "tenant")
-        taken = "1 if the registry accepted the last announcement"
-        yield _gauge("announced", taken, status.registries, "registry")
-        yield from _relay_metrics(status)
-        if status.executor is not None:
-            yield from _executor_metrics(status.executor)
-
-
-def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
-    yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
-    yield _gauge(
-        "handshakes_waiting", "pending handshakes that have sent data and wait for their turn", handshakes.waiting
-    )
-    ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
-    yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
-    yield _counter("handshake_seconds", "processor time of handshakes", handshakes.seconds)
-    yield _counter("handshake_wait_seconds", "time that handshakes waited for their turns", handshakes.waited_s)
-
-
-def _relay_metrics(status: Status) -> Iterator[Metric]:
-    blocks = status.blocks
-    yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
-    yield _gauge("block_bytes", "memory of kept blocks", blocks.bytes)
-    for name in _BLOCKS:
-        yield _counter(f"blocks_{name}", _BLOCKS[name], getattr(blocks, name))
-    up = {link.address: link.up for link in status.relay_to}
-    yield _gauge("relay_up", "0 while connections to the executor fail", up, "executor")
-    outcomes = itertools.product(status.relay_to, ("deposits", "refused", "failed"))
-    sent = {(link.address, outcome): getattr(link, outcome) for link, outcome in outcomes}
-    yield _counter("relayed", "blocks, by outcome", sent, "executor", "outcome")
-
-
-def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
-    yield _gauge("executor_resident_bytes", "resident memory of the executor's process", report.resident)
-    yield _gauge("groups", "layer groups that are served", report.groups)
-    yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
-    yield _gauge("waiting", "requests in the executor's queue", report.waiting, "stage")
-    ended = {reason: getattr(report, reason) for reason in ("late", "cancelled", "failed")}
-    yield _counter("unanswered", "requests without a product", ended, "reason")
-    yield _counter("product_seconds", "time in products", report.seconds)
-    yield _counter("idle_seconds", "time without work", report.idle)
-    rows_by_group = {str(group): rows for group, rows in enumerate(report.rows_by_group, report.first_group)}
-    yield _counter("group_rows", "rows by layer group", rows_by_group, "group")
-    yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
-    yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
-    waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}
-    yield _histogram("wait_seconds", "from a request's arrival to its first product", waits, labels=["stage"])
-
-
 Value = float | Mapping[Any, float]
 """A figure, or figures by their labels."""
 
 
-def _gauge(name: str, text: str, value: Value, *labels: str) -> Metric:
-    return _family(GaugeMetricFamily, name, text, value, labels)
-
-
-def _counter(name: str, text: str, value: Value, *labels: str) -> Metric:
-    return _family(CounterMetricFamily, name, text, value, labels)
-
-
 def _family(
-    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: Value, labels: Sequence[str]
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: Value, *labels: str
 ) -> Metric:
     if not isinstance(value, Mapping):
         return kind(_PREFIX + name, text, value=value)
@@ -135,6 +54,9 @@ def _family(
     for key, number in value.items():
         family.add_metric(key if isinstance(key, tuple) else (key,), number)
     return family
+
+
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _histogram(
@@ -150,6 +72,65 @@ def _histogram(
     return family
 
 
+class _Collector:
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
+        yield _gauge("uptime_seconds", "seconds since the start", status.uptime_s)
+        refused = "0 if changed files were refused and the earlier settings are in use"
+        yield _gauge("last_reload_successful", refused, status.reloaded)
+        yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
+        yield _gauge("connections", "authenticated connections", status.connections)
+        handshakes = status.handshakes
+        yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
+        waiting = "pending handshakes that have sent data and wait for their turn"
+        yield _gauge("handshakes_waiting", waiting, handshakes.waiting)
+        ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
+        yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
+        yield _counter("handshake_seconds", "processor time of handshakes", handshakes.seconds)
+        yield _counter("handshake_wait_seconds", "time that handshakes waited for their turns", handshakes.waited_s)
+        yield _gauge("held_bytes", "bytes of large requests in flight", status.bytes_held)
+        yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
+        yield _counter("executor_restarts", "restarts of the executor", status.restarts)
+        yield _counter("executor_hangs", "times that the executor did not answer for too long", status.hangs)
+        for name in COUNTED:
+            counts = {(one.tenant, one.role): getattr(one.counts, name) for one in status.tenants}
+            yield _counter(f"tenant_{name}", "usage that `provider usage` bills", counts, "tenant", "role")
+        yield _counter("tenant_connections", "connections that were opened", status.visits, "tenant")
+        waited = "requests that waited or were refused because of a quota"
+        yield _counter("tenant_over_quota", waited, status.over_quota, "tenant")
+        taken = "1 if the registry accepted the last announcement"
+        yield _gauge("announced", taken, status.registries, "registry")
+        yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", status.blocks.blocks)
+        yield _gauge("block_bytes", "memory of kept blocks", status.blocks.bytes)
+        for name, text in _BLOCKS.items():
+            yield _counter(f"blocks_{name}", text, getattr(status.blocks, name))
+        up = {link.address: link.up for link in status.relay_to}
+        yield _gauge("relay_up", "0 while connections to the executor fail", up, "executor")
+        outcomes = itertools.product(status.relay_to, ("deposits", "refused", "failed"))
+        sent = {(link.address, outcome): getattr(link, outcome) for link, outcome in outcomes}
+        yield _counter("relayed", "blocks, by outcome", sent, "executor", "outcome")
+        if (report := status.executor) is None:
+            return
+        yield _gauge("executor_resident_bytes", "resident memory of the executor's process", report.resident)
+        yield _gauge("groups", "layer groups that are served", report.groups)
+        yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
+        yield _gauge("waiting", "requests in the executor's queue", report.waiting, "stage")
+        ended = {reason: getattr(report, reason) for reason in ("late", "cancelled", "failed")}
+        yield _counter("unanswered", "requests without a product", ended, "reason")
+        yield _counter("product_seconds", "time in products", report.seconds)
+        yield _counter("idle_seconds", "time without work", report.idle)
+        rows_by_group = {str(group): rows for group, rows in enumerate(report.rows_by_group, report.first_group)}
+        yield _counter("group_rows", "rows by layer group", rows_by_group, "group")
+        yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
+        yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
+        waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}
+        yield _histogram("wait_seconds", "from a request's arrival to its first product", waits, labels=["stage"])
+
+
 class MetricsServer:
     """Answers on the operator's address until closed. Every user of this machine can connect to loopback, so the number
     of connections is limited.
@@ -159,10 +140,10 @@ class MetricsServer:
         hosts: host names that requests may use, besides the one in `listen`.
     """
 
-    def __init__(self, listen: str, source: StatusSource, *, hosts: Iterable[str] = ()) -> None:
-        self.source = source
+    def __init__(self, listen: str, status: Callable[[], Status], *, hosts: Iterable[str] = ()) -> None:
+        self.status = status
         host, _ = parse_address(listen)
-        self._hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
+        self.hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
         try:
             self._listener = Listener(
                 listen, limit=_MOST_CONNECTIONS, greeting_s=_CLIENT_S, greet=lambda _: None, serve=self._serve
@@ -179,10 +160,6 @@ class MetricsServer:
 
     def close(self) -> None:
         self._listener.stop(_CLIENT_S)
-
-    def answers_to(self, headers: Sequence[str]) -> bool:
-        """Returns True if a request has one `Host` header, and it names this server."""
-        return names_host(headers, self._hosts)
 
     def _serve(self, client: UnauthenticatedConnection, _: None) -> None:
         with contextlib.suppress(OSError):  # the client has left
@@ -208,20 +185,16 @@ class _Handler(MetricsHandler):
             self._answer(HTTPStatus.OK, b"alive\n")
         elif path not in ("/readyz", "/metrics", "/status"):
             self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n")
-        elif path != "/readyz" and not self.server.answers_to(self.headers.get_all("Host", [])):
+        elif path != "/readyz" and not names_host(self.headers.get_all("Host", []), self.server.hosts):
             log.often("metrics_refused", reason="host")
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"add this host name to [metrics] hosts\n")
-        else:
-            self._answer_status(path, self.server.source.take())
-
-    def _answer_status(self, path: str, status: Status) -> None:
-        if path == "/metrics":
+        elif path == "/metrics":
             self.registry = CollectorRegistry()
-            self.registry.register(_Collector(status))
+            self.registry.register(_Collector(self.server.status()))
             super().do_GET()
         elif path == "/status":
-            self._answer(HTTPStatus.OK, msgspec.json.encode(status), kind="application/json")
-        elif status.ready:
+            self._answer(HTTPStatus.OK, msgspec.json.encode(self.server.status()), kind="application/json")
+        elif self.server.status().ready:
             self._answer(HTTPStatus.OK, b"ready\n")
         else:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")

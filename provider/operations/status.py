@@ -1,6 +1,7 @@
 """The status of a running provider for its operator: names, counts and times, and no data of tenants."""
 
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -64,49 +65,32 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     usage_unwritten_s: float = 0.0
 
 
-class StatusSource:
-    """Reads a provider's status. Thread-safe."""
-
-    def __init__(
-        self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader
-    ) -> None:
-        self._gateway = gateway
-        self._reloader = reloader
-        self._executor = executor
-        self._announcer = announcer
-
-    def executor_report(self) -> ExecutorReport | None:
-        """The executor's report; None if it does not answer within a second."""
-        try:
-            with ExecutorRequester(self._executor) as client:
-                return client.report(deadline=time.monotonic() + _ASK_S)
-        except Refusal:
-            return None
-
-    def take(self) -> Status:
-        state = self._gateway.state
-        report = self.executor_report()
-        return Status(
-            provider=state.config.name,
-            model_digest=state.digest,
-            uptime_s=time.monotonic() - state.started,
-            ready=report is not None and not state.stopping.is_set() and state.can_bill,
-            connections=self._gateway.connections,
-            handshakes=self._gateway.handshakes,
-            visits={str(tenant): count for tenant, count in state.register.visits().items()},
-            over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
-            bytes_held=state.budget.used,
-            waiting_for_bytes=state.budget.waiting,
-            restarts=self._executor.generation,
-            hangs=self._executor.hangs,
-            tenants=[
-                TenantStatus(tenant=str(tenant), role=role, counts=counts)
-                for (tenant, role), counts in sorted(state.usage.totals().items(), key=str)
-            ],
-            executor=report,
-            registries={} if self._announcer is None else self._announcer.accepted,
-            usage_unwritten_s=state.usage.unwritten_s,
-            relay_to=state.links.counts(),
-            blocks=state.blocks.counts(),
-            reloaded=self._reloader.succeeded,
-        )
+def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader) -> Status:
+    """The current status of a provider. Thread-safe."""
+    state, report = gateway.state, None
+    with suppress(Refusal), ExecutorRequester(executor) as client:
+        report = client.report(deadline=time.monotonic() + _ASK_S)
+    return Status(
+        provider=state.config.name,
+        model_digest=state.digest,
+        uptime_s=time.monotonic() - state.started,
+        ready=report is not None and not state.stopping.is_set() and state.can_bill,
+        connections=gateway.connections,
+        handshakes=gateway.handshakes,
+        visits={str(tenant): count for tenant, count in state.register.visits().items()},
+        over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
+        bytes_held=state.budget.used,
+        waiting_for_bytes=state.budget.waiting,
+        restarts=executor.generation,
+        hangs=executor.hangs,
+        tenants=[
+            TenantStatus(tenant=str(tenant), role=role, counts=counts)
+            for (tenant, role), counts in sorted(state.usage.totals().items(), key=str)
+        ],
+        executor=report,
+        registries={} if announcer is None else announcer.accepted,
+        usage_unwritten_s=state.usage.unwritten_s,
+        relay_to=state.links.counts(),
+        blocks=state.blocks.counts(),
+        reloaded=reloader.succeeded,
+    )

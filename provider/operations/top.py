@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from provider.executor.queues import Histogram
+from provider.gateway.usage import UsageCounts
 from provider.operations.status import Status
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
@@ -102,25 +103,20 @@ def _headline(status: Status) -> Text:
 
 
 def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
-    unit = "" if before is None else "/s"
-    headings = ["tenant", "role"]
-    headings += [f"{name}{unit}" for name in ("requests", "rows", "10⁹ work", "MiB in", "MiB out")]
-    headings += ["refused", "abandoned", "slow", "failed"]
+    unit, span, old = "", 1.0, {}
+    if before is not None:
+        unit, span, old = "/s", max(seconds, 1e-9), {(t.tenant, t.role): t.counts for t in before.tenants}
+    rates = [("requests", "requests", 1), ("rows", "rows", 1), ("10⁹ work", "work", 1e9)]
+    rates += [("MiB in", "bytes_received", _MIB), ("MiB out", "bytes_sent", _MIB)]
+    totals = ["refused", "abandoned", "slow", "failed"]
     rows = []
-    old = {} if before is None else {(t.tenant, t.role): t.counts for t in before.tenants}
     for tenant in now.tenants:
-        counts = tenant.counts
-        earlier = old.get((tenant.tenant, tenant.role))
-        span = seconds if before is not None else 1.0
-
-        def rate(name: str, scale: float = 1.0, *, _now: object = counts, _old: object = earlier) -> str:
-            was = 0 if _old is None else getattr(_old, name)
-            return f"{(getattr(_now, name) - was) / max(span, 1e-9) / scale:,.1f}"  # noqa: B023 - used at once
-
-        cells = [escape(one_line(tenant.tenant)), tenant.role, rate("requests"), rate("rows"), rate("work", 1e9)]
-        cells += [rate("bytes_received", _MIB), rate("bytes_sent", _MIB)]
-        cells += [f"{getattr(counts, name):,}" for name in ("refused", "abandoned", "slow", "failed")]
-        rows.append(cells)
+        counts, earlier = tenant.counts, old.get((tenant.tenant, tenant.role), UsageCounts())
+        cells = [escape(one_line(tenant.tenant)), tenant.role]
+        for _, name, scale in rates:
+            cells.append(f"{(getattr(counts, name) - getattr(earlier, name)) / span / scale:,.1f}")
+        rows.append([*cells, *(f"{getattr(counts, name):,}" for name in totals)])
+    headings = ["tenant", "role", *(f"{heading}{unit}" for heading, _, _ in rates), *totals]
     return terminal.table(headings, rows, justify="right")
 
 

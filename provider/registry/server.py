@@ -33,7 +33,7 @@ from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust, verify
 
 log = logs.EventLog(__name__)
 
-_TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
+_TOO_MANY: Final[protocol.Reply] = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
 class RegistryServer:
@@ -99,37 +99,36 @@ class RegistryServer:
     def _drop_distrusted(self) -> int:
         """Drop the descriptors of certificates that were revoked, or whose authority was replaced."""
         trust = self._trust
-        return self.store.drop_unless(lambda data, issued: _is_trusted(data, trust, at=issued))
+
+        def is_trusted(data: bytes, issued: float) -> bool:
+            with contextlib.suppress(DescriptorError):
+                return bool(verify(data, trust, now=issued))
+            return False
+
+        return self.store.drop_unless(is_trusted)
 
     # A connection's thread
 
     def _serve(self, client: UnauthenticatedConnection, stream: FrameStream) -> None:
-        end = time.monotonic() + self.config.connection_s
+        end, allowed = time.monotonic() + self.config.connection_s, True
         with contextlib.suppress(OSError, TransportError, ProtocolError):
-            while not self._listener.stopping.is_set() and self._answer_next(stream, client.network, end):
-                pass
-
-    def _answer_next(self, stream: FrameStream, network: str, end: float) -> bool:
-        if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, end)):
-            return False
-        deadline = time.monotonic() + self.config.frame_timeout_s
-        head, size = stream.receive_head(max_payload=MAX_BYTES, deadline=deadline)
-        header, payload = bytes(head), bytearray(size)
-        stream.receive(memoryview(payload), deadline=deadline)
-        allowed = self._requests.take(network, now=time.monotonic())
-        reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if allowed else (_TOO_MANY, b"")
-        stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
-        return allowed  # a client above its limit is disconnected: refusing each of its requests would delay others
-
-    # Requests
+            # a client above its limit is disconnected: refusing each of its requests would delay others
+            while allowed and not self._listener.stopping.is_set():
+                if not stream.begin(deadline=min(time.monotonic() + self.config.frame_timeout_s, end)):
+                    return
+                deadline = time.monotonic() + self.config.frame_timeout_s
+                head, size = stream.receive_head(max_payload=MAX_BYTES, deadline=deadline)
+                header, payload = bytes(head), bytearray(size)
+                stream.receive(memoryview(payload), deadline=deadline)
+                reply, body = _TOO_MANY, b""
+                if allowed := self._requests.take(client.network, now=time.monotonic()):
+                    reply, body = self._reply(protocol.decode_request(header), bytes(payload))
+                stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
 
     def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
-        match request:
-            case protocol.Announce():
-                return self._take(payload), b""
-            case protocol.List():
-                listed = self.store.listed(request.model_digest, now=time.time())
-                return protocol.Listed(), msgspec.msgpack.encode(listed)
+        if isinstance(request, protocol.Announce):
+            return self._take(payload), b""
+        return protocol.Listed(), msgspec.msgpack.encode(self.store.listed(request.model_digest, now=time.time()))
 
     def _take(self, data: bytes) -> protocol.Reply:
         now, trust = time.time(), self._trust
@@ -169,14 +168,6 @@ def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> t
             f"--provider`, and have it signed by {config.authority}"
         ) from error
     return context, trust
-
-
-def _is_trusted(data: bytes, trust: Trust, *, at: float) -> bool:
-    try:
-        verify(data, trust, now=at)
-    except DescriptorError:
-        return False
-    return True
 
 
 class Rates:

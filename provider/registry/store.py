@@ -44,9 +44,16 @@ class Store:
                 failing.callback(self._connection.close)
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
-                self._create()
+                with self._transaction():
+                    (version,) = self._execute("PRAGMA user_version").fetchone()
+                    (tables,) = self._execute("SELECT count(*) FROM sqlite_master").fetchone()
+                    if not version and not tables:
+                        self._execute(_CREATE)
+                        self._execute(f"PRAGMA user_version = {_VERSION}")
+                    elif version != _VERSION:
+                        raise DescriptorError(f"its version is {version}, not {_VERSION}")
                 failing.pop_all()
-        except (sqlite3.Error, DescriptorError) as error:
+        except (sqlite3.Error, StorageError, DescriptorError) as error:
             raise ConfigError(
                 f"{database} is not the database of a registry ({error}): choose another file with --database"
             ) from error
@@ -80,7 +87,7 @@ class Store:
 
     def listed(self, model: str | None, *, now: float) -> list[bytes]:
         """The descriptors that have not expired, of one model or of all models, in order of issue."""
-        with self._reading():
+        with self._transaction("BEGIN"):
             rows = self._execute(
                 "SELECT data FROM newest WHERE expires > ?1 AND model = ifnull(?2, model) ORDER BY issued, digest",
                 round(MS * now),
@@ -114,43 +121,20 @@ class Store:
             busiest,
         )
 
-    def _create(self) -> None:
-        with self._atomically():
-            (version,) = self._execute("PRAGMA user_version").fetchone()
-            (tables,) = self._execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if not version and not tables:
-                self._execute(_CREATE)
-                self._execute(f"PRAGMA user_version = {_VERSION}")
-            elif version != _VERSION:
-                raise DescriptorError(f"its version is {version}, not {_VERSION}")
-
     def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+        """All statements or none. Raises `StorageError`."""
         with self._lock:
             try:
+                self._execute(begin)
                 yield
+                self._execute("COMMIT")
             except sqlite3.Error as error:
-                raise StorageError(f"cannot read the registry's database ({error}): check the disk") from error
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            try:
-                with self._atomically():
-                    yield
-            except sqlite3.Error as error:
-                raise StorageError(f"cannot write the registry's database ({error}): make room on the disk") from error
-
-    @contextlib.contextmanager
-    def _atomically(self) -> Iterator[None]:
-        self._execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:  # SQLite rolls back after some errors
-                self._execute("ROLLBACK")
-            raise
+                raise StorageError(f"the registry's database fails ({error}): check the disk, or make room") from error
+            finally:
+                with contextlib.suppress(sqlite3.Error):
+                    if self._connection.in_transaction:  # SQLite rolls back after some errors
+                        self._execute("ROLLBACK")

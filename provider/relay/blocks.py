@@ -12,6 +12,7 @@ A helper may send blocks for a tenant only if that tenant has chosen it: the ten
 authenticated connection and names its helpers, and passes the permit's random token to them.
 """
 
+import operator
 import secrets
 import threading
 import time
@@ -47,6 +48,8 @@ class KeptBlock:
         helper: `fingerprint` of the certificate of the connection on which the block came.
         size: bytes of memory that the block takes, at most.
         payload: the block's matrix; None until it has arrived and its signature was verified.
+        requests: nonces of the unconfirmed requests that used rows of the block.
+        used: 1 for every row that was used.
     """
 
     header: wire.Deposit
@@ -55,9 +58,7 @@ class KeptBlock:
     payload: memoryview | None = None
     expires: float = 0.0
     requests: set[bytes] = field(default_factory=set)
-    """Nonces of the unconfirmed requests that used rows of the block."""
     used: bytearray = field(default_factory=bytearray)
-    """1 for every row that was used."""
 
 
 class _Use(NamedTuple):
@@ -215,8 +216,13 @@ class BlockStore:
         """Mark rows as used. Returns False if they cannot be used for the request; then nothing has changed."""
         if (tenant, request.nonce) in self._uses:
             return False
-        if not all(_fits(part, block.header, request) for part, block in parts):
-            return False
+        kind = operator.attrgetter("group", "direction", "arithmetic", "ring_bits")
+        for part, block in parts:
+            header = block.header
+            if kind(header) != kind(request) or (header.counts is None) != (request.counts is None):
+                return False
+            if not part.rows or part.start + part.rows > header.rows or part.first + part.rows > request.rows:
+                return False
         for done, (part, block) in enumerate(parts):
             stop = part.start + part.rows
             if any(block.used[part.start : stop]):
@@ -261,14 +267,6 @@ class BlockStore:
         self._expiring.pop(key, None)
         tenant, _ = key
         self._held.give_back(tenant, block.size)
-
-
-def _fits(part: wire.BlockRows, block: wire.Deposit, request: wire.Execute) -> bool:
-    """True if the rows of a block are of the kind of the request's rows, and exist on both sides."""
-    kinds = ((each.group, each.direction, each.arithmetic, each.ring_bits) for each in (block, request))
-    if len(set(kinds)) > 1 or (block.counts is None) != (request.counts is None):
-        return False
-    return part.rows > 0 and part.start + part.rows <= block.rows and part.first + part.rows <= request.rows
 
 
 PERMIT_S = 3600.0

@@ -15,14 +15,12 @@ Addresses come from the operator's file only. A tenant chooses among them by the
 of a connection show a certificate that the other side has pinned.
 """
 
-import ssl
 import threading
 import time
 from collections import Counter
 
 import msgspec
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig, RelayTarget
@@ -81,42 +79,24 @@ class Links:
 
     def renew(self, config: ProviderConfig) -> None:
         """Use other destinations and another certificate. Blocks that are being sent are finished."""
-        identity = Identity(config.tls.certificate, config.tls.key)
-        if config.relay.to:
-            sign(identity.private_key(), b"")  # a key of another kind is an error now, and not in a request
-        tallies = {executor: link.tally for executor, link in self._links.items()}
         links = {}
         for target in config.relay.to:
-            executor = fingerprint(target.certificate)
-            links[executor] = _Link(
-                target,
-                context=client_context(
-                    certificate=identity.certificate, key=identity.key, pins=[target.certificate], kind=Kind.PROVIDER
-                ),
-                key=identity.private_key(),
-                rate=config.limits.min_transfer_mib_per_s * MIB,
-                tally=tallies.get(executor, Counter()),
-            )
+            link = _Link(target, config)
+            links[link.executor] = link
+            if (before := self._links.get(link.executor)) is not None:
+                link.tally = before.tally
         self.close()
         self._links = links
 
     def allows(self, executor: str) -> bool:
-        """True if the operator allows blocks for the executor.
-
-        Args:
-            executor: `fingerprint` of the executor's certificate.
-        """
+        """True if the operator allows blocks for the executor with this certificate's `fingerprint`."""
         return executor in self._links
 
     def deposit(
         self, tenant: TenantIdentity, request: wire.Effect, order: wire.RelayOrder, payload: memoryview
     ) -> bool:
-        """Sign a block and send it. Returns True if the executor keeps it, False if the tenant needs the effect itself.
-
-        Args:
-            order: the relay of the request.
-            payload: the matrix e + m in the encoding of the request.
-        """
+        """Sign a block, whose payload is e + m in the encoding of the request, and send it. Returns True if the
+        executor keeps it, False if the tenant needs the effect itself."""
         link = self._links.get(order.executor)
         return link is not None and link.deposit(tenant, _block_of(request), payload, permit=order.permit)
 
@@ -131,19 +111,18 @@ class Links:
 
 
 class _Link:
-    """The connections to one executor.
+    """The connections to one executor."""
 
-    Args:
-        key: the helper's key, which signs blocks.
-        rate: slowest rate of a block, in bytes per second.
-    """
-
-    def __init__(
-        self, target: RelayTarget, *, context: ssl.SSLContext, key: PrivateKeyTypes, rate: float, tally: Counter[str]
-    ) -> None:
-        self._target, self._context, self._key, self._rate = target, context, key, rate
-        self._executor = fingerprint(target.certificate)
-        self.tally = tally
+    def __init__(self, target: RelayTarget, config: ProviderConfig) -> None:
+        identity = Identity(config.tls.certificate, config.tls.key)
+        self._key = identity.private_key()
+        sign(self._key, b"")  # a key of another kind is an error now, and not in a request
+        self._target, self._rate = target, config.limits.min_transfer_mib_per_s * MIB  # slowest rate of a block
+        self._context = client_context(
+            certificate=identity.certificate, key=identity.key, pins=[target.certificate], kind=Kind.PROVIDER
+        )
+        self.executor = fingerprint(target.certificate)
+        self.tally = Counter[str]()
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._in_use = FairShare[TenantIdentity](_CONNECTIONS)
@@ -174,11 +153,15 @@ class _Link:
             connection.close()
 
     def _send_in_turn(self, tenant: TenantIdentity, block: wire.Binding, payload: memoryview, permit: bytes) -> str:
-        signature = sign(self._key, statement(block, permit=permit, executor=self._executor, payload=payload))
+        signature = sign(self._key, statement(block, permit=permit, executor=self.executor, payload=payload))
         deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
         deadline = time.monotonic() + _DEPOSIT_S + len(payload) / self._rate
         with self._freed:
-            if not self._freed.wait_for(lambda: self._has_place(tenant), _DEPOSIT_S) or self._is_paused(tenant):
+            has_place = self._freed.wait_for(
+                lambda: self._in_use.may_take(tenant) and (tenant in self._accepted or not self._in_use.held(tenant)),
+                _DEPOSIT_S,
+            )
+            if not has_place or self._is_paused(tenant):
                 return "failed"
             self._in_use.take(tenant)
         outcome = "failed"
@@ -189,7 +172,12 @@ class _Link:
         finally:
             with self._freed:
                 self._in_use.give_back(tenant)
-                self._note(tenant, outcome)
+                if outcome == "deposits":
+                    self._accepted.add(tenant)
+                    self._refused.pop(tenant, None)
+                elif outcome == "refused":
+                    self._accepted.discard(tenant)
+                    self._refused.setdefault(tenant, Backoff(_REFUSED_S, _LAST_PAUSE_S)).failed()
                 self._freed.notify_all()
         return outcome
 
@@ -197,19 +185,11 @@ class _Link:
         refused = self._refused.get(tenant)
         return refused is not None and not refused.is_over
 
-    def _has_place(self, tenant: TenantIdentity) -> bool:
-        return self._in_use.may_take(tenant) and (tenant in self._accepted or not self._in_use.held(tenant))
-
-    def _note(self, tenant: TenantIdentity, outcome: str) -> None:
-        if outcome == "deposits":
-            self._accepted.add(tenant)
-            self._refused.pop(tenant, None)
-        elif outcome == "refused":
-            self._accepted.discard(tenant)
-            self._refused.setdefault(tenant, Backoff(_REFUSED_S, _LAST_PAUSE_S)).failed()
-
     def _send(self, deposit: wire.Deposit, payload: memoryview, deadline: float) -> str:
-        connection = self._take_idle() or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
+        with self._lock:
+            while (connection := self._idle.pop() if self._idle else None) is not None and connection.peer_left():
+                connection.close()
+        connection = connection or self._connect(min(deadline, time.monotonic() + _CONNECT_S))
         try:
             reply, _ = connection.ask(deposit, payload, deadline=deadline, decode=wire.decode_link_reply)
             if isinstance(reply, wire.Deposited) and reply.block != deposit.nonce:
@@ -233,15 +213,6 @@ class _Link:
         connection = ClientConnection("the executor", host=host, port=port, pins=pins, context=self._context)
         connection.open(deadline)
         return connection
-
-    def _take_idle(self) -> ClientConnection | None:
-        with self._lock:
-            while self._idle:
-                connection = self._idle.pop()
-                if not connection.peer_left():
-                    return connection
-                connection.close()
-        return None
 
     def _put_idle(self, connection: ClientConnection) -> None:
         with self._lock:

@@ -251,7 +251,7 @@ def test_the_busiest_network_loses_its_silent_ones_first(coming: list[tuple[str,
             connections.remove(gone)
             gone.socket.close()
         if speaks and gone is not new:
-            connections.mark_active(new)
+            new.silent = False
     assert len(connections) <= limit
     for left in connections.all():
         left.socket.close()
@@ -262,7 +262,7 @@ def test_silent_and_active_connections_have_the_same_deadline() -> None:
     speaking, early, late = new_client("10.0.0.3", 0.5), new_client("10.0.0.1", 1.0), new_client("10.0.0.2", 2.0)
     for one in (speaking, early, late):
         connections.add(one)
-    connections.mark_active(speaking)
+    speaking.silent = False
     assert connections.next_deadline == 0.5
     assert connections.late(1.5) == [speaking, early]
     for one in (speaking, early, early):  # removing twice does nothing

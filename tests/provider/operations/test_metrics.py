@@ -196,7 +196,7 @@ def test_the_operators_address_has_a_limited_number_of_threads(provider: Provide
     """Every user of this machine can connect to loopback: a silent client blocks no other one, and no thread for
     long."""
     others = set(threading.enumerate())
-    server = MetricsServer("127.0.0.1:0", source=None)  # type: ignore[arg-type]
+    server = MetricsServer("127.0.0.1:0", status=None)  # type: ignore[arg-type]
     try:
         with contextlib.ExitStack() as crowd:
             for _ in range(60):
@@ -212,7 +212,7 @@ def test_the_operators_address_has_a_limited_number_of_threads(provider: Provide
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
 def test_metrics_and_status_are_for_hosts_that_the_operator_names(provider: Provider, listen: str) -> None:
     """Otherwise a web page could read tenants' names through a host name that resolves to loopback."""
-    server = MetricsServer(listen, provider._status_source(provider._gateway), hosts=["GPU1.internal"])  # type: ignore[arg-type]
+    server = MetricsServer(listen, provider.status, hosts=["GPU1.internal"])
     port = parse_address(server.address)[1]
 
     def status(path: str, *hosts: str) -> int:

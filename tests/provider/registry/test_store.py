@@ -126,9 +126,9 @@ def test_another_file_is_refused_as_database(tmp_path: Path) -> None:
 def test_failures_of_the_disk_are_errors_of_the_tree(vouching: Vouching) -> None:
     store = Store(None)
     store.close()  # like a disk that fails
-    with pytest.raises(StorageError, match="cannot read"):
+    with pytest.raises(StorageError, match="database fails"):
         store.listed(DIGEST, now=0.0)
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(StorageError, match="database fails"):
         store.put(vouching.said("gamma"), now=0.0)
 
 

@@ -45,10 +45,6 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _BLOCK_BYTES = 64 << 20  # largest payload that is read if a helper has sent a block of another size than was ordered
 
 
-def _always() -> bool:
-    return True
-
-
 class Wiretap(Protocol):
     """Observes every frame before encryption and after decryption, for reviewers, attacks and tests.
 
@@ -113,11 +109,14 @@ class Channel:
         deadline_s: seconds that one request may take, including reconnecting.
         buffers: memory for answers; each answer has its own memory if None.
         notices: logs what a request waits for, and names the option for `deadline_s`.
-        wiretap: an observer of every frame, or None.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
         relay: True if effects may be relayed. The channel then speaks the newer version of the protocol, and an older
             version with providers that refuse the newer one.
         permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
+
+    Attributes:
+        connection: the current connection, or None.
+        closed: set when this side has closed the channel; a failure is then not counted against the provider.
     """
 
     def __init__(
@@ -147,28 +146,18 @@ class Channel:
         self._wiretap = wiretap
         self._permit = permit
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._name = peer.label
-        self._connection: ClientConnection | None = None
+        self.connection: ClientConnection | None = None
         self._began = 0.0
-        self._wanted: Callable[[], bool] = _always
+        self._wanted: Callable[[], bool] | None = None
         self._welcome: wire.Welcome | None = None
 
-    @property
-    def connection(self) -> ClientConnection | None:
-        """The current connection, or None."""
-        return self._connection
-
-    @property
-    def closed(self) -> bool:
-        """True if this side has closed the channel; a failure is then not counted against the provider."""
-        return self._closed.is_set()
-
-    def welcome(self, *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf) -> wire.Welcome:
+    def welcome(self, *, wanted: Callable[[], bool] | None = None, refused_s: float = math.inf) -> wire.Welcome:
         """Connect unless there is a connection, with retries. Returns the layers and limits of the provider.
 
         Args:
-            wanted: returns True while a caller waits for the provider. Otherwise nothing is logged or tried again.
+            wanted: returns False when no caller waits for the provider any more. Then nothing is logged or tried again.
             refused_s: seconds after which a connection that is still refused is not tried again.
 
         Raises:
@@ -177,26 +166,18 @@ class Channel:
             ProviderError: the provider refused.
             ProtocolError: the provider does not serve the pinned model.
         """
-
-        def connect(deadline: float, since: float) -> wire.Welcome:
-            return self.connect(deadline=deadline, since=since, wanted=wanted)
-
-        return self._retry(connect, wanted=wanted, refused_s=refused_s)
+        return self._retry(partial(self.connect, wanted=wanted), wanted=wanted, refused_s=refused_s)
 
     def connect(
-        self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
+        self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] | None = None
     ) -> wire.Welcome:
-        """Connect once, without retrying, unless there is a connection. Returns the provider's layers and limits.
-
-        Args:
-            deadline, since: as for `attempt`.
-            wanted: as for `welcome`.
-        """
+        """Connect once, without retrying, unless there is a connection. The arguments are those of `attempt` and
+        `welcome`. Returns the provider's layers and limits."""
         return self._once(self._connect, deadline, since=since, wanted=wanted)
 
     def probe(self) -> wire.Welcome | None:
         """Return the provider's layers and limits without waiting; None without an open connection."""
-        connection = self._connection  # another thread may close it
+        connection = self.connection  # another thread may close it
         return None if connection is None or connection.peer_left() else self._welcome
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
@@ -217,7 +198,7 @@ class Channel:
             TypeError: the payload is not `MaskedRows`; nothing was sent.
         """
 
-        def ask(deadline: float, since: float) -> Tensor:
+        def ask(*, deadline: float, since: float) -> Tensor:
             self.connect(deadline=deadline, since=since)
             return self.attempt(message, payload, outputs=outputs, deadline=deadline, since=since).words
 
@@ -245,7 +226,6 @@ class Channel:
             TransportError: the provider is away, busy or too slow. The same bytes may be sent to any provider.
             ProviderError, ProtocolError: as for `request`.
         """
-
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 
@@ -286,7 +266,7 @@ class Channel:
         """
 
         def ask(deadline: float) -> tuple[wire.Block, bytearray]:
-            if self._connection is not connection:
+            if self.connection is not connection:
                 raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
             return self._expect(wire.Block, request, deadline, max_payload=max(size, _BLOCK_BYTES))
 
@@ -294,9 +274,9 @@ class Channel:
 
     def close(self) -> None:
         """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
-        self._closed.set()
+        self.closed.set()
         self.worker.stop()
-        if (connection := self._connection) is not None:
+        if (connection := self.connection) is not None:
             connection.shut()
         self.drop_if_idle()  # otherwise the request in flight drops the connection when it ends
 
@@ -308,7 +288,7 @@ class Channel:
 
     def abandon(self) -> None:
         """Close the parent's connection in a forked child, without sending a byte. The channel is not used again."""
-        self._closed.set()
+        self.closed.set()
         self._drop()
 
     def _once(
@@ -317,7 +297,7 @@ class Channel:
         deadline: float,
         *,
         since: float | None = None,
-        wanted: Callable[[], bool] = _always,
+        wanted: Callable[[], bool] | None = None,
     ) -> T:
         with self._lock:
             self._began = time.monotonic() if since is None else since
@@ -326,30 +306,30 @@ class Channel:
                 result = operation(deadline)
             except BaseException as error:
                 self._drop()  # the stream may be in the middle of a frame
-                if self._closed.is_set() and isinstance(error, TransportError):
+                if self.closed.is_set() and isinstance(error, TransportError):
                     raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
                 raise
         if self._notices.logged:
             self._notices.answered(self._name)
-        if self._closed.is_set():  # `close` ran during the request, and could not take the lock
+        if self.closed.is_set():  # `close` ran during the request, and could not take the lock
             self.drop_if_idle()
         return result
 
     def _retry(
         self,
-        operation: Callable[[float, float], T],
+        operation: Callable[..., T],
         *,
-        wanted: Callable[[], bool] = _always,
+        wanted: Callable[[], bool] | None = None,
         refused_s: float = math.inf,
     ) -> T:
-        """Repeat an operation, which is called with its deadline and with the time of the first attempt."""
+        """Repeat an operation, which is called with its `deadline`, and with `since`, the time of the first attempt."""
         began = time.monotonic()
         deadline, backoff = began + self._deadline_s, Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         while True:
             try:
-                return operation(deadline, began)
+                return operation(deadline=deadline, since=began)
             except TransportError as error:
-                if self._closed.is_set() or not wanted():
+                if self.closed.is_set() or (wanted and not wanted()):
                     raise
                 pause_s = backoff.failed()
                 next_at = time.monotonic() + pause_s
@@ -365,7 +345,7 @@ class Channel:
                     ) from error
                 self.traffic.reconnects += 1
                 self._notify(deadline, str(error))
-                self._closed.wait(pause_s)
+                self.closed.wait(pause_s)
 
     def _round_trip(
         self,
@@ -373,15 +353,15 @@ class Channel:
         payload: MaskedRows | None,
         outputs: int,
         deadline: float,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None],
     ) -> Reply:
         if payload is not None and type(payload) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, payload)
-        if self._connection is None:
+        if self.connection is None:
             self._connect(deadline)
-        connection = self._connection
+        connection = self.connection
         assert connection is not None
         words = None if payload is None else payload.masked_words
         if self._wiretap:
@@ -451,10 +431,10 @@ class Channel:
         max_payload: int = 0,
     ) -> tuple[R, bytearray]:
         """Send a message without rows or seeds, and return the reply with its payload."""
-        assert self._connection is not None
+        assert self.connection is not None
         self.traffic.round_trips += not isinstance(message, wire.Hello)
         try:
-            return self._connection.expect(kind, message, max_payload=max_payload, deadline=deadline)
+            return self.connection.expect(kind, message, max_payload=max_payload, deadline=deadline)
         except ProviderError as error:
             if error.code in wire.RETRYABLE:
                 raise ConnectionLostError(f"{self._name} is {error.code}") from error
@@ -464,10 +444,10 @@ class Channel:
         if (welcome := self.probe()) is not None:
             return welcome
         self._drop()
-        if self._closed.is_set():
+        if self.closed.is_set():
             raise ConnectionLostError(f"the channel to {self._name} is closed")
-        connection = self._connection = self.peer.connection(self._context, traffic=self.traffic, waiting=self._notify)
-        if self._closed.is_set():  # `close` ran before this connection existed
+        connection = self.connection = self.peer.connection(self._context, traffic=self.traffic, waiting=self._notify)
+        if self.closed.is_set():  # `close` ran before this connection existed
             connection.shut()
         connection.open(deadline)
         try:
@@ -483,14 +463,14 @@ class Channel:
         return reply
 
     def _notify(self, deadline: float, why: str) -> None:
-        if self._wanted():
+        if self._wanted is None or self._wanted():
             self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
 
     def _drop(self) -> None:
         self._welcome = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
 
 def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:

@@ -73,23 +73,13 @@ class MaskRows(NamedTuple):
         return self._replace(first_row=first_row, rows=rows, counts=counts)
 
 
-class Relay(NamedTuple):
-    """The request that orders one effect as a block, and the executor that receives the block."""
-
-    request: wire.Effect
-    target: RelayInstruction
-
-
 class HelperClient:
     """The client of one helper, with the seed of that helper, and connections for pads needed now and for pads drawn
     ahead.
 
     Args:
-        provider: the session's knowledge of the helper.
         routes: tells whether other helpers can replace this one.
-        new_channel: makes a channel to the helper.
         secret: the session secret from which the helper's seed is derived.
-        ring_bits: bits of the integers on the wire.
     """
 
     def __init__(
@@ -109,9 +99,9 @@ class HelperClient:
         self._routes = routes
         self._choosing = threading.Lock()
 
-    def relay(self, target: RelayInstruction, wanted: MaskRows) -> Relay | None:
-        """Return an order for `submit`. None if the helper does not relay, the effect needs more than one block, or the
-        executor would refuse the block."""
+    def relay(self, target: RelayInstruction, wanted: MaskRows) -> wire.Effect | None:
+        """Return the request to relay effects, for `submit`. None if the helper does not relay, the effect needs more
+        than one block, or the executor would refuse the block."""
         welcome = self.provider.welcome
         if welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
@@ -120,20 +110,31 @@ class HelperClient:
         size = wire.encoding_of("ring", self._ring_bits).size(wanted.rows, wanted.facts.outputs(wanted.direction))
         if size > target.max_bytes:
             return None
-        return Relay(self._request(wanted, relay=target.order), target)
+        return self._request(wanted, relay=target.order)
 
-    def submit(self, wanted: MaskRows, *, ahead: bool, relay: Relay | None = None) -> Promise[Tensor | None]:
+    def submit(
+        self,
+        wanted: MaskRows,
+        *,
+        ahead: bool,
+        relay: wire.Effect | None = None,
+        target: RelayInstruction | None = None,
+    ) -> Promise[Tensor | None]:
         """Request the effect of mask rows. The result is unverified; None if it was relayed.
 
         Args:
             ahead: True for a pad that is drawn ahead, False if a product waits for the pad.
-            relay: the order to send first, for the same rows. If it fails, the effect is requested without relay.
+            relay: the request to send first, for the same rows. If it fails, the target is told, and the
+                effect is requested without relay.
+            target: the executor that receives the block.
         """
         with self._choosing:
             channel = min(self.channels[ahead * _CHANNELS :][:_CHANNELS], key=lambda channel: channel.worker.unfinished)
-            return channel.worker.submit(self._effect, channel, wanted, relay)
+            return channel.worker.submit(self._effect, channel, wanted, relay, target)
 
-    def _effect(self, channel: Channel, wanted: MaskRows, relay: Relay | None) -> Tensor | None:
+    def _effect(
+        self, channel: Channel, wanted: MaskRows, relay: wire.Effect | None, target: RelayInstruction | None
+    ) -> Tensor | None:
         retries = not self._routes.can_replace(wanted.group, [self.peer])
         outputs = wanted.facts.outputs(wanted.direction)
         size = wire.RING32.size(wanted.rows, outputs)
@@ -145,7 +146,14 @@ class HelperClient:
             welcome = channel.welcome() if retries else channel.connect(deadline=until)
             self._routes.connected(self.provider, welcome)
             started = time.monotonic()
-            reply = None if relay is None else self._relayed(channel, relay, outputs, until)
+            reply: Reply | None = None
+            if relay is not None:
+                with suppress(TransportError, ProviderError):
+                    deadline = min(until, started + _RELAY_S)
+                    reply = channel.attempt(relay, None, outputs=outputs, deadline=deadline)
+                if target and (reply is None or not reply.relayed):
+                    target.failed()
+            effect: Tensor | None
             if reply is None:
                 effects, step = [], row_limit(wanted.facts.widest, welcome)
                 end = wanted.first_row + wanted.rows
@@ -155,25 +163,15 @@ class HelperClient:
                         effects.append(channel.request(request, None, outputs=outputs))
                     else:
                         effects.append(channel.attempt(request, None, outputs=outputs, deadline=until).words)
-                effect: Tensor | None = joined(effects)
+                effect = joined(effects)
             else:
                 effect = None if reply.relayed else reply.words
         except (TransportError, ProviderError, CertificateError) as error:
-            if not channel.closed:
+            if not channel.closed.is_set():
                 self._routes.failed(self.provider, error, waited_s=0.0 if retries else time.monotonic() - began)
             raise
         self._routes.answered(self.provider, seconds=time.monotonic() - started, size=size)
         return effect
-
-    def _relayed(self, channel: Channel, relay: Relay, outputs: int, until: float) -> Reply | None:
-        """Send an order. Returns the reply, which may have the effect instead; None if the request failed."""
-        reply = None
-        with suppress(TransportError, ProviderError):
-            deadline = min(until, time.monotonic() + _RELAY_S)
-            reply = channel.attempt(relay.request, None, outputs=outputs, deadline=deadline)
-        if reply is None or not reply.relayed:
-            relay.target.failed()
-        return reply
 
     def _request(self, wanted: MaskRows, *, relay: wire.RelayOrder | None = None) -> wire.Effect:
         return wire.Effect(

@@ -46,13 +46,8 @@ class Notices:
         self._lock = threading.Lock()
 
     def waiting(self, provider: str, *, since: float, until: float, why: str) -> None:
-        """Log that a request waits, if a warning is due.
-
-        Args:
-            since: start of the request, on the clock of `time.monotonic`.
-            until: deadline of the request, on the same clock.
-            why: the reason for the wait.
-        """
+        """Log that a request waits, if a warning is due. `since` and `until` are the request's start and deadline, on
+        the clock of `time.monotonic`."""
         now = time.monotonic()
         if now - since < FIRST_S:
             return
@@ -82,11 +77,7 @@ class Notices:
         return provider in self._late
 
     def limited(self, provider: str, limit: QuotaLimit) -> None:
-        """Log that a provider's quota delays requests: at once, and then at most once a minute.
-
-        Args:
-            limit: the limit that the provider reported.
-        """
+        """Log that a provider's quota delays requests: at once, and then at most once a minute."""
         now = time.monotonic()
         with self._lock:
             if now - self._limited.get(provider, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:

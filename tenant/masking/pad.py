@@ -12,11 +12,9 @@ from functools import partial
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.block_statement import block_id
-from tenant.connections.helper_client import HelperClient, MaskRows, Relay
+from tenant.connections.helper_client import HelperClient, MaskRows
 from tenant.core.pads import EffectSource, Pad, PadOrder, RelayedBlock, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.worker import Promise
@@ -50,24 +48,21 @@ class PadSource(EffectSource):
         wanted, shares = MaskRows(index, direction, self._facts[index].for_rows(counts), first, rows, counts), []
         for helper in helpers:
             relay = None if target is None else helper.relay(target, wanted)
-            effect = helper.submit(wanted, ahead=order.ahead, relay=relay)
+            effect = helper.submit(wanted, ahead=order.ahead, relay=relay, target=target)
             share = Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect)
-            if relay is not None:
-                share = share._replace(block=self._block(relay, helper.seed), fetch=partial(_fetch, helper, wanted))
+            if target is not None and relay is not None:
+                block = RelayedBlock(
+                    executor=target.executor,
+                    certificate=target.order.executor,
+                    id=block_id(relay),
+                    rows=rows,
+                    start=0,
+                    second=self._keystream(helper.seed, index, direction, counts, second=True),
+                    until=target.until,
+                )
+                share = share._replace(block=block, fetch=partial(_fetch, helper, wanted))
             shares.append(share)
         return Pad(rows, tuple(shares))
-
-    def _block(self, relay: Relay, seed: Seed) -> RelayedBlock:
-        request, target = relay
-        return RelayedBlock(
-            executor=target.executor,
-            certificate=target.order.executor,
-            id=block_id(request),
-            rows=request.rows,
-            start=0,
-            second=self._keystream(seed, GroupIndex(request.group), request.direction, request.counts, second=True),
-            until=target.until,
-        )
 
 
 def _fetch(helper: HelperClient, wanted: MaskRows, first_row: int, rows: int) -> Promise[Tensor | None]:

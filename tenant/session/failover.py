@@ -49,13 +49,8 @@ _jitter = secrets.SystemRandom().random
 
 
 class Recovery:
-    """The state of one request after a failure, and the decision what is tried next.
-
-    Args:
-        part: the rows of the request.
-        preferred: the executor to ask if it is open.
-        began, deadline: start of the first attempt and end of the last, by `time.monotonic`.
-    """
+    """The state of one request after a failure, and the decision what is tried next. `began` and `deadline` are the
+    start of the first attempt and the end of the last, by `time.monotonic`."""
 
     def __init__(
         self, runtime: Runtime, part: Part, preferred: KnownProvider | None, *, began: float, deadline: float
@@ -328,7 +323,12 @@ class Recovery:
                 found, own = attribute(runtime.preparation.blame, executor, part, answer.words)
                 if own:
                     self._quarantine(*found, rejected=0)
-                    raise self._own_damage()
+                    raise CheckpointError(
+                        f"this machine's own packed weights of {self._group_name} in "
+                        f"{runtime.store and runtime.store.cache} are damaged: an effect that was computed from them "
+                        f"is not the product of the pinned weights. No provider is to blame for it. Delete that folder "
+                        f"and load the model again."
+                    )
                 if not found and may_wrap:
                     return False
             suspects = list(dict.fromkeys(found or involved))
@@ -372,19 +372,10 @@ class Recovery:
             what=what,
         )
 
-    def _own_damage(self) -> CheckpointError:
-        store = self._runtime.store
-        return CheckpointError(
-            f"this machine's own packed weights of {self._group_name} in {store and store.cache} are damaged: an "
-            "effect that was computed from them is not the product of the pinned weights. No provider is to blame for "
-            "it. Delete that folder and load the model again."
-        )
-
     @property
     def _group_name(self) -> str:
         return self._runtime.preparation.facts[self._part.index].entry.name
 
 
 def _shares(part: Part) -> list[Share]:
-    """Return all shares of a part's pads."""
     return [share for pad in part.pads for share in pad.shares]

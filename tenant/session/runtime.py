@@ -39,7 +39,6 @@ from tenant.routing.routes import Routes
 from tenant.session.lane import Lane
 from tenant.session.supply import Supply
 from tenant.session.tally import Tally
-from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -52,23 +51,12 @@ _JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 class Runtime:
     """Secret, pads, threads and connections of one process; see the module's docstring. Thread-safe.
 
-    Args:
-        preparation: facts and verification keys of the pinned model.
-        store: the tenant's own copy of the weights, for schemes that need it.
-        routes: the providers that may be asked.
-        tally: counts for the session, which may outlive the process that began it.
-
     Attributes:
-        gate: checks every request before it is sent.
         lanes: repeat products of few rows, by layer group, direction and number of rows.
         closing: set when the runtime is being closed.
-        prober: asks providers what they serve.
-        pads: the supply of pads.
         executors: the clients of executors, made when they are first looked up.
         version: `Routes.version` at the last `refresh`.
         helpers: the clients of all helpers.
-        buffers: memory for rows and answers.
-        notices: tells the user what is being waited for.
     """
 
     def __init__(
@@ -156,7 +144,10 @@ class Runtime:
         self.closing.set()
         with self.executors.making:
             executors = tuple(self.executors.values())
-        workers = self._workers()
+        workers = [self.pads.refill, *self.prober.workers]
+        workers += () if self.pads.source is None else self.pads.source.workers
+        workers += [worker for executor in executors for worker in executor.workers]
+        workers += [channel.worker for helper in self.helpers for channel in helper.channels]
         for worker in workers:
             worker.stop()
         for executor in executors:
@@ -198,8 +189,7 @@ class Runtime:
                 self._discovery.start()
 
     def _connect_with_retries(self, provider: KnownProvider, wanted: Callable[[], bool]) -> wire.Welcome:
-        # a provider that answered before may be restarting
-        refused_s = _REFUSED_S if provider.welcome is None else math.inf
+        refused_s = _REFUSED_S if provider.welcome is None else math.inf  # otherwise it may be restarting
         if (helper := self._helpers.get(provider)) is not None:
             return helper.channels[0].welcome(wanted=wanted, refused_s=refused_s)
         with self.executors[provider].take(until=time.monotonic() + self.options.deadline_s) as channel:
@@ -237,12 +227,6 @@ class Runtime:
             relay=self._federation.relay,
             permit=self.gate.check,
         )
-
-    def _workers(self) -> list[Worker]:
-        source = () if self.pads.source is None else self.pads.source.workers
-        of_executors = (worker for executor in tuple(self.executors.values()) for worker in executor.workers)
-        of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
-        return [self.pads.refill, *source, *self.prober.workers, *of_executors, *of_helpers]
 
 
 class _Executors(dict[KnownProvider, ExecutorClient]):

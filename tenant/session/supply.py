@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
@@ -63,10 +63,7 @@ class Supply:
     """Draws the pads of one process, ahead or when they are needed. Thread-safe.
 
     Args:
-        helpers: the clients of the helpers.
-        gate: checks rule 8 before effects are relayed.
         relay: True if the federation file has `relay = true`.
-        executors: the clients of executors.
 
     Attributes:
         source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
@@ -98,7 +95,6 @@ class Supply:
 
     @property
     def pools(self) -> tuple["PadPool", ...]:
-        """The pools in use so far."""
         return tuple(self._pools.values())
 
     def take(
@@ -115,7 +111,7 @@ class Supply:
         return pool.take(rows)
 
     def order(self, index: GroupIndex, direction: Direction, rows: int) -> None:
-        """Draw pads for `rows` rows ahead; see `PadPool.order`."""
+        """See `PadPool.order`."""
         if self.source is not None:
             pool = self._pools.get((index, direction)) or self._new_pool(index, direction, self.source)
             pool.order(rows)
@@ -189,8 +185,6 @@ class PadPool:
     """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
 
     Args:
-        refill: runs a refill in the background.
-        memory: the shared budget.
         row_bytes: bytes of one pad row, which are those of its effects.
         max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
     """
@@ -244,20 +238,17 @@ class PadPool:
         if self._ahead >= rows:
             return
         block = min(max(rows, self._min_block), self._max_rows())
-        while self._is_short_of(rows, block):
+        while True:
+            with self._lock:
+                if self._ahead >= rows or not self._memory.take(block * self._row_bytes):
+                    return
+                self._ahead += block
             self._refill.submit(self._draw_ahead, block)
 
     def ready(self) -> int:
         """Return the number of pad rows whose effects have arrived."""
         with self._lock:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
-
-    def _is_short_of(self, rows: int, block: int) -> bool:
-        """Returns True if the pool needs another pad, and counts its rows as being drawn."""
-        with self._lock:
-            wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
-            self._ahead += block if wanted else 0
-            return wanted
 
     def _draw_ahead(self, rows: int) -> None:
         try:
@@ -291,20 +282,8 @@ def is_lost(pad: Pad) -> bool:
     return False
 
 
-class GrantedPermit(NamedTuple):
-    """A permit, and the time of its renewal, by `time.monotonic`."""
-
-    permit: wire.Permit
-    renew_at: float
-
-
 class Relays:
-    """The relays of one process. Thread-safe.
-
-    Args:
-        gate: checks rule 8 before each order.
-        executors: the clients of executors.
-    """
+    """The relays of one process. Thread-safe. The gate checks rule 8 before each order."""
 
     def __init__(self, gate: Gate, routes: Routes, executors: Mapping[KnownProvider, ExecutorClient]) -> None:
         self._gate, self._routes, self._executors = gate, routes, executors
@@ -313,7 +292,7 @@ class Relays:
             for provider in routes.helpers
             for pin in provider.peer.pins
         }
-        self._granted: dict[Peer, GrantedPermit] = {}
+        self._granted: dict[Peer, tuple[wire.Permit, float]] = {}  # with the time of renewal
         self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
         self._asking: dict[Peer, threading.Lock] = {}  # one request for a permit at a time from each executor
 
@@ -324,12 +303,8 @@ class Relays:
             executor: the executor that will see rows under the pad, if that is known.
         """
         provider = executor or self._routes.likely(index)
-        if (
-            provider is None
-            or provider.welcome is None
-            or provider.welcome.version < wire.RELAY_VERSION
-            or not provider.is_up
-        ):
+        welcome = provider.welcome if provider is not None and provider.is_up else None
+        if provider is None or welcome is None or welcome.version < wire.RELAY_VERSION:
             return None
         until, _ = self._paused.get(provider.peer, (0.0, 0.0))
         return provider if until <= time.monotonic() else None
@@ -379,9 +354,9 @@ class Relays:
             log.info("effects are not relayed to %s for %g s", executor.name, length)
 
     def _permit(self, provider: KnownProvider) -> wire.Permit | None:
-        granted, now = self._granted.get(provider.peer), time.monotonic()
-        if granted is not None and now < granted.renew_at:
-            return granted.permit
+        (permit, renew_at), now = self._granted.get(provider.peer, (None, 0.0)), time.monotonic()
+        if permit is not None and now < renew_at:
+            return permit
         helpers = sorted(self._signers)
         try:
             with self._executors[provider].take(until=now + _PERMIT_S) as channel:
@@ -391,5 +366,5 @@ class Relays:
             late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
             self.pause(provider.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
             return None
-        self._granted[provider.peer] = GrantedPermit(permit, now + _USED_PART * permit.seconds)
+        self._granted[provider.peer] = permit, now + _USED_PART * permit.seconds
         return permit

@@ -144,9 +144,9 @@ def _found(federation: Federation, timeout: float) -> Discovered:
     if federation.registries is None:
         return Discovered()
     discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S))
-    executors = discovery.refresh()
+    discovery.refresh()
     discovery.close(0.0)
-    return Discovered(executors, discovery.refused)
+    return discovery.found
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:

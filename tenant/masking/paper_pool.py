@@ -72,12 +72,10 @@ class PaperPool(BackendScheme):
                 f"masking = {self.name!r} sends float32 rows, not integers of {opening.ring_bits} bits: set "
                 f"ring_bits = {DEFAULT_RING_BITS} ({options.option('ring_bits')}), or choose another masking"
             )
-        own: PaperPoolOptions = self.read_options(options.masking_options)
         return PaperPoolBackend(
             opening.federation,
             opening.preparation,
-            pool_size=own.pool_size,
-            noise_scale=own.noise_scale,
+            self.read_options(options.masking_options),
             deadline_s=options.deadline_s,
             row_bucket=options.row_bucket,
             notices=Notices(option=options.option("deadline_s")),
@@ -94,9 +92,8 @@ class PaperPoolBackend(Backend):
         self,
         federation: Federation,
         preparation: Preparation,
+        options: PaperPoolOptions,
         *,
-        pool_size: int,
-        noise_scale: float,
         deadline_s: float,
         row_bucket: int = 1,
         notices: Notices | None = None,
@@ -110,7 +107,7 @@ class PaperPoolBackend(Backend):
             )
         warnings.warn(WARNING, UserWarning, stacklevel=2)
         self.facts = preparation.facts
-        self._pool_size, self._noise_scale, self._row_bucket = pool_size, noise_scale, row_bucket
+        self._options, self._row_bucket = options, row_bucket
         self._secret = SessionSecret()
         self._seed = self._secret.seed_for("paper-pool")
         self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
@@ -143,10 +140,14 @@ class PaperPoolBackend(Backend):
             raise NonFiniteError
         x = rows.to(device="cpu", dtype=torch.float32)
         if (index, direction) not in self._pools:
-            self._pools[index, direction] = self._make_pool(index, direction, x)
+            spread = self._options.noise_scale * (float(x.double().square().mean().sqrt()) or 1.0)
+            words = self._words(index, direction, "noise", rows=self._options.pool_size, width=2 * x.shape[1])
+            noise = (gaussian(words) * spread).to(torch.float32)
+            self._pools[index, direction] = noise, self._ask(index, direction, noise, "float_bias_free")
         noise, effect = self._pools[index, direction]
         x = padded(x, bucket=self._row_bucket)
-        picks = self._picks(index, direction, len(x))
+        words = self._words(index, direction, "pick", rows=len(x), width=1)
+        picks = (words[:, 0].to(torch.int64) & 0xFFFFFFFF) % self._options.pool_size
         # the online request adds the bias; only the request for the noise's product does not
         answer = self._ask(index, direction, x + noise[picks], "float" if direction == FORWARD else "float_bias_free")
         y = (answer - effect[picks])[: len(rows)].split([out.shape[1] for out in outputs], dim=1)
@@ -156,22 +157,11 @@ class PaperPoolBackend(Backend):
     def close(self) -> None:
         self._channel.close()
 
-    def _make_pool(self, index: int, direction: Direction, x: Tensor) -> tuple[Tensor, Tensor]:
-        spread = self._noise_scale * (float(x.double().square().mean().sqrt()) or 1.0)
-        words = self._words(index, direction, "noise", rows=self._pool_size, width=2 * x.shape[1])
-        noise = (gaussian(words) * spread).to(torch.float32)
-        return noise, self._ask(index, direction, noise, "float_bias_free")
-
-    def _picks(self, index: int, direction: Direction, rows: int) -> Tensor:
-        words = self._words(index, direction, "pick", rows=rows, width=1)
-        return (words[:, 0].to(torch.int64) & 0xFFFFFFFF) % self._pool_size
-
     def _words(self, index: int, direction: Direction, purpose: str, *, rows: int, width: int) -> Tensor:
         stream = f"{purpose} {self.facts[index].entry.name}"
         first = self._secret.burn(group_name=stream, direction=direction, rows=rows)
-        return expand(
-            mask_key(self._seed, group_name=stream, direction=direction), first_row=first, rows=rows, width=width
-        )
+        key = mask_key(self._seed, group_name=stream, direction=direction)
+        return expand(key, first_row=first, rows=rows, width=width)
 
     def _ask(self, index: int, direction: Direction, rows: Tensor, arithmetic: wire.Arithmetic) -> Tensor:
         welcome = self._channel.welcome()

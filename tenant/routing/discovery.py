@@ -116,7 +116,8 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
 class Discovery:
     """Asks the registries of a federation: first in `refresh`, later in a background thread, which calls `changed` with
     the new list when executors have come or gone. A `Discovery` belongs to one process: a forked child calls `abandon`
-    and makes its own. Raises `CertificateError` if the authority's certificate cannot be read."""
+    and makes its own. `found` has the executors found so far. Raises `CertificateError` if the authority's certificate
+    cannot be read."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Discovery:
         self._deadline_s = deadline_s
         self._clock = clock
         self._newest: dict[str, VerifiedDescriptor] = {}
-        self._found = Discovered()
+        self.found = Discovered()
         self._silent: set[str] = set()  # registries whose failure has been logged
         self._rejected: dict[str, Counter[str]] = {}  # per registry, the refusals that were logged
         self._refreshing = threading.Lock()
@@ -143,16 +144,6 @@ class Discovery:
         self._asking: dict[str, RegistryClient] = {}
         self._closed = False
         self._periodic = Periodic(self.refresh, every_s=interval_s, name="asking the registries", jitter=_JITTER)
-
-    @property
-    def executors(self) -> tuple[Peer, ...]:
-        """The executors found so far, without those of the file."""
-        return self._found.executors
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """The reasons why other executors are not used, by name."""
-        return self._found.refused
 
     def start(self) -> None:
         """Start asking periodically in the background."""
@@ -203,8 +194,8 @@ class Discovery:
             past = round(MS * (now - MEMORY_S))
             self._newest = {key: one for key, one in self._newest.items() if one.descriptor.issued > past}
             valid = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
-            before, found = self._found, admitted(self._federation, valid, now=now)
-            self._found = found
+            before, found = self.found, admitted(self._federation, valid, now=now)
+            self.found = found
         for name in found.refused.keys() - before.refused.keys():
             log.warning("executor %s is not used: %s", name, found.refused[name])
         if found.executors != before.executors and not self._closed:

@@ -118,7 +118,7 @@ class ProviderHealth:
         if size <= FEW_BYTES:
             self._latency.add(seconds)
         else:
-            self._per_byte.add(max(0.0, seconds - (self.latency_s or 0.0)) / size)
+            self._per_byte.add(max(0.0, seconds - (self._latency.value or 0.0)) / size)
         return closed
 
     @property
@@ -127,24 +127,19 @@ class ProviderHealth:
         return self._latency.value
 
     @property
-    def s_per_byte(self) -> float | None:
-        """Average additional seconds per byte of large exchanges; None without a measurement."""
-        return self._per_byte.value
-
-    @property
     def measurements(self) -> int:
         return self._latency.count + self._per_byte.count
 
     def seconds_for(self, size: int) -> float | None:
         """Expected seconds of an exchange of `size` bytes; None without a measurement."""
-        if self.latency_s is None and self.s_per_byte is None:
+        if self._latency.value is None and self._per_byte.value is None:
             return None
-        return (self.latency_s or 0.0) + size * (self.s_per_byte or 0.0)
+        return (self._latency.value or 0.0) + size * (self._per_byte.value or 0.0)
 
     def expected_s(self, size: int) -> float:
         """Expected seconds of an exchange of `size` bytes; `Tolerance.unknown_s` without a measurement."""
         expected = self.seconds_for(size)
-        if expected is None or self.s_per_byte is None:
+        if expected is None or self._per_byte.value is None:
             expected = (expected or self._tolerance.unknown_s) + size * _UNKNOWN_S_PER_BYTE
         return expected
 

@@ -25,10 +25,9 @@ _GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that th
 
 
 class Prober:
-    """Connects to the providers of a session. Thread-safe.
+    """Connects to the providers of a session, which must cover all layer groups of `manifest`. Thread-safe.
 
     Args:
-        manifest: the layer groups that must be covered.
         retry: connects to a provider, with retries until the session's deadline, or until its second argument returns
             False because the provider is no longer needed.
         try_once: connects to a provider without retries.
@@ -119,9 +118,8 @@ class Prober:
     def _missing(self) -> SymbiosisError:
         """Return the error to raise for the providers that failed."""
         routes = self._routes
-        needed: tuple[KnownProvider, ...] = routes.executors if len(routes.executors) == 1 else ()
-        if not (uncovered := routes.uncovered(len(self._manifest.groups))):
-            needed = routes.helpers
+        uncovered = routes.uncovered(len(self._manifest.groups))
+        needed = (routes.executors if len(routes.executors) == 1 else ()) if uncovered else routes.helpers
         for provider in needed:
             if error := self._errors.get(provider):
                 return error

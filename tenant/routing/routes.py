@@ -148,8 +148,7 @@ class Routes:
             size: bytes of request and answer together.
             holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
             prefer: chosen if it is open.
-            relayed_to: the executor to which the effects of the rows' pads were relayed. It counts as the present
-                executor.
+            relayed_to: the executor to which the effects of the rows' pads were relayed. It counts as the present one.
 
         Returns:
             The executor; None if no able executor is open.
@@ -159,7 +158,7 @@ class Routes:
             if holders:
                 able = self._admissible(serving, holders)
             elif holders is None:
-                able = [provider for provider in able if len(self._holders(index, provider)) == self.helpers_per_pad]
+                able = [provider for provider in able if len(self.holders(index, provider)) == self.helpers_per_pad]
             if able and len(serving) == 1:
                 provider: KnownProvider | None = able[0]
             else:
@@ -179,7 +178,7 @@ class Routes:
         with self._lock:
             able = []
             for provider in self.able(index):
-                holders = tuple(holder.peer for holder in self._holders(index, provider))
+                holders = tuple(holder.peer for holder in self.holders(index, provider))
                 if len(holders) == self.helpers_per_pad and self._admits(provider.peer, holders):
                     able.append(provider)
             if len(able) == 1:
@@ -254,12 +253,6 @@ class Routes:
     ) -> list[KnownProvider]:
         """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
         there are not enough. `executor` will see the rows; None for any executor that serves the group."""
-        with self._lock:
-            return self._holders(index, executor, without)
-
-    def _holders(
-        self, index: GroupIndex, executor: KnownProvider | None, without: Collection[Peer] = ()
-    ) -> list[KnownProvider]:
         if self._federation.pad_helpers is None:
             return [provider for provider in self.helpers if provider.peer not in without]
         able = self.able(index)

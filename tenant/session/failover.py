@@ -12,7 +12,6 @@ This module cannot weaken a promise: rows leave only as `MaskedRows` and through
 """
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -30,6 +29,7 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.system.pacing import Backoff
 from tenant.connections.executor_client import Answer, NoFreeChannelError
 from tenant.core.blame import attribute
 from tenant.core.pads import Pad, PadOrder, Share, with_first_rows
@@ -42,10 +42,8 @@ from tenant.worker import Promise
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _MANY_REDRAWS = 4  # after more redraws, all helpers fail, and retrying without a pause does not help
 _LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
-_jitter = secrets.SystemRandom().random
 
 
 class Recovery:
@@ -58,7 +56,7 @@ class Recovery:
         self._runtime, self._routes, self._tally = runtime, runtime.routes, runtime.tally
         self._part, self._preferred = part, preferred
         self._began, self._deadline = began, deadline
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(0.015, 0.75, jitter=1 / 3)
         # executors that were lost, late or busy, or refused, with the time of their first failure; the last one
         self._failed: dict[KnownProvider, float] = {}
         self._last: KnownProvider | None = None
@@ -75,12 +73,8 @@ class Recovery:
 
     def choose(self) -> KnownProvider:
         """Choose the executor to ask. Waits until an executor is available. Replaces pads if an effect of them was
-        lost, or if no executor may see rows under them.
-
-        Raises:
-            DeadlineExceededError: no executor came back in time.
-            SymbiosisError: the error of the last executor that was asked.
-        """
+        lost, or if no executor may see rows under them. Raises `DeadlineExceededError` if no executor came back in
+        time, or the error of the last one that was asked."""
         while True:
             self._replace_spoilt_pads()
             provider = self._next()
@@ -109,32 +103,24 @@ class Recovery:
             other = None if provider else self._routes.choose(part.index, part.size, holders=None)
             if provider is None and other is None:
                 self._runtime.prober.reconnect(urgent=self._routes.executors)
+            taken = provider or other
             try:
                 if other is not None:
                     self._replace_pads(other, spoilt=lambda pad: True)
-                self._before_request(pause=provider is self._last if provider else other is None)
+                pause = taken is None or provider is self._last or self._redraws > _MANY_REDRAWS
+                if time.monotonic() + (self._backoff.next_s if pause else 0.0) >= self._deadline:
+                    raise self._too_late()
+                if pause:
+                    if self._last is not None:
+                        since, until, why = self._began, self._deadline, str(self._error)
+                        self._runtime.notices.waiting(self._last.peer.label, since=since, until=until, why=why)
+                    self._runtime.closing.wait(self._backoff.failed())
             except BaseException:
-                if taken := provider or other:
+                if taken:
                     self._routes.cancelled(taken)
                 raise
-            if taken := provider or other:
+            if taken:
                 return taken
-
-    def _before_request(self, *, pause: bool) -> None:
-        """Check the deadline before each request; wait first if `pause` is True, or if pads are replaced again and
-        again."""
-        pause = pause or self._redraws > _MANY_REDRAWS
-        wait_s = self._pause_s if pause else 0.0
-        if time.monotonic() + wait_s >= self._deadline:
-            raise self._too_late()
-        if not pause:
-            return
-        if self._last is not None:
-            self._runtime.notices.waiting(
-                self._last.peer.label, since=self._began, until=self._deadline, why=str(self._error)
-            )
-        self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
-        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def _too_late(self) -> Exception:
         error: BaseException | None
@@ -159,14 +145,8 @@ class Recovery:
     # A request that failed
 
     def after(self, error: BaseException, provider: KnownProvider, *, waited_s: float) -> None:
-        """Handle a request that failed. Returns normally if the part may be sent again.
-
-        Args:
-            waited_s: seconds that the executor had for its answer.
-
-        Raises:
-            BaseException: `error`, or an error that explains it, if no other provider can be asked.
-        """
+        """Handle a request that failed, after the executor had `waited_s` for its answer. Returns normally if the part
+        may be sent again, and raises `error`, or an error that explains it, if no other provider can be asked."""
         if isinstance(error, NoFreeChannelError):
             self._routes.cancelled(provider)
             why = f": {error} by other threads of this program. Use fewer threads at once;"
@@ -198,11 +178,8 @@ class Recovery:
     # Effects that are late or lost
 
     def effects_are_there(self) -> bool:
-        """Wait for the effects of the part's pads. Returns False if pads must be replaced.
-
-        Raises:
-            SymbiosisError: effects are missing, and no other helper can compute them.
-        """
+        """Wait for the effects of the part's pads. Returns False if pads must be replaced. Raises the error of an
+        effect that no other helper can compute."""
         self._wait_for_effects()
         for share in _shares(self._part):
             if share.holder in self._late:

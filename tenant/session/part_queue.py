@@ -36,25 +36,22 @@ class PartQueue:
         with self._lock:
             if not self._waiting:
                 return None
-            if only_if_faster and self._others_are_faster(provider):
-                self._slots.remove(provider)
-                return None
+            if only_if_faster:
+                size = self._waiting[0].size
+                mine = provider.health.seconds_for(size)
+                costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not provider]
+                known = [cost for cost in costs if cost]
+                if mine is not None and known and len(known) == len(costs):
+                    others_s = (len(self._waiting) + len(known)) / sum(1.0 / cost for cost in known)
+                    if mine > others_s:
+                        self._slots.remove(provider)
+                        return None
             return self._waiting.popleft()
 
     def clear(self) -> None:
         """Discard the parts that have not begun."""
         with self._lock:
             self._waiting.clear()
-
-    def _others_are_faster(self, provider: KnownProvider) -> bool:
-        """Returns True if the other slots would finish all remaining parts before this slot finishes one."""
-        size = self._waiting[0].size
-        mine = provider.health.seconds_for(size)
-        costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not provider]
-        known = [cost for cost in costs if cost]
-        if mine is None or not known or len(known) < len(costs):
-            return False
-        return mine > (len(self._waiting) + len(known)) / sum(1.0 / cost for cost in known)
 
 
 def multiply_parts(

@@ -36,13 +36,7 @@ class PredictedTraffic:
     effects: int = 0
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            round_trips=self.round_trips + other.round_trips,
-            turns=self.turns + other.turns,
-            up=self.up + other.up,
-            down=self.down + other.down,
-            effects=self.effects + other.effects,
-        )
+        return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)

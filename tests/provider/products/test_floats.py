@@ -15,7 +15,7 @@ from symbiosis_priv.errors import ConfigError, ProviderError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from tenant.masking.paper_pool import PaperPoolBackend
+from tenant.masking.paper_pool import PaperPoolBackend, PaperPoolOptions
 from tenant.preparation.keys import prepare
 from tests.provider.clients import Client, Service, execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
@@ -55,7 +55,9 @@ def test_the_refusal_of_floats_names_the_setting(
     )
     prepared = prepare(store, digest=provider.model_digest, columns=8, cache=tmp_path)
     with pytest.warns(UserWarning, match="masking = 'pad'"):
-        backend = PaperPoolBackend(federation, prepared, pool_size=2, noise_scale=1.0, deadline_s=20.0)
+        backend = PaperPoolBackend(
+            federation, prepared, PaperPoolOptions(pool_size=2, noise_scale=1.0), deadline_s=20.0
+        )
     with pytest.raises(
         ProviderError, match=r"masking = 'pad', or ask its operator to set float = true under \[executor\]"
     ):

@@ -18,7 +18,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, gaussian
+from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, PaperPoolOptions, gaussian
 from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
@@ -66,8 +66,7 @@ def open_backend(
             backend = PaperPoolBackend(
                 new_federation([provider or new_provider(store=store)], digest=digest),
                 prepare(store, digest=digest, columns=8, cache=tmp_path_factory.mktemp("cache")),
-                pool_size=options.pop("pool_size", 3),
-                noise_scale=options.pop("noise_scale", 16.0),
+                PaperPoolOptions(pool_size=options.pop("pool_size", 3), noise_scale=options.pop("noise_scale", 16.0)),
                 deadline_s=20.0,
                 **options,
             )
@@ -86,15 +85,15 @@ def test_one_executor_with_all_layers_is_asked(
     federation = new_federation([part, whole, other])
     first, *others = federation.executors
     split = replace(first, layers=LayerRange(0, 0))
-    options: dict[str, Any] = {"pool_size": 1, "noise_scale": 16.0, "deadline_s": 20.0}
+    options = PaperPoolOptions(pool_size=1)
     with (
         pytest.warns(UserWarning, match="it can read every row"),
-        PaperPoolBackend(replace(federation, peers=(split, *others)), preparation, **options) as backend,
+        PaperPoolBackend(replace(federation, peers=(split, *others)), preparation, options, deadline_s=20.0) as backend,
     ):
         backend.linear(0, FORWARD, torch.ones(1, 64))
     assert [bool(provider.executed) for provider in (part, whole, other)] == [False, True, False]
     with pytest.raises(ConfigError, match="listed with a part"):
-        PaperPoolBackend(replace(federation, peers=(split,)), preparation, **options)
+        PaperPoolBackend(replace(federation, peers=(split,)), preparation, options, deadline_s=20.0)
 
 
 @pytest.mark.parametrize("name", ["store", "gpt2_store"])

@@ -312,7 +312,7 @@ def test_another_registry_shows_what_one_registry_withholds(
         assert [peer.name for peer in found.refresh()] == ["delta", "gamma"]
     assert caplog.text.count(f"registry {gone} cannot be used now") == 1
     assert caplog.text.count("lists 1 invalid descriptors of 3: it is malformed") == 1
-    assert found.executors == found.refresh()
+    assert found.found.executors == found.refresh()
 
 
 def test_registries_are_asked_periodically_until_closing(
@@ -379,7 +379,7 @@ def test_a_revoked_executor_is_refused(federation: Federation, vouching: Vouchin
     found = discovery(file, now=vouching.began / MS)
     assert found.add([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
     assert [peer.name for peer in found.update()] == ["delta"]
-    (peer,) = found.executors
+    (peer,) = found.found.executors
     revoke(revoked, [vouching.identity("delta").certificate])  # while it is in use
     assert found.update() == ()
     assert found.add([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}

@@ -377,7 +377,7 @@ class Channel:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, rows)
-        if (connection := self._connection) is None:
+        if (connection := self.connection) is None:
             raise ConnectionLostError(f"the connection to {self._name} was lost")
         encoding, words = frames.encoding, rows.masked_words
         if self._wiretap:

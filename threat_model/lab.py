@@ -8,13 +8,14 @@ product is sent over a TLS socket, and the recorder is at the tenant's end of it
 """
 
 import copy
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from unittest import mock
 
 import torch
@@ -31,24 +32,27 @@ from provider.config.schema import (
     RelayTarget,
     TlsConfig,
 )
+from provider.operations.health_request import ask_health
 from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import expand, random_key
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates.issuing import create_authority, issue
-from symbiosis_priv.certificates.reading import Kind
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.federation import federation_text, load_federation
+from symbiosis_priv.federation import Peer, federation_text, load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.tls import TenantIdentity
+from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tenant import RemoteConfig, backend_of
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
+from tenant.options import Experts
 from threat_model.attacks.collusion import matching, pad_rows
-from threat_model.evidence.neighbour import Neighbour
 from threat_model.evidence.public import Public, alone
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.truth import NO_LABEL, Truth, Witness, adapter_updates
-from threat_model.evidence.views import NO_NEIGHBOUR, Game, HelperView, Recorder, Views
+from threat_model.evidence.views import NO_NEIGHBOUR, Game, NeighbourView, Recorder, Views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,6 @@ class Lab:
     def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3) -> None:
         self.folder = folder
         self._tied, self._experts, self._helpers = tied, experts, helpers
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         recipe = Pretraining(
@@ -133,74 +136,71 @@ class Lab:
         # clinic notes and letters: the attack on adapters needs many different first tokens
         text = "\n".join(private_text(seed=2, records=400)) + public_text(seed=3, sentences=800)
         self._private = torch.tensor(tokenizer.encode(text))
-        try:
-            self._start_providers(checkpoint)
-        except BaseException:
-            self._stack.close()
-            raise
+        with ExitStack() as starting:
+            self._entries = list(self._start_providers(checkpoint, starting))
+            for helpers in range(self._helpers + 1):
+                self.write_federation(f"{helpers}", helpers)
+            self.federation_path = self.folder / "federation-1.toml"
+            self.federation = load_federation(self.federation_path)
+            self.relayed = self.write_federation("relay", 1, pads={"relay": True})
+            company = {"Holding SE": ["executor", "helper"]}
+            self.one_company = self.write_federation("company", 1, pads={"helpers": 1}, companies=company)
+            self._stack = starting.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start_providers(self, checkpoint: Path) -> None:
+    def _start_providers(self, checkpoint: Path, stack: ExitStack) -> Iterator[dict[str, object]]:
+        """Start an executor and then the helpers. Yields each provider's entry in a federation file."""
         keys = self.folder / "keys"
         authority = create_authority(keys)
         issue(keys, authority=authority, kind=Kind.TENANT, name="alice")
         self._mallory = issue(keys, authority=authority, kind=Kind.TENANT, name="mallory")
-        self._federations: list[Path] = []  # federation files by the number of helpers
-        entries: list[dict[str, object]] = []
-
-        def write(name: str, providers: list[dict[str, object]], **tables: Any) -> Path:
-            path, digest = self.folder / f"federation-{name}.toml", self.store.manifest().digest
-            text = federation_text(
-                providers, digest=digest, certificate="keys/alice.pem", key="keys/alice.key", **tables
-            )
-            path.write_text(text)
-            return path
-
-        roles: dict[str, wire.Role] = {"executor": "executor"}
-        roles |= dict.fromkeys(("helper", "second-helper", "third-helper")[: self._helpers], "helper")
-        identities = {name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in roles}
-        helpers = [name for name, role in roles.items() if role == "helper"]
+        helpers = ("helper", "second-helper", "third-helper")[: self._helpers]
+        identities = {
+            name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in ("executor", *helpers)
+        }
         relay = RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
-        for name, role in roles.items():
-            identity = identities[name]
-            provider = Provider(
-                ProviderConfig(
-                    name=name,
-                    listen="localhost:0",
-                    roles=(role,),
-                    log_level="warning",
-                    model=ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
-                    tls=TlsConfig(
-                        certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
-                    ),
-                    # hundreds of sessions are opened, and each would wait for its share of handshakes
-                    limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
-                    executor=ExecutorConfig(float_path=True),
-                    relay=relay,
+        for name, identity in identities.items():
+            role: wire.Role = "executor" if name == "executor" else "helper"
+            provider = stack.enter_context(
+                Provider(
+                    ProviderConfig(
+                        name=name,
+                        listen="localhost:0",
+                        roles=(role,),
+                        log_level="warning",
+                        model=ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
+                        tls=TlsConfig(
+                            certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
+                        ),
+                        # hundreds of sessions are opened, and each would wait for its share of handshakes
+                        limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
+                        executor=ExecutorConfig(float_path=True),
+                        relay=relay,
+                    )
                 )
             )
-            self._stack.enter_context(provider)
             if role == "executor":
-                to = RelayTarget(address=provider.address, certificate=identity.certificate)
-                relay = RelayConfig(to=(to,))
-            entries.append(
-                {
-                    "name": name,
-                    "operator": f"operator of the {name}",
-                    "role": role,
-                    "address": provider.address,
-                    "certificate": f"keys/{name}.pem",
-                }
-            )
-            self._federations.append(write(f"{len(self._federations)}", entries))
-        self.federation_path = self._federations[1]
-        self.relayed = write("relay", entries[:2], pads={"relay": True})
-        company = {"Holding SE": ["executor", "helper"]}
-        self.one_company = write("company", entries[:2], pads={"helpers": 1}, companies=company)
-        self.federation = load_federation(self.federation_path)
+                relay = RelayConfig(to=(RelayTarget(address=provider.address, certificate=identity.certificate),))
+            yield {
+                "name": name,
+                "operator": f"operator of the {name}",
+                "role": role,
+                "address": provider.address,
+                "certificate": f"keys/{name}.pem",
+            }
+
+    def write_federation(self, name: str, helpers: int, **tables: Any) -> Path:
+        """Write `federation-<name>.toml` with the executor, the first `helpers` helpers, and these tables of
+        `federation_text`."""
+        path, digest = self.folder / f"federation-{name}.toml", self.store.manifest().digest
+        providers = self._entries[: 1 + helpers]
+        path.write_text(
+            federation_text(providers, digest=digest, certificate="keys/alice.pem", key="keys/alice.key", **tables)
+        )
+        return path
 
     def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:
         """Pieces of the tenant's text, int64 `[count, length]`."""
@@ -213,39 +213,61 @@ class Lab:
         Args:
             federation: a federation file to use instead of the one with the scheme's number of helpers.
         """
-        recorder = Recorder()
-        with _deposits(recorder):
-            return self._record(scheme, workload, recorder, federation)
+        started, recorder, truth = time.monotonic(), Recorder(), Truth(steps=workload.steps)
+        keep = BlockStore.keep
 
-    def _record(
-        self, scheme: AttackedScheme, workload: Workload, recorder: Recorder, federation: Path | None
-    ) -> Recording:
-        started, truth = time.monotonic(), Truth(steps=workload.steps)
-        config = RemoteConfig(
-            federation=federation or (self.relayed if scheme.relay else self._federations[scheme.helpers]),
-            cache=self.folder / "cache",
-            wiretap=recorder,
-            **scheme.options,
-        )
+        def deposit(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
+            recorder.deposited(block.header, payload)
+            keep(store, tenant, block, payload)
+
+        chosen = federation or (self.relayed if scheme.relay else self.folder / f"federation-{scheme.helpers}.toml")
+        # the executors of this process wait longer for blocks, for busy machines
+        patient = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
+        with patient, mock.patch.object(BlockStore, "keep", deposit):
+            model = self._load(recorder, federation=chosen, **scheme.options)
+            with backend_of(model):
+                witness = Witness.install(model, recorder, self.public, truth)
+                neighbour = neighbour_of(self.federation.executors[0], self._mallory, self.public)
+                with neighbour as seen, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # a warning between peft and transformers
+                    torch.manual_seed(workload.seed)
+                    self._work(model, truth, workload)
+                views = recorder.views(seen())
+                games = {d: self._game(witness.inner, recorder, truth, d, workload) for d in DIRECTIONS}
+        views = replace(views, executor=replace(views.executor, games=games))
+        return Recording(scheme, views, truth, time.monotonic() - started)
+
+    def record_decoding(self, experts: Experts, tokens: int) -> tuple[Views, Truth]:
+        """Decode one sequence of the tenant's text under `pad`, sampled, and record it. The last token is never
+        sent."""
+        recorder, truth = Recorder(), Truth(steps=0)
+        more = {"show_routes_while_decoding": True} if experts == "counts" else {}
+        model = self._load(recorder, federation=self.federation_path, masking="pad", experts=experts, **more)
+        with backend_of(model):
+            Witness.install(model, recorder, self.public, truth)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self._generate(model, self.private_windows(1, 8, seed=1), tokens + 1, sample=True)
+        return recorder.views(NO_NEIGHBOUR), truth
+
+    def _load(self, recorder: Recorder, **options: Any) -> Any:
+        remote = RemoteConfig(cache=self.folder / "cache", wiretap=recorder, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool warns about what this report shows
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.store.path, quantization_config=config, trust_remote_code=False
+            return AutoModelForCausalLM.from_pretrained(
+                self.store.path, quantization_config=remote, trust_remote_code=False
             )
-        backend = backend_of(model)
-        try:
-            witness = Witness.install(model, recorder, self.public, truth)
-            neighbour = Neighbour(self.federation.executors[0], self._mallory, self.public)
-            with torch.random.fork_rng(devices=[]), neighbour.watching(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # a warning between peft and transformers
-                torch.manual_seed(workload.seed)
-                self._work(model, truth, workload)
-            views = recorder.views(neighbour.view())
-            games = {d: self._game(witness.inner, recorder, truth, d, workload) for d in DIRECTIONS}
-            views = replace(views, executor=replace(views.executor, games=games))
-        finally:
-            backend.close()
-        return Recording(scheme, views, truth, time.monotonic() - started)
+
+    def _generate(self, model: Any, prompts: Tensor, tokens: int, *, sample: bool = False) -> None:
+        with torch.no_grad():
+            model.generate(
+                input_ids=prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=sample,
+                pad_token_id=self.public.pad_token,
+            )
 
     def _work(self, model: Any, truth: Truth, workload: Workload) -> None:
         lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
@@ -253,43 +275,41 @@ class Lab:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         model.train()
         for step in range(workload.steps):
-            ids, labels = self._batch(workload, step)
+            # padded to the longest; the labels of each sequence's first tokens (its prompt) are ignored
+            ids = self.private_windows(workload.batch, workload.length, seed=step)
+            lengths = workload.length - 4 * (torch.arange(workload.batch) % 4)
+            padded = torch.arange(workload.length) >= lengths[:, None]
+            labels = ids.masked_fill(padded, NO_LABEL)
+            labels[:, :3] = NO_LABEL
+            ids = ids.masked_fill(padded, self.public.pad_token)
             model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         truth.updates = adapter_updates(model)
         held_out = self.private_windows(32, workload.length, seed=3)
-        truth.loss = lambda updates: _loss(self.public.model, held_out, updates)
+
+        def loss(updates: Mapping[str, Tensor]) -> float:
+            base: Any = copy.deepcopy(self.public.model)
+            with torch.no_grad():
+                for name, update in updates.items():
+                    base.get_submodule(name).weight.add_(update)
+                return float(base(input_ids=held_out, labels=held_out).loss)
+
+        truth.loss = loss
         for call in range(workload.generations):
             prompts = self.private_windows(workload.prompts, workload.prompt_length, seed=1000 + call)
             # one call is longer, so that attacks on lengths have something to find
             new = workload.new_tokens * (3 if call == 1 else 1)
-            with torch.no_grad():
-                model.generate(
-                    input_ids=prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    pad_token_id=self.public.pad_token,
-                )
+            self._generate(model, prompts, new)
             truth.generated.append(new)
             truth.batches.append((workload.prompts, workload.prompt_length))
-            truth.prompts.append(prompts)
-
-    def _batch(self, workload: Workload, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels `[b, t]`: padded to the longest. The labels of each sequence's first tokens (its prompt)
-        are ignored."""
-        ids = self.private_windows(workload.batch, workload.length, seed=step)
-        lengths = workload.length - 4 * (torch.arange(workload.batch) % 4)
-        labels = ids.clone()
-        labels[:, :3] = NO_LABEL
-        padded = torch.arange(workload.length) >= lengths[:, None]
-        return ids.masked_fill(padded, self.public.pad_token), labels.masked_fill(padded, NO_LABEL)
 
     def _game(self, backend: Any, recorder: Recorder, truth: Truth, direction: Direction, workload: Workload) -> Game:
-        """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random."""
+        """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random.
+
+        The helpers' shares of the pads of these rows are computed from the logs of all helpers.
+        """
         group = 0
         pair = self.public.vocabulary_rows[:2]
         if direction == BACKWARD:
@@ -302,42 +322,61 @@ class Lab:
         views = recorder.views(NO_NEIGHBOUR)
         arrived = views.executor.exchanges[-1].rows
         truth.coins[direction] = coins[half:]
-        shares = self._shares(views.helpers, arrived, group, direction)
+        numbers, pads = pad_rows(views.helpers, self.public, group, direction)
+        shares = {}
+        if len(pads):
+            under = numbers[matching(arrived, pads)]
+            for helper in views.helpers:
+                own, rows = pad_rows([helper], self.public, group, direction)
+                order = own.argsort()
+                shares[helper.effects[0].helper] = rows[order[torch.searchsorted(own[order], under)]]
         return Game(arrived[:half], coins[:half], arrived[half:], shares)
 
-    def _shares(
-        self, helpers: Sequence[HelperView], arrived: Tensor, group: int, direction: Direction
-    ) -> dict[str, Tensor]:
-        """Each helper's share of the pads of some rows, computed from the logs of all helpers."""
-        numbers, pads = pad_rows(helpers, self.public, group, direction)
-        if not len(pads):
-            return {}
-        under = numbers[matching(arrived, pads)]
-        shares = {}
-        for helper in helpers:
-            own, rows = pad_rows([helper], self.public, group, direction)
-            order = own.argsort()
-            shares[helper.effects[0].helper] = rows[order[torch.searchsorted(own[order], under)]]
-        return shares
+
+_ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report needs its own connection
+_START_S = 120.0
+_GROUP, _ROWS = 0, 4  # rows of each of the neighbour's requests
 
 
 @contextmanager
-def _deposits(recorder: Recorder) -> Iterator[None]:
-    """Record the blocks that executors of this process keep. Executors wait longer here, for busy machines."""
-    keep = BlockStore.keep
+def neighbour_of(executor: Peer, identity: Identity, public: Public) -> Iterator[Callable[[], NeighbourView]]:
+    """A second tenant of the same executor, which sends requests and reads health reports until the block ends. The
+    function returns its view so far."""
+    seen: list[tuple[float, int]] = []
+    own: list[Tensor] = []
+    stop, ready = threading.Event(), threading.Event()
+    context = client_context(certificate=identity.certificate, key=identity.key, pins=executor.pins)
+    entry, digest = public.manifest.groups[_GROUP], public.manifest.digest
+    weight = public.quantised(_GROUP).weight.to(torch.int32)
 
-    def record(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
-        recorder.deposited(block.header, payload)
-        keep(store, tenant, block, payload)
+    def watch() -> None:
+        started, due, last = time.monotonic(), 0.0, False
+        with closing(Channel(executor, context=context, model_digest=digest, deadline_s=60)) as channel:
+            while not last:
+                last = stop.is_set()
+                rows = expand(random_key(), first_row=0, rows=_ROWS, width=entry.inputs)
+                request = wire.Execute(
+                    nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS
+                )
+                answer = channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=entry.stacked_outputs)
+                own.append((answer - rows @ weight.t()).double())
+                if last or time.monotonic() >= due:
+                    due = time.monotonic() + _HEALTH_EVERY_S
+                    report = ask_health(
+                        f"{executor.host}:{executor.port}",
+                        provider_certificate=cast(Path, executor.certificate),
+                        tenant_certificate=identity.certificate,
+                        tenant_key=identity.key,
+                    )
+                    seen.append((time.monotonic() - started, report.requests - len(own)))
+                ready.set()
+                stop.wait(_ASK_EVERY_S)
 
-    wait = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
-    with wait, mock.patch.object(BlockStore, "keep", record):
-        yield
-
-
-def _loss(base: Any, ids: Tensor, updates: Mapping[str, Tensor]) -> float:
-    model = copy.deepcopy(base)
-    with torch.no_grad():
-        for name, update in updates.items():
-            model.get_submodule(name).weight.add_(update)
-        return float(model(input_ids=ids, labels=ids).loss)
+    thread = threading.Thread(target=watch, name="neighbour")
+    thread.start()
+    ready.wait(_START_S)
+    try:
+        yield lambda: NeighbourView(tuple(seen), torch.cat(own))
+    finally:
+        stop.set()
+        thread.join(_START_S)

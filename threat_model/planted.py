@@ -7,8 +7,9 @@ the rows of a real run are masked again in a wrong way, as an executor would hav
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,43 +24,51 @@ from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.network import wire
 from tenant.core.pads import Pad, SessionSecret
 from tenant.masking.paper_pool import gaussian
-from threat_model.attacks import Attack, Outcome
+from threat_model.attacks.base import Attack, DirectedAttack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.exchanges import RelayedAnswers
-from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
 from threat_model.attacks.reused_noise import Differencing
 from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
+from threat_model.attacks.tokens import Averaging, RowScale, SubspaceProjection
 from threat_model.evidence.public import Public
-from threat_model.evidence.views import CollusionView, Exchange, ExecutorView
-from threat_model.lab import Recording
+from threat_model.evidence.schemes import PAD, PAD_RELAY, AttackedScheme
+from threat_model.evidence.views import Exchange, ExecutorView
+from threat_model.lab import PLANTED, Lab, Recording
 
 NOISE = 16.0
 
 
-@dataclass(frozen=True, eq=False)
-class Fault:
-    """A planted mistake, its place, and the attack that must find it."""
+@dataclass(frozen=True)
+class PlantedFault:
+    """One planted fault, and the verdict of the attack that must find it."""
 
-    name: str
+    fault: str
     rule: str
-    attack: Attack[Any, Any]
-    view: ExecutorView | CollusionView
-    public: Public
-    recording: Recording
+    attack: str
+    outcome: Outcome
 
-    def outcome(self) -> Outcome:
-        """The attack's score on this fault."""
-        guess = self.attack.run(self.view, self.public, torch.Generator().manual_seed(0))
-        return Outcome(0, 0, 0.0, 1.0) if guess is None else self.attack.score(guess, self.recording.truth)
+    @property
+    def found(self) -> bool:
+        """True if chance cannot explain the success."""
+        return self.outcome.broken
 
 
-def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
-    """Every fault that a recording can show.
+def score(attack: Attack[Any, Any], view: object, public: Public, recording: Recording) -> Outcome:
+    """The attack's score on a view with a fault in it."""
+    guess = attack.run(view, public, torch.Generator().manual_seed(0))
+    return Outcome(0, 0, 0.0, 1.0) if guess is None else attack.score(guess, recording.truth)
+
+
+def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], None]) -> list[PlantedFault]:
+    """Plant every fault, and run the attack that must find it.
 
     Args:
         ring: a recording without masks, in the ring.
         floats: a recording on the float path; its truth has the float rows.
+        step: called with a description before each step.
     """
+    step("planted faults")
+    public = lab.public
     small, other = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(77)
     fresh = torch.Generator().manual_seed(secrets.randbits(60))
     axes = _normal(24, public.manifest.groups[0].inputs) * NOISE
@@ -76,19 +85,44 @@ def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
     def low_rank(x: Tensor) -> Tensor:
         return (x.double() + _normal(len(x), len(axes)) @ axes).float()
 
-    plans: list[tuple[str, str, Attack[Any, Any], ExecutorView, Recording]] = [
-        ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), ring),
-        ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), floats),
-        ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), floats),
-        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), floats),
-        ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), ring),
+    unfused, siblings = unfused_view(floats, public)
+    plans: list[tuple[str, str, Attack[Any, Any], ExecutorView, Recording, Public]] = [
+        ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), ring, public),
+        ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), floats, public),
+        ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), floats, public),
+        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), floats, public),
+        ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), ring, public),
+        ("unfused q/k/v, separate float noise", "rule 4", Averaging(), unfused, floats, siblings),
     ]
-    found = [Fault(name, rule, attack, view, public, recording) for name, rule, attack, view, recording in plans]
-    return [*found, unfused_fault(floats, public)]
+    found = [
+        PlantedFault(name, rule, attack.name, score(attack, view, known, recording))
+        for name, rule, attack, view, recording, known in plans
+    ]
+
+    def live(
+        planting: AbstractContextManager[object], scheme: AttackedScheme, federation: Path | None = None
+    ) -> Recording:
+        with planting:
+            return lab.record(scheme, PLANTED, federation=federation)
+
+    def both(name: str, rule: str, kind: type[DirectedAttack[Any, Any]], recording: Recording) -> None:
+        for attack in map(kind, DIRECTIONS):
+            outcome = score(attack, recording.views.of(attack.party), public, recording)
+            found.append(PlantedFault(f"{name}, {attack.direction}", rule, attack.name, outcome))
+
+    step("planted faults: a tenant that reuses pads")
+    both("reused pad rows", "rule 3", Differencing, live(reused_pads(), PAD))
+    step("planted faults: helpers that relay bare effects")
+    both("relayed effects are bare", "relay", RelayedAnswers, live(bare_effects(), PAD_RELAY))
+    step("planted faults: a tenant whose helper is of its executor's company")
+    recording = live(blind_to_companies(), PAD, lab.one_company)
+    both("executor and helper of one company", "rule 8", Collusion, recording)
+    return found
 
 
-def unfused_fault(recording: Recording, public: Public) -> Fault:
-    """q, k and v sent separately: three requests of the same rows, each under its own fresh noise.
+def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Public]:
+    """q, k and v sent separately: three requests of the same rows, each under its own fresh noise. Returns also the
+    public knowledge that they are siblings.
 
     Args:
         recording: a recording on the float path.
@@ -100,24 +134,12 @@ def unfused_fault(recording: Recording, public: Public) -> Fault:
         for i, group in enumerate(groups):
             noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
             exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
-    siblings = replace(public, siblings=(groups,))
-    view = ExecutorView(tuple(exchanges))
-    return Fault("unfused q/k/v, separate float noise", "rule 4", Averaging(), view, siblings, recording)
+    return ExecutorView(tuple(exchanges)), replace(public, siblings=(groups,))
 
 
-@contextmanager
-def reused_pads() -> Iterator[None]:
+def reused_pads() -> AbstractContextManager[object]:
     """Inside this block, sessions hand out row 0 of every keystream again and again (rule 3)."""
-    with mock.patch.object(SessionSecret, "burn", return_value=0):
-        yield
-
-
-def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
-    """The faults of a recording made under `reused_pads`."""
-    return [
-        Fault(f"reused pad rows, {d}", "rule 3", Differencing(d), recording.views.executor, public, recording)
-        for d in DIRECTIONS
-    ]
+    return mock.patch.object(SessionSecret, "burn", return_value=0)
 
 
 @contextmanager
@@ -133,41 +155,14 @@ def bare_effects() -> Iterator[None]:
         yield
 
 
-def bare_effect_faults(recording: Recording, public: Public) -> list[Fault]:
-    """The faults of a recording made under `bare_effects`."""
-    return [
-        Fault(f"relayed effects are bare, {d}", "relay", RelayedAnswers(d), recording.views.executor, public, recording)
-        for d in DIRECTIONS
-    ]
-
-
-@contextmanager
-def twin_helpers() -> Iterator[None]:
+def twin_helpers() -> AbstractContextManager[object]:
     """Inside this block, all helpers of a session get one seed, as if their entries were one party (rule 11)."""
-    with mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES)):
-        yield
+    return mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES))
 
 
-def twin_helper_fault(recording: Recording, public: Public) -> Fault:
-    """The fault of a recording of two helpers made under `twin_helpers`."""
-    return Fault("two helpers, one key", "rule 11", EvenMasks(), recording.views.executor, public, recording)
-
-
-@contextmanager
-def blind_to_companies() -> Iterator[None]:
+def blind_to_companies() -> AbstractContextManager[object]:
     """Inside this block, a tenant accepts a helper that belongs to its executor's company (rule 8)."""
-    with mock.patch.object(Parties, "same", return_value=False):
-        yield
-
-
-def one_company_faults(recording: Recording, public: Public) -> list[Fault]:
-    """The faults of a recording of `Lab.one_company` made under `blind_to_companies`: the company combines its two
-    logs."""
-    view = CollusionView(recording.views.executor, recording.views.helpers)
-    return [
-        Fault(f"executor and helper of one company, {d}", "rule 8", Collusion(d), view, public, recording)
-        for d in DIRECTIONS
-    ]
+    return mock.patch.object(Parties, "same", return_value=False)
 
 
 def _normal(rows: int, width: int) -> Tensor:
@@ -177,15 +172,14 @@ def _normal(rows: int, width: int) -> Tensor:
 
 def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: int | None = None) -> ExecutorView:
     """The executor's view if the tenant had masked each request with `mask`. Requests for effects are left out."""
-    view = recording.views.executor
-    plain = {order: call.rows for order, call in recording.truth.calls.items()}
-    kept = [e for e in view.exchanges if e.order in plain and group in (None, e.group)]
-    return ExecutorView(tuple(replace(e, rows=mask(plain[e.order]), arithmetic=_arithmetic(e)) for e in kept))
-
-
-def _arithmetic(exchange: Exchange) -> wire.Arithmetic:
-    """The arithmetic of a request with one-time noise: none of these requests is for effects."""
-    return "ring" if exchange.arithmetic == "ring" else "float"
+    calls = recording.truth.calls
+    kept = [e for e in recording.views.executor.of(group=group) if e.order in calls]
+    return ExecutorView(
+        tuple(
+            replace(e, rows=mask(calls[e.order].rows), arithmetic="ring" if e.arithmetic == "ring" else "float")
+            for e in kept
+        )
+    )
 
 
 def _with_scales(recording: Recording, public: Public) -> ExecutorView:

@@ -16,14 +16,14 @@ from symbiosis_priv.errors import RoleConflictError
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.exchanges import RelayedAnswers
-from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale
 from threat_model.attacks.reused_noise import Differencing
 from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
+from threat_model.attacks.tokens import Averaging, EvenMasks, RowScale
 from threat_model.evidence.public import alone
 from threat_model.evidence.schemes import LOCAL, PAD, PAD_RELAY, PADS, AttackedScheme, paper_pool
-from threat_model.evidence.views import CollusionView, ExecutorView
+from threat_model.evidence.views import CollusionView
 from threat_model.lab import PLANTED, Lab
-from threat_model.planted import twin_helper_fault, twin_helpers, unfused_fault
+from threat_model.planted import score, twin_helpers, unfused_view
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
@@ -73,12 +73,11 @@ def test_bare_effects_are_found(quick: Suite, direction: Direction) -> None:
 
 
 def test_three_maskings_reveal_more_than_one(lab: Lab, recorded: Recorded) -> None:
-    fault = unfused_fault(recorded(paper_pool(2, 256.0), SMALL), lab.public)
+    recording = recorded(paper_pool(2, 256.0), SMALL)
+    view, siblings = unfused_view(recording, lab.public)
     assert lab.public.siblings == alone(len(lab.public.manifest.groups))
-    assert isinstance(fault.view, ExecutorView)
-    once = Averaging().run(fault.view, lab.public, torch.Generator().manual_seed(0))
-    single = Averaging().score(once, fault.recording.truth).success
-    assert fault.outcome().success > single + 0.1
+    once = score(Averaging(), view, lab.public, recording).success
+    assert score(Averaging(), view, siblings, recording).success > once + 0.1
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -92,7 +91,7 @@ def test_reused_pad_rows_are_found_in_a_real_session(quick: Suite, direction: Di
 def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab, recorded: Recorded) -> None:
     with twin_helpers():
         recording = lab.record(PADS, SMALL)
-    outcome = twin_helper_fault(recording, lab.public).outcome()
+    outcome = score(EvenMasks(), recording.views.executor, lab.public, recording)
     assert outcome.success >= 0.99
     assert outcome.broken
     sound = examine(EvenMasks(), recorded(PADS, replace(SMALL, game_rows=2048)), lab).outcome
@@ -113,11 +112,8 @@ def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refuse
 
 def test_a_sound_tenant_uses_the_other_helper_and_the_company_reads_nothing(lab: Lab) -> None:
     """Two helpers, one of them of the executor's company, and one helper per pad: that helper gets no request."""
-    both = lab.folder / "federation-2.toml"
-    chosen = lab.folder / "federation-spare.toml"
-    company = lab.one_company.read_text().removeprefix(lab.federation_path.read_text())
-    assert "[[company]]" in company
-    chosen.write_text(both.read_text() + company)
+    company = {"Holding SE": ["executor", "helper"]}
+    chosen = lab.write_federation("spare", 2, pads={"helpers": 1}, companies=company)
     recording = lab.record(PADS, SMALL, federation=chosen)
     assert {effect.helper for helper in recording.views.helpers for effect in helper.effects} == {"second-helper"}
     for attack in (Collusion(FORWARD), Collusion(BACKWARD)):

@@ -35,8 +35,7 @@ from threat_model.evidence.schemes import (
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
 from threat_model.lab import PLANTED, Lab
-from threat_model.report.page import roc_charts
-from threat_model.report.tables import BEGIN, END, security_table
+from threat_model.report import BEGIN, END, roc_charts, security_table
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:

@@ -48,6 +48,8 @@ from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
 from tests.experts import write
 from tests.warm import run
+from threat_model.cli import run_properties
+from threat_model.cli import verify as verify_command
 from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,
@@ -58,12 +60,11 @@ from threat_model.conformance import (
     PropertyResult,
     Subject,
     Violation,
+    passed,
     trials,
     verify,
 )
 from threat_model.conformance.subject import Case
-from threat_model.verify_cli import _passed, _run
-from threat_model.verify_cli import verify as verify_command
 
 EXAMPLES = 20
 DEADLINE_S = 60.0
@@ -666,7 +667,7 @@ def test_a_slow_provider_does_not_exceed_its_time_limit(judge: Judge, tamper: Ca
     assert time.monotonic() - begun < 60.0  # otherwise hundreds of answers at 0.3 s each
     late = next(i for i, o in enumerate(outcomes) if o.verdict == "out of time")
     assert {o.verdict for o in outcomes[late + 1 :]} == {"not tested"}
-    assert not _passed(outcomes)
+    assert not passed(outcomes)
 
 
 @pytest.mark.parametrize("code", [wire.ErrorCode.ROLE_REFUSED, wire.ErrorCode.REFUSED])
@@ -692,7 +693,7 @@ def test_a_provider_that_avoids_all_products_does_not_pass(
     monkeypatch.setattr(connection.Connection, "_answer_product", leave)
     outcomes = list(judge(examples=1).values())
     assert outcomes[0].verdict == "holds"
-    assert not _passed(outcomes)
+    assert not passed(outcomes)
 
 
 def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -702,7 +703,7 @@ def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr("threat_model.conformance.verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        _run([], examples=1, seed=0, budget=1.0)
+        run_properties([], examples=1, seed=0, budget=1.0)
     shown = capsys.readouterr().out
     assert f"alpha breaks {PROPERTIES[0].name}" in shown
     assert "lies" in shown

@@ -7,11 +7,19 @@ from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
 from threat_model.attacks.exchanges import RelayedAnswers
-from threat_model.attacks.first_layer import Averaging, EvenMasks, RowScale, SubspaceProjection
 from threat_model.attacks.reused_noise import BlindClustering, CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
 from threat_model.attacks.statistics_of_masks import Distinguisher, SamplerGrid, SeedRecovery, Uniformity
-from threat_model.attacks.tokens import BlockLabels, DeepLayerTokens, FirstLayerTokens, HeadLabels
+from threat_model.attacks.tokens import (
+    Averaging,
+    BlockLabels,
+    DeepLayerTokens,
+    EvenMasks,
+    FirstLayerTokens,
+    HeadLabels,
+    RowScale,
+    SubspaceProjection,
+)
 
 ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(CandidateSubtraction(direction) for direction in DIRECTIONS),

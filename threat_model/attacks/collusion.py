@@ -16,8 +16,8 @@ from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack
 from threat_model.attacks.exchanges import unstack
-from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.attacks.statistics_of_masks import Distinguisher, RowScores
+from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
 from threat_model.evidence.truth import Truth

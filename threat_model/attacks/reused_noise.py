@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import RECOVERED, DirectedAttack, GuessedRows, Labels, Outcome, RowsAttack, score_rows
 from threat_model.attacks.exchanges import Subtraction, first_rows, noises, stack, subtract_candidates, unstack
-from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
+from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView

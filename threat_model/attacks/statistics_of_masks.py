@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Labels, Outcome, RowsAttack
 from threat_model.attacks.exchanges import first_rows, masked_requests, noises, stack, unstack
-from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
+from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
 from threat_model.evidence.truth import Truth

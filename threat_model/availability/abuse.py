@@ -1,38 +1,229 @@
 """`bench abuse`: measures how one tenant's abuse affects another tenant's waiting time and the provider's memory.
 
 An honest tenant requests one row after the other, first alone and then during each abuse, and compares every answer
-with its first answer. In practice an abuser has its own machine; here an abuser is a process with the lowest priority.
-As a control, a process that only computes shows the effect of shared caches and cores. The provider's counters are read
-before and after each abuse.
+with its first answer. In practice an abuser has its own machine; here an abuser is a process with the lowest priority,
+a valid tenant certificate, and the key of a helper whose blocks the provider accepts. As a control, a process that only
+computes shows the effect of shared caches and cores. The provider's counters are read before and after each abuse.
 """
 
 import contextlib
+import functools
+import hashlib
+import os
+import socket
+import ssl
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates.issuing import issue
-from symbiosis_priv.certificates.reading import Identity, Kind
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
 from symbiosis_priv.certificates.revocation import revoke
-from symbiosis_priv.errors import DeadlineExceededError
-from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
+from symbiosis_priv.federation import Peer, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.block_statement import statement
+from symbiosis_priv.network.dial import ClientConnection
+from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
 from tenant.bench.options import Json, Seconds, Threads, measure, refuse_wrong
-from tenant.bench.processes import Child, Resources, cpu_seconds, resources
+from tenant.bench.processes import Child, Resources, cpu_seconds, lower_own_priority, resources
 from tenant.bench.report import Goal, Row, figure, percentile
+from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
-from threat_model.availability.abusers import DEADLINE_S, Abuse, Client, abuses, request_of, serve_abuse
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
 _MIB = 1 << 20
+_DEADLINE_S = 60.0
+_GROUP = 0  # the group of q, k and v
+_ROWS = 256  # rows of an abuser's request
+_CONNECTIONS = 4  # number of connections
+_READERS = 16
+_SILENT_A_SECOND, _SILENT_FROM, _SILENT = 400, 250, 2000
+_NICE = 19
+
+
+@dataclass(frozen=True)
+class Client:
+    """A tenant with a valid certificate, and the provider that it asks.
+
+    Args:
+        helper: a helper whose blocks the provider accepts, and which the tenant has permitted.
+        inputs, outputs: columns of a request's rows and of its answer's rows.
+        visits: number of connections of the abuser that connects and disconnects.
+    """
+
+    identity: Identity
+    helper: Identity
+    peer: Peer
+    digest: str
+    inputs: int
+    outputs: int
+    visits: int
+
+    @functools.cached_property
+    def _context(self) -> ssl.SSLContext:
+        return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
+
+    def channel(self) -> Channel:
+        return Channel(self.peer, context=self._context, model_digest=self.digest, deadline_s=_DEADLINE_S)
+
+    @contextmanager
+    def connected(self) -> Iterator[ssl.SSLSocket]:
+        """A TLS connection that has sent its hello."""
+        raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_DEADLINE_S)
+        with raw, self._context.wrap_socket(raw, server_hostname=self.peer.host) as connection:
+            hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=self.digest)
+            connection.sendall(wire.encode(hello))
+            yield connection
+
+    def request(self, connection: ssl.SSLSocket, *, sends_rows: bool = True) -> None:
+        """Announce one large request. With `sends_rows`, send its rows too."""
+        matrix = bytes(wire.RING32.size(_ROWS, self.inputs))
+        connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
+        if sends_rows:
+            connection.sendall(matrix)
+
+
+def compute(abuser: Client) -> None:
+    """Compute, without any connection to the provider."""
+    block = bytes(1 << 16)
+    while True:
+        hashlib.sha256(block)
+
+
+def flood(abuser: Client) -> None:
+    """Send large requests, one after the other."""
+    channel = abuser.channel()
+    rows = mask(torch.ones(_ROWS, abuser.inputs, dtype=torch.int32, device="cpu"), UNMASKED_BY_CHOICE)
+    with contextlib.suppress(SymbiosisError):  # the provider may refuse the abuser
+        while True:
+            channel.request(request_of(_ROWS), rows, outputs=abuser.outputs)
+
+
+def flood_blocks(abuser: Client) -> None:
+    """Send unused blocks, one after the other."""
+    helper, executor = fingerprint(abuser.helper.certificate), fingerprint(abuser.peer.pins[0])
+    key, payload = abuser.helper.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
+    own, peer = abuser.helper, abuser.peer
+    context = client_context(certificate=own.certificate, key=own.key, pins=peer.pins, kind=Kind.PROVIDER)
+    link = ClientConnection("the executor", host=peer.host, port=peer.port, pins=peer.pins, context=context)
+    with (
+        contextlib.suppress(SymbiosisError),
+        contextlib.closing(abuser.channel()) as channel,
+        contextlib.closing(link),
+    ):
+        link.open(time.monotonic() + _DEADLINE_S)
+        permit = channel.permit([helper], deadline=time.monotonic() + _DEADLINE_S).token
+        while True:
+            block = wire.Binding(**request_of(_ROWS).binding())
+            signature = sign(key, statement(block, permit=permit, executor=executor, payload=payload))
+            deadline = time.monotonic() + _DEADLINE_S
+            deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
+            link.send(deposit, memoryview(payload), deadline=deadline)
+            link.receive_header(max_payload=0, deadline=deadline)
+
+
+def read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
+    """Announce large requests, and read no answer. Without `sends_rows`, the rows never come."""
+    with contextlib.ExitStack() as connections:
+        for _ in range(_READERS):
+            abuser.request(connections.enter_context(abuser.connected()), sends_rows=sends_rows)
+        time.sleep(_DEADLINE_S)
+
+
+def leave(abuser: Client) -> None:
+    """Send large requests and leave before the answer."""
+    while True:
+        with contextlib.suppress(OSError), abuser.connected() as connection:
+            abuser.request(connection)
+
+
+def come_and_go(abuser: Client) -> None:
+    """Open and close one connection after the other."""
+    for _ in range(abuser.visits):
+        with contextlib.suppress(OSError), abuser.connected():
+            pass
+
+
+def say_nothing(abuser: Client) -> None:
+    """Open 400 connections a second from 250 addresses and send nothing."""
+    with contextlib.ExitStack() as connections:
+        begun = time.monotonic()
+        for number in range(_SILENT):
+            time.sleep(max(0.0, begun + number / _SILENT_A_SECOND - time.monotonic()))
+            source = (f"127.1.0.{1 + number % _SILENT_FROM}", 0)
+            address = abuser.peer.host, abuser.peer.port
+            connections.enter_context(socket.create_connection(address, timeout=_DEADLINE_S, source_address=source))
+        time.sleep(_DEADLINE_S)
+
+
+def request_of(rows: int) -> wire.Execute:
+    """A request to the first layer group."""
+    return wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=rows)
+
+
+@dataclass(frozen=True)
+class Abuse:
+    """One kind of abuse.
+
+    Args:
+        attack: function of the abuser; it may return.
+        threads: number of threads that run `attack` at the same time.
+        seen: counters that the provider must have reached before the measurement starts.
+        ends: measure until the abuse has ended.
+        revoked: revoke the abuser's certificate during the abuse.
+    """
+
+    attack: Callable[[Client], None]
+    threads: int = 1
+    seen: Mapping[str, int] = field(default_factory=dict)
+    ends: bool = False
+    revoked: bool = False
+
+
+def abuses(visits: int) -> dict[str, Abuse]:
+    """Every kind of abuse, by its name in the report."""
+    flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
+    return {
+        "control: a process that only computes": Abuse(compute),
+        "a flood of large requests": Abuse(flood, _CONNECTIONS, seen=flooding),
+        "a flood of blocks": Abuse(flood_blocks, _CONNECTIONS, seen={"connections": 1, "blocks": _CONNECTIONS}),
+        "answers that nobody reads": Abuse(read_nothing, seen={"requests": _READERS}),
+        "payloads that never come": Abuse(
+            functools.partial(read_nothing, sends_rows=False), seen={"connections": _READERS}
+        ),
+        "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
+        f"{visits:,} connections": Abuse(come_and_go, seen={"connections": 1}, ends=True),
+        f"{_SILENT_A_SECOND} silent connections a second": Abuse(
+            say_nothing, seen={"pending handshakes": _SILENT_FROM}
+        ),
+        "a tenant revoked in mid-request": Abuse(flood, _CONNECTIONS, seen=flooding, revoked=True),
+    }
+
+
+@contextmanager
+def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]]:
+    """The work of a `Child`: an abuse, with the lowest priority. The answer is True while the abuse runs."""
+    lower_own_priority(_NICE)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=abuse.attack, args=(abuser,), daemon=True) for _ in range(abuse.threads)]
+    for thread in threads:
+        thread.start()
+    yield lambda _: any(thread.is_alive() for thread in threads)
 
 
 def abuse(
@@ -67,11 +258,7 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, threads: int) -> Iterator[Row]:
-    """Start a provider and measure an honest tenant's requests during each abuse.
-
-    Args:
-        visits: number of connections of the abuser that connects and disconnects.
-    """
+    """Start a provider and measure an honest tenant's requests during each abuse."""
     model = small_llama(hidden, inner=hidden).save(directory / "model")
     revoked = directory / "revoked.txt"
     revoked.touch()
@@ -82,13 +269,12 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
         "metrics": METRICS,
         "relay": {"from": [helper.certificate]},
     }
-    with (
-        LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local,
-        contextlib.closing(_Bench(local, helper, revoked, columns=(hidden, 3 * hidden), visits=visits)) as bench,
-    ):
-        bench.honest(seconds)  # the first requests load the weights
-        for name, abuse in abuses(visits).items():
-            yield bench.run(name, abuse, seconds=seconds)
+    with LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local:
+        bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden), visits=visits)
+        with contextlib.closing(bench.channel):
+            bench.honest(seconds)  # the first requests load the weights
+            for name, abuse in abuses(visits).items():
+                yield bench.run(name, abuse, seconds=seconds)
 
 
 class _Bench:
@@ -96,10 +282,10 @@ class _Bench:
         self, local: LocalFederation, helper: Identity, revoked: Path, *, columns: tuple[int, int], visits: int
     ) -> None:
         self._local, self._helper, self._revoked, self._visits = local, helper, revoked, visits
-        self._federation: Federation = load_federation(local.federation)
+        self._federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
         honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
-        self._channel = self._client(honest).channel()
+        self.channel = self._client(honest).channel()
         self._row = probe_rows(1, self._inputs)
         self._expected = self._ask()
         self._wrong = 0
@@ -115,21 +301,28 @@ class _Bench:
             child.wait_ready()
             begun = time.monotonic()
             while any(self._counted(abuser, before).get(what, 0) < least for what, least in abuse.seen.items()):
-                if time.monotonic() > begun + DEADLINE_S:
-                    raise DeadlineExceededError(f"the provider has not seen {name!r} within {DEADLINE_S:g} s")
+                if time.monotonic() > begun + _DEADLINE_S:
+                    raise DeadlineExceededError(f"the provider has not seen {name!r} within {_DEADLINE_S:g} s")
                 time.sleep(_LOOK_S)
             if abuse.revoked:
                 time.sleep(seconds / 4)
                 revoke(self._revoked, [abuser.identity.certificate])
             beside = self.honest(seconds)
-            while abuse.ends and child.ask(None, timeout_s=DEADLINE_S):
+            while abuse.ends and child.ask(None, timeout_s=_DEADLINE_S):
                 beside += self.honest(seconds / 4)
             used = cpu_seconds([child.pid])
             peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
         finally:
             child.close(grace_s=0)
-        left = self._left(held)
+        end = time.monotonic() + _SETTLE_S
+        while True:  # until only the honest tenant is connected, and the provider has released what it held
+            status, left = self._status(), self._held()
+            alone_again = status["connections"] == 1 and not status["handshakes"]["present"]
+            released = alone_again and left.files <= held.files and left.threads <= held.threads
+            if released or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_S)
         counted |= self._counted(abuser, before)
         return {
             "abuse": name,
@@ -148,10 +341,6 @@ class _Bench:
             "left_threads": left.threads - held.threads,
         }
 
-    def close(self) -> None:
-        """Close the honest tenant's connection."""
-        self._channel.close()
-
     def honest(self, seconds: float) -> list[float]:
         """Send requests for `seconds` seconds, at least one. Returns the duration of each."""
         waits: list[float] = []
@@ -163,7 +352,7 @@ class _Bench:
         return waits
 
     def _ask(self) -> torch.Tensor:
-        return self._channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
+        return self.channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
 
     def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest
@@ -178,22 +367,8 @@ class _Bench:
     def _status(self) -> dict[str, Any]:
         return self._local.status("executor")
 
-    def _alone(self) -> bool:
-        """True if only the honest tenant is connected."""
-        status = self._status()
-        return status["connections"] == 1 and not status["handshakes"]["present"]
-
     def _held(self) -> Resources:
         return resources([self._local.pid("executor") or 0])
-
-    def _left(self, before: Resources) -> Resources:
-        """The provider's resources after the abuser's connections have ended."""
-        end = time.monotonic() + _SETTLE_S
-        while True:
-            alone, now = self._alone(), self._held()
-            if (alone and now.files <= before.files and now.threads <= before.threads) or time.monotonic() > end:
-                return now
-            time.sleep(_LOOK_S)
 
 
 def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:

@@ -5,7 +5,7 @@
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
-Read in this order: `subject`, `oracle`, `raw_connection`, `trials` (also strategies for requests), `properties`, and
+Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and
 the checks in `connections`.
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
@@ -26,14 +26,15 @@ from threat_model.conformance.oracle import Difference as Difference
 from threat_model.conformance.oracle import Oracle as Oracle
 from threat_model.conformance.oracle import PreparedOracle as PreparedOracle
 from threat_model.conformance.properties import PROPERTIES as PROPERTIES
-from threat_model.conformance.raw_connection import Dialler as Dialler
-from threat_model.conformance.raw_connection import RawConnection as RawConnection
 from threat_model.conformance.subject import Case as Case
+from threat_model.conformance.subject import Dialler as Dialler
 from threat_model.conformance.subject import NotTested as NotTested
+from threat_model.conformance.subject import RawConnection as RawConnection
 from threat_model.conformance.subject import Subject as Subject
 from threat_model.conformance.subject import Violation as Violation
 from threat_model.conformance.trials import Property as Property
 from threat_model.conformance.trials import PropertyResult as PropertyResult
 from threat_model.conformance.trials import Run as Run
+from threat_model.conformance.trials import passed as passed
 from threat_model.conformance.trials import run_property as run_property
 from threat_model.conformance.trials import verify as verify

@@ -2,7 +2,8 @@
 requests, which the provider must refuse with a reason, and the connection must stay usable.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -14,14 +15,14 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import CheckpointOracle
-from threat_model.conformance.raw_connection import RawConnection
-from threat_model.conformance.subject import Case, NotTested, Subject, describe, effect_case
+from threat_model.conformance.subject import Case, NotTested, RawConnection, Subject, describe, effect_case
 from threat_model.conformance.trials import Run, batches, claim, requests
 
 _CONNECTIONS = 4
 _BURSTS = 3  # repetitions of each example, because timing decides whether requests meet in the provider's queue
 _LONG_WORK = 20_000_000  # multiplications that keep an executor busy while the other requests arrive
 _LONG_ROWS = 4096
+_ZEROS = Seed(bytes(SEED_BYTES))
 
 
 @claim("batching", "Requests of several connections at once get the same answers as alone.")
@@ -40,7 +41,13 @@ def check_batching(subject: Subject, run: Run) -> None:
                 raise NotTested(f"it grants this tenant {1 + len(others)} connections; 3 are needed")
             cases = cases[: len(others)]
             alone = [subject.answer(case) for case in cases]
-            long = _long_request(subject, cases[0])
+            # a long request in the other direction, which joins no batch of the others
+            index, direction = cases[0].index, next(d for d in DIRECTIONS if d != cases[0].direction)
+            width, other = subject.oracle.widths(index, direction)
+            rows = max(1, min(_LONG_WORK // (width * other), subject.row_limit(index), _LONG_ROWS))
+            long = Case(index, direction, "ring", torch.ones((rows, width), dtype=torch.int32))
+            if subject.role == "helper":
+                long = effect_case(subject.oracle, index, direction, seed=_ZEROS, first_row=0, rows=rows)
             bursts = [_at_once(subject, [busy, *others], [long, *cases])[1:] for _ in range(_BURSTS)]
         for case, before, *answers in zip(cases, alone, *bursts, strict=True):
             counts = ", ".join(str(len(c.rows)) for c in cases)
@@ -48,24 +55,12 @@ def check_batching(subject: Subject, run: Run) -> None:
             bound = None  # ring answers must be equal
             if case.arithmetic != "ring":
                 assert isinstance(subject.oracle, CheckpointOracle)  # other properties check the rest of float answers
-                bound = (
-                    2
-                    * subject.oracle.float_product(case.index, case.direction, case.rows, arithmetic=case.arithmetic)[1]
-                )
+                which = case.index, case.direction, case.rows
+                bound = 2 * subject.oracle.float_product(*which, arithmetic=case.arithmetic)[1]
             for answer in answers:
                 subject.expect_equal(answer, before, what, case, bound=bound)
 
     run.for_all(batches(subject, size=_CONNECTIONS), check, examples=max(4, run.examples // 3))
-
-
-def _long_request(subject: Subject, case: Case) -> Case:
-    """A long request for the same layer group in the other direction, so that it joins no batch of `case`."""
-    direction = next(d for d in DIRECTIONS if d != case.direction)
-    width, other = subject.oracle.widths(case.index, direction)
-    rows = max(1, min(_LONG_WORK // (width * other), subject.row_limit(case.index), _LONG_ROWS))
-    if subject.role == "helper":
-        return effect_case(subject.oracle, case.index, direction, seed=Seed(bytes(SEED_BYTES)), first_row=0, rows=rows)
-    return Case(case.index, direction, "ring", torch.ones((rows, width), dtype=torch.int32))
 
 
 def _at_once(subject: Subject, connections: Sequence[RawConnection], cases: Sequence[Case]) -> list[Tensor]:
@@ -85,83 +80,65 @@ def _at_once(subject: Subject, connections: Sequence[RawConnection], cases: Sequ
     return answers
 
 
-Frame = tuple[wire.Message, Tensor | None]
-
-
-_BOTH = (
-    "a group that does not exist",
-    "more rows than it allows",
-    "counts that are not those of its rows",
-    "a request of the other role",
-    "a second hello",
-)
-_BAD: Mapping[wire.Role, Sequence[str]] = {
-    "executor": (*_BOTH, "a row less than announced", "rows of the wrong width"),
-    "helper": (*_BOTH, "an effect on the float path", "an effect with rows"),
-}
-
-
-def _bad(name: str, subject: Subject, case: Case) -> Frame:
-    """One kind of bad request: a good one with one thing wrong."""
+def bad_requests(subject: Subject, case: Case) -> list[tuple[str, wire.Message, Tensor | None]]:
+    """Seven bad requests for a role, each a good one with one thing wrong: name, header and payload."""
     role, good, rows = subject.role, case.header(subject.role), case.rows
-    match name:
-        case "a group that does not exist":
-            return replace(good, group=len(subject.oracle.manifest.groups)), case.payload(role)
-        case "more rows than it allows":
-            return replace(good, rows=min(wire.MAX_ROWS, subject.welcome.max_rows + 1)), None
-        case "counts that are not those of its rows":  # counts of more rows for a stack, and any counts for linears
-            counts = (len(rows) + 1, *[0] * (subject.oracle.entry(case.index).experts - 1))
-            return replace(good, counts=counts), case.payload(role)
-        case "a request of the other role" if role == "helper":
-            return case.header("executor"), rows
-        case "a request of the other role":
-            effect = wire.Effect(
-                nonce=case.header("executor").nonce,
-                group=case.index,
-                direction=case.direction,
-                arithmetic="ring",
-                rows=len(rows),
-                seed=Seed(bytes(SEED_BYTES)),
-                first_row=0,
-            )
-            return effect, None
-        case "a second hello":
-            return wire.Hello(version=wire.VERSION, role=role, model_digest=subject.welcome.model_digest), None
-        case "a row less than announced":
-            return replace(good, rows=len(rows) + 1), rows
-        case "rows of the wrong width":
-            return good, torch.zeros((len(rows), rows.shape[1] + 1), dtype=torch.int32)
-        case "an effect on the float path":
-            return replace(good, arithmetic="float"), None
-        case _:  # an effect with rows
-            return good, rows
+    other: wire.Role = "executor" if role == "helper" else "helper"
+    asked = dataclasses.replace(case, seed=case.seed or _ZEROS)
+    # counts of more rows for a stack, and any counts for linears
+    counts = (len(rows) + 1, *[0] * (subject.oracle.entry(case.index).experts - 1))
+    hello = wire.Hello(version=wire.VERSION, role=role, model_digest=subject.welcome.model_digest)
+    most = min(wire.MAX_ROWS, subject.welcome.max_rows + 1)
+    groups = len(subject.oracle.manifest.groups)
+    both: list[tuple[str, wire.Message, Tensor | None]] = [
+        ("a group that does not exist", replace(good, group=groups), case.payload(role)),
+        ("more rows than it allows", replace(good, rows=most), None),
+        ("counts that are not those of its rows", replace(good, counts=counts), case.payload(role)),
+        ("a request of the other role", asked.header(other), asked.payload(other)),
+        ("a second hello", hello, None),
+    ]
+    if role == "helper":
+        return [
+            *both,
+            ("an effect on the float path", replace(good, arithmetic="float"), None),
+            ("an effect with rows", good, rows),
+        ]
+    wide = torch.zeros((len(rows), rows.shape[1] + 1), dtype=torch.int32)
+    return [
+        *both,
+        ("a row less than announced", replace(good, rows=len(rows) + 1), rows),
+        ("rows of the wrong width", good, wide),
+    ]
 
 
 @claim("refusals", "A bad request is refused, and the connection stays usable.")
 def check_refusals(subject: Subject, run: Run) -> None:
     """Sends bad requests in random order, then a good request on the same connection."""
-    kinds = st.lists(st.sampled_from(_BAD[subject.role]), min_size=1, max_size=4)
+    kinds = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 
-    def check(drawn: tuple[list[str], Case]) -> None:
-        names, case = drawn
+    def check(drawn: tuple[list[int], Case]) -> None:
+        numbers, case = drawn
+        bad = bad_requests(subject, case)
+        chosen = [bad[number] for number in numbers]
         try:
-            _refuses(subject, names, case)
+            _refuses(subject, chosen, case)
         except ConnectionLostError:
             try:
-                _refuses(subject, names, case)  # one lost connection may be a network fault
+                _refuses(subject, chosen, case)  # one lost connection may be a network fault
             except ConnectionLostError:
                 subject.close()
                 subject.answer(case)  # raises if the provider is unreachable
-                raise subject.violation(f"closes the connection after {' or '.join(names)}", case) from None
+                names = " or ".join(name for name, _, _ in chosen)
+                raise subject.violation(f"closes the connection after {names}", case) from None
 
     run.for_all(st.tuples(kinds, requests(subject).filter(lambda case: len(case.rows) > 0)), check)
 
 
-def _refuses(subject: Subject, names: Sequence[str], case: Case) -> None:
+def _refuses(subject: Subject, bad: Sequence[tuple[str, wire.Message, Tensor | None]], case: Case) -> None:
+    names = [name for name, _, _ in bad]
     with subject.connections(1) as (connection,):
         try:
-            for name in names:
-                header, payload = _bad(name, subject, case)
+            for name, header, payload in bad:
                 reply, _ = connection.ask(header, payload, max_payload=subject.answer_bytes(case))
                 if not isinstance(reply, wire.Failure):
                     raise subject.violation(f"answers {name} with {describe(reply)}", case)

@@ -18,7 +18,7 @@ from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from threat_model.conformance.connections import check_batching, check_refusals
 from threat_model.conformance.oracle import CheckpointOracle, Difference, first_difference
-from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
+from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case
 from threat_model.conformance.trials import (
     EXECUTOR,
     HELPER,
@@ -134,7 +134,7 @@ def check_digest(subject: Subject, run: Run) -> None:
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
         with subject.dialler.connect() as connection:
-            reply = hello(connection, subject.role, digest)
+            reply = connection.hello(subject.role, digest)
             health, _ = connection.ask(wire.FetchHealth())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise subject.wrong_role(reply)

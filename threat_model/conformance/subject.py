@@ -1,29 +1,146 @@
-"""A provider under test, the requests to it, and the exceptions that refute a property."""
+"""A provider under test, connections and requests to it, and the exceptions that refute a property."""
 
 from __future__ import annotations
 
 import functools
+import math
 import secrets
+import ssl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError, ProtocolError, TransportError, one_line
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.dial import ClientConnection
+from symbiosis_priv.network.tls import client_context
 from threat_model.conformance.oracle import Array, CheckpointOracle, Difference, Oracle, first_difference
-from threat_model.conformance.raw_connection import Dialler, RawConnection
 
 _SHOWN = 8
-
-
+_VALUES = 1000  # largest number of a counterexample's entries in a report
 _NO_SEED = Seed(b"")
+
+
+class OutOfTime(Exception):
+    """The tests of one provider have exceeded their time limit."""
+
+
+@dataclass
+class Dialler:
+    """Opens connections to one provider as one tenant.
+
+    Args:
+        certificate: the tenant's certificate, which providers ask for.
+        deadline_s: seconds for one exchange, and for one connection attempt.
+        until: the moment of `time.monotonic()` at which every exchange ends in OutOfTime.
+    """
+
+    peer: Peer
+    certificate: Path
+    key: Path
+    deadline_s: float
+    until: float = math.inf
+
+    def connect(self) -> RawConnection:
+        """An authenticated connection without a hello.
+
+        Raises:
+            CertificateError: the provider refuses the tenant's certificate, or shows one that is not pinned.
+            TransportError: no provider answers at the address.
+            OutOfTime: `until` has passed.
+        """
+        connection = self.peer.connection(self.context)
+        try:
+            connection.open(self.deadline())
+        except TransportError as error:
+            self.deadline()
+            raise type(error)(f"{error}; is it running?") from error
+        return RawConnection(connection, dialler=self)
+
+    @functools.cached_property
+    def context(self) -> ssl.SSLContext:
+        """The tenant's side of TLS."""
+        return client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
+
+    def deadline(self) -> float:
+        """The deadline of an exchange that starts now. Raises OutOfTime if `until` has passed."""
+        now = time.monotonic()
+        if now >= self.until:
+            raise OutOfTime
+        return min(now + self.deadline_s, self.until)
+
+
+class RawConnection:
+    """A connection that sends valid and invalid messages and checks no answer. A context manager.
+
+    `tenant.connections.channel.Channel` reconnects, resends and refuses replies that are not bound to their request. A
+    tenant needs that, but it would hide the faults that `properties` looks for.
+    """
+
+    def __init__(self, connection: ClientConnection, *, dialler: Dialler) -> None:
+        self._connection, self._dialler = connection, dialler
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
+        """Send one frame. Raises TransportError: the connection was closed, or the provider does not read."""
+        with self._exchange() as deadline:
+            self._connection.send(message, payload, deadline=deadline)
+
+    def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
+        """Wait for one frame. Returns its header and its payload.
+
+        Raises:
+            ProtocolError: not a frame, or its payload exceeds `max_payload` bytes. The connection cannot be used again.
+            TransportError: the connection was closed, or no frame arrived in time.
+        """
+        with self._exchange() as deadline:
+            reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
+            body = bytearray(size)
+            self._connection.fill(body, deadline=deadline)
+            return reply, body
+
+    def ask(
+        self, message: wire.Message, payload: Tensor | None = None, *, max_payload: int = 0
+    ) -> tuple[wire.Reply, bytearray]:
+        """Send one frame and wait for the reply. If the provider is busy, send the same bytes again until the deadline.
+        Raises the errors of `receive` and `send`."""
+        with self._exchange() as deadline:
+            return self._connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
+
+    def hello(self, role: wire.Role, digest: str) -> wire.Reply:
+        """Say hello. Returns the provider's reply, of any kind."""
+        return self.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
+
+    @contextmanager
+    def _exchange(self) -> Iterator[float]:
+        """Yield the deadline. A missed deadline's message names the option for longer waits."""
+        try:
+            yield self._dialler.deadline()
+        except DeadlineExceededError as error:
+            dialler = self._dialler
+            dialler.deadline()  # raises if the time of all tests is over
+            raise DeadlineExceededError(
+                f"{dialler.peer.label} gave no answer within {dialler.deadline_s:g} s; --deadline waits longer"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -54,28 +171,17 @@ class Case:
 
     def header(self, role: wire.Role) -> wire.Execute | wire.Effect:
         """The request's header in a role, with a fresh nonce."""
-        nonce, rows = secrets.token_bytes(wire.NONCE_BYTES), len(self.rows)
+        shared: dict[str, Any] = {
+            "nonce": secrets.token_bytes(wire.NONCE_BYTES),
+            "group": self.index,
+            "direction": self.direction,
+            "rows": len(self.rows),
+            "counts": self.counts,
+            "ring_bits": self.ring_bits,
+        }
         if role == "executor":
-            return wire.Execute(
-                nonce=nonce,
-                group=self.index,
-                direction=self.direction,
-                arithmetic=self.arithmetic,
-                rows=rows,
-                counts=self.counts,
-                ring_bits=self.ring_bits,
-            )
-        return wire.Effect(
-            nonce=nonce,
-            group=self.index,
-            direction=self.direction,
-            arithmetic="ring",
-            rows=rows,
-            counts=self.counts,
-            ring_bits=self.ring_bits,
-            seed=self.seed,
-            first_row=self.first_row,
-        )
+            return wire.Execute(arithmetic=self.arithmetic, **shared)
+        return wire.Effect(arithmetic="ring", seed=self.seed, first_row=self.first_row, **shared)
 
     def payload(self, role: wire.Role) -> Tensor | None:
         """The request's matrix in a role."""
@@ -136,9 +242,35 @@ class Violation(Exception):
                 out.append(f"seed {case.seed.hex()}, first row {case.first_row}")
             row = self.difference.row if self.difference else 0
             if row < len(case.rows):
-                out.append(f"row {row}: {_show_row(case.rows[row])}")
+                columns = case.rows[row].nonzero()[:, 0].tolist()
+                shown = ", ".join(f"column {c} = {case.rows[row, c].item()!r}" for c in columns[:_SHOWN])
+                more = len(columns) - _SHOWN
+                shown = f"{shown}, and {more} more" if more > 0 else f"{shown}; all others 0"
+                if len(case.rows[row].unique()) == 1:
+                    first = case.rows[row, 0].item()
+                    shown = f"every column = {first!r}" if first else "all zero"
+                out.append(f"row {row}: {shown}")
         if self.difference is not None:
             out.append(str(self.difference))
+        return out
+
+    def document(self) -> dict[str, Any]:
+        """The counterexample for a JSON report; `nonzero` lists `[row, column, value]`."""
+        out: dict[str, Any] = {"what": self.what, "group": self.group}
+        if self.case is not None:
+            case = self.case
+            where = case.rows.nonzero()[:_VALUES].tolist()
+            out |= {
+                "direction": case.direction,
+                "arithmetic": case.arithmetic,
+                "rows": len(case.rows),
+                "width": case.rows.shape[1],
+                "nonzero": [[row, column, case.rows[row, column].item()] for row, column in where],
+            }
+            if case.seed:
+                out |= {"seed": case.seed.hex(), "first_row": case.first_row}
+        if self.difference is not None:
+            out["difference"] = msgspec.to_builtins(self.difference)
         return out
 
 
@@ -199,17 +331,15 @@ class Subject:
         """True if float answers are requested and checked. The first use asks the provider."""
         if self.role != "executor" or not self.oracle.floats:
             return False
-        return self.require_floats or self._serves_floats()
-
-    def _serves_floats(self) -> bool:
-        """False only if the provider says that it serves no floats. The properties check any other answer."""
-        index = self.sampled[0]
-        width, _ = self.oracle.widths(index, FORWARD)
-        nothing = Case(index, FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
+        if self.require_floats:
+            return True
+        width, _ = self.oracle.widths(self.sampled[0], FORWARD)
+        nothing = Case(self.sampled[0], FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
         try:
             reply, _ = self.exchange(nothing, nothing.header(self.role))
         except (Violation, TransportError):
             return True
+        # the properties check any other answer than "I serve no floats"
         return not (isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.NOT_SERVED)
 
     def row_limit(self, index: int) -> int:
@@ -229,26 +359,20 @@ class Subject:
 
     def exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
         """The reply to a case sent with a header, of any kind. After a lost connection, the case is sent once more."""
-        try:
-            return self._exchange(case, header)
-        except ConnectionLostError:  # one lost connection may be a network fault
-            pass
-        try:
-            return self._exchange(case, header)
-        except ConnectionLostError:
-            self._connected()  # raises if the provider is unreachable
-            raise self.violation("closes the connection instead of answering", case) from None
-
-    def _exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
-        try:
-            connection = self._connected()
-            return connection.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
-        except ProtocolError as error:
-            self.close()
-            raise self.violation(f"answers with a broken frame: {error}", case) from error
-        except TransportError:
-            self.close()
-            raise
+        for _ in range(2):  # one lost connection may be a network fault
+            try:
+                connection = self._connected()
+                return connection.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
+            except ProtocolError as error:
+                self.close()
+                raise self.violation(f"answers with a broken frame: {error}", case) from error
+            except ConnectionLostError:
+                self.close()
+            except TransportError:
+                self.close()
+                raise
+        self._connected()  # raises if the provider is unreachable
+        raise self.violation("closes the connection instead of answering", case)
 
     def answer_bytes(self, case: Case) -> int:
         """Number of bytes of the correct answer's matrix."""
@@ -309,28 +433,26 @@ class Subject:
 
     def _connected(self) -> RawConnection:
         if self._connection is None:
-            connection = self.dialler.connect()
-            try:
-                self._welcome = self._say_hello(connection)
-            except NotTested as refusal:
-                connection.close()
-                if self._welcome is None:
-                    raise
-                # otherwise a provider could avoid the properties that it breaks
-                raise ConnectionLostError(f"it has welcomed this tenant before; now {refusal}") from None
-            except BaseException:
-                connection.close()
-                raise
+            with ExitStack() as undo:
+                connection = undo.enter_context(self.dialler.connect())
+                try:
+                    self._welcome = self._say_hello(connection)
+                except NotTested as refusal:
+                    if self._welcome is None:
+                        raise
+                    # otherwise a provider could avoid the properties that it breaks
+                    raise ConnectionLostError(f"it has welcomed this tenant before; now {refusal}") from None
+                undo.pop_all()
             self._connection = connection
         return self._connection
 
     def _say_hello(self, connection: RawConnection) -> wire.Welcome:
-        reply = hello(connection, self.role, self.oracle.manifest.digest)
+        reply = connection.hello(self.role, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
             # The provider names another digest. The property `digest` reports that; the others show what differs.
             health, _ = connection.ask(wire.FetchHealth())
             if isinstance(health, wire.HealthReport):
-                reply = hello(connection, self.role, health.model_digest)
+                reply = connection.hello(self.role, health.model_digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise self.wrong_role(reply)
         if not isinstance(reply, wire.Welcome):
@@ -348,11 +470,6 @@ class Subject:
         )
 
 
-def hello(connection: RawConnection, role: wire.Role, digest: str) -> wire.Reply:
-    """Sends a hello. Returns the provider's reply, of any kind."""
-    return connection.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
-
-
 def describe(reply: wire.Reply) -> str:
     """A reply without its payload, in a few words."""
     if isinstance(reply, wire.Failure):
@@ -360,15 +477,3 @@ def describe(reply: wire.Reply) -> str:
     if isinstance(reply, wire.Welcome):
         return f"welcome to {reply.model_digest}"
     return type(reply).__name__
-
-
-def _show_row(row: Tensor) -> str:
-    columns = row.nonzero()[:, 0].tolist()
-    if not columns:
-        return "all zero"
-    first = row[columns[0]].item()
-    if len(columns) == len(row) and bool((row == first).all()):
-        return f"every column = {first!r}"
-    shown = ", ".join(f"column {c} = {row[c].item()!r}" for c in columns[:_SHOWN])
-    more = len(columns) - _SHOWN
-    return f"{shown}, and {more} more" if more > 0 else f"{shown}; all others 0"

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import hypothesis
 import torch
@@ -20,8 +20,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import SymbiosisError, TransportError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from threat_model.conformance.raw_connection import OutOfTime
-from threat_model.conformance.subject import Case, NotTested, Subject, Violation, WrongRole, effect_case
+from threat_model.conformance.subject import Case, NotTested, OutOfTime, Subject, Violation, WrongRole, effect_case
 
 _MOST_ROWS = 40
 _COUNTS = testing.row_counts() | st.integers(0, _MOST_ROWS)
@@ -32,17 +31,6 @@ def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
     return ("ring", "float", "float_bias_free") if subject.floats else ("ring",)
 
 
-def _windowed(draw: DrawFn, rows: Tensor) -> Tensor:
-    """All columns of the rows, or only some neighbouring columns. Shrinks to the one column that shows a fault."""
-    width = rows.shape[1]
-    # Twice the width, so that the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
-    last = min(width - 1, draw(st.integers(0, 2 * width)))
-    first = last - min(last, draw(st.integers(0, 2 * width)))
-    out = torch.zeros_like(rows)
-    out[:, first : last + 1] = rows[:, first : last + 1]
-    return out
-
-
 def _rows(
     draw: DrawFn,
     subject: Subject,
@@ -51,7 +39,8 @@ def _rows(
     arithmetic: wire.Arithmetic,
     counts: Counts | None = None,
 ) -> Tensor:
-    """Rows for one layer group: zero, one and odd counts; uniform entries, extreme entries, zeros, few columns."""
+    """Rows for one layer group: zero, one and odd counts; uniform entries, extreme entries, zeros, few columns. Shrinks
+    to the one column that shows a fault."""
     width, _ = subject.oracle.widths(index, direction, by_expert=counts is not None)
     if arithmetic == "ring":
         count = _count(draw, subject, index) if counts is None else sum(counts)
@@ -60,7 +49,12 @@ def _rows(
         # Sums of products must stay below 2^128: the error bound does not hold after an overflow.
         count, floats = _count(draw, subject, index), (torch.float32,)
         drawn = draw(testing.float_rows(width=width, count=count, dtypes=floats, largest=2.0**96))
-    return _windowed(draw, drawn)
+    # Twice the width, so that the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
+    last = min(width - 1, draw(st.integers(0, 2 * width)))
+    first = last - min(last, draw(st.integers(0, 2 * width)))
+    out = torch.zeros_like(drawn)
+    out[:, first : last + 1] = drawn[:, first : last + 1]
+    return out
 
 
 @st.composite
@@ -248,7 +242,7 @@ def claim(
     return lambda check: Property(name, text, roles, check, floats)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PropertyResult:
     """The result of one property at one provider.
 
@@ -260,7 +254,7 @@ class PropertyResult:
     provider: str
     role: wire.Role
     property: Property
-    verdict: PropertyVerdict
+    verdict: PropertyVerdict = "holds"
     examples: int = 0
     seconds: float = 0.0
     reason: str | None = None
@@ -268,46 +262,55 @@ class PropertyResult:
     culprit: str | None = None
     wrong_role: bool = False
 
+    def document(self) -> dict[str, Any]:
+        """The result for a JSON report."""
+        return {
+            "provider": self.provider,
+            "role": self.role,
+            "property": self.property.name,
+            "claim": self.property.claim,
+            "verdict": self.verdict,
+            "examples": self.examples,
+            "seconds": round(self.seconds, 3),
+            "reason": self.reason,
+            "culprit": self.culprit,
+            "counterexample": None if self.violation is None else self.violation.document(),
+        }
+
+
+def passed(results: Sequence[PropertyResult]) -> bool:
+    """Returns True if no property is broken or unanswered, and each provider holds at least one."""
+    providers = {(r.provider, r.role) for r in results}
+    tested = {(r.provider, r.role) for r in results if r.verdict == "holds"}
+    return providers == tested and not any(r.verdict in ("broken", "no answer", "out of time") for r in results)
+
 
 def run_property(
     chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> PropertyResult:
     """Test one provider against one property. Raises no error that a provider causes."""
-    run = Run(examples, seed, tick=tick)
-    begun = time.monotonic()
-    verdict: PropertyVerdict = "holds"
-    reason = violation = culprit = None
-    wrong_role = False
+    run, begun = Run(examples, seed, tick=tick), time.monotonic()
+    result = PropertyResult(subject.name, subject.role, chosen)
     try:
         if chosen.floats and not subject.oracle.floats:
             raise NotTested("needs the checkpoint (--model)")
         _ = subject.welcome, subject.floats  # connect now: Hypothesis must not see an error while it draws an example
         if chosen.floats and not subject.floats:
-            verdict, reason = "not served", _NO_FLOATS
+            result.verdict, result.reason = "not served", _NO_FLOATS
         else:
             chosen.check(subject, run)
     except Violation as found:
-        verdict, violation, culprit = "broken", found, found.culprit or subject.name
+        result.verdict, result.violation, result.culprit = "broken", found, found.culprit or subject.name
     except NotTested as why:
-        verdict, reason, wrong_role = "not tested", str(why), isinstance(why, WrongRole)
+        result.verdict, result.reason, result.wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except OutOfTime:
         subject.close()  # an answer to an earlier request may still arrive on this connection
-        verdict, reason = "out of time", "its time was over; --budget gives each provider more"
+        result.verdict, result.reason = "out of time", "its time was over; --budget gives each provider more"
     except SymbiosisError as error:  # for instance a refused certificate, a timeout, or an incomplete frame
         subject.close()
-        verdict, reason = "no answer", str(error)
-    return PropertyResult(
-        provider=subject.name,
-        role=subject.role,
-        property=chosen,
-        verdict=verdict,
-        examples=run.count,
-        seconds=time.monotonic() - begun,
-        reason=reason,
-        violation=violation,
-        culprit=culprit,
-        wrong_role=wrong_role,
-    )
+        result.verdict, result.reason = "no answer", str(error)
+    result.examples, result.seconds = run.count, time.monotonic() - begun
+    return result
 
 
 def verify(

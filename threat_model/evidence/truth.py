@@ -25,7 +25,6 @@ class GroupCall:
         rows: the rows before masking, `[r, d]`: int32 in the ring, else float32.
         tokens: int64 `[r]`, the token behind each row; None if rows are not one per token.
         labels: int64 `[r]`, the label of each row (`NO_LABEL` for none).
-        first: bool `[r]`, rows at position 0 of their sequence.
     """
 
     group: int
@@ -33,8 +32,6 @@ class GroupCall:
     rows: Tensor
     tokens: Tensor | None
     labels: Tensor | None
-    first: Tensor | None
-    training: bool
 
 
 @dataclass(eq=False)
@@ -46,14 +43,12 @@ class Truth:
         updates: `scaling * B @ A` of the final adapter, by base module name.
         generated: new tokens per sequence of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
-        prompts: int64 `[b, t]` of each `generate` call.
     """
 
     calls: dict[int, GroupCall] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     generated: list[int] = field(default_factory=list)
     batches: list[tuple[int, int]] = field(default_factory=list)
-    prompts: list[Tensor] = field(default_factory=list)
     steps: int = 0
     loss: Callable[[Mapping[str, Tensor]], float] = lambda updates: float("nan")
     """Returns the base model's loss on held-out private text, with some weight updates added."""
@@ -77,7 +72,6 @@ class Witness(Backend):
         self._recorder, self._public, self._truth = recorder, public, truth
         self._ids = torch.empty((0, 0), dtype=torch.long)
         self._labels: Tensor | None = None
-        self._start = 0
 
     @classmethod
     def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Self:
@@ -86,14 +80,12 @@ class Witness(Backend):
         witness = cls(next(iter(groups.values())).backend, recorder, public, truth)
         for group in groups.values():
             group.backend = witness
-        model.register_forward_pre_hook(witness._remember_call, with_kwargs=True)
-        return witness
 
-    def _remember_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._ids = kwargs["input_ids"].detach().cpu()
-        self._labels = kwargs.get("labels")
-        cache = kwargs.get("past_key_values")
-        self._start = 0 if cache is None else int(cache.get_seq_length())
+        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            witness._ids, witness._labels = kwargs["input_ids"].detach().cpu(), kwargs.get("labels")
+
+        model.register_forward_pre_hook(remember, with_kwargs=True)
+        return witness
 
     def multiply(
         self,
@@ -112,28 +104,20 @@ class Witness(Backend):
         if isinstance(self.inner, RingBackend):
             bits = self.facts[index].bounds[direction].ring_bits
             plain, _ = self._public.in_ring(index, direction, rows, ring_bits=bits)
-        tokens, labels, first = self._positions(len(rows))
-        call = GroupCall(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
+        tokens = labels = None
+        batch, length = self._ids.shape
+        if len(rows) in (batch * length, batch):  # the head gets the last position only
+            keep = slice(None) if len(rows) == batch * length else slice(-1, None)
+            tokens = self._ids[:, keep].flatten()
+            if self._labels is not None:
+                labels = torch.full_like(self._ids, NO_LABEL)
+                labels[:, :-1] = self._labels[:, 1:]
+                labels = labels[:, keep].flatten()
+        call = GroupCall(index, direction, plain.clone(), tokens, labels)
         self._truth.calls[self._recorder.last_executed] = call
 
     def close(self) -> None:
         self.inner.close()
-
-    def _positions(self, rows: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        batch, length = self._ids.shape
-        if rows == batch * length:
-            keep = slice(None)
-        elif rows == batch:  # the head gets the last position only
-            keep = slice(-1, None)
-        else:
-            return None, None, None
-        first = (torch.arange(length) + self._start == 0).expand(batch, length)
-        labels = None
-        if self._labels is not None:
-            labels = torch.full_like(self._ids, NO_LABEL)
-            labels[:, :-1] = self._labels[:, 1:]
-            labels = labels[:, keep].flatten()
-        return self._ids[:, keep].flatten(), labels, first[:, keep].flatten()
 
 
 def adapter_updates(model: Any) -> dict[str, Tensor]:

@@ -1,0 +1,488 @@
+"""A suite's figures: tables in a terminal, JSON, the README's security table, and one HTML page with pictures."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis_priv.display import figures
+from symbiosis_priv.display.figures import Axis, Bar
+from threat_model.attacks import Attack, Outcome
+from threat_model.evidence.schemes import SCHEMES, AttackedScheme
+from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM, gaussian_channel_bits
+from threat_model.evidence.views import PARTIES, Party
+from threat_model.suite import Cell, Suite, Verdict
+
+BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
+
+_PARTIES: tuple[tuple[Party, str], ...] = (
+    ("executor", "executor"),
+    ("helper", "helper"),
+    ("executor+helper", "executor and helpers together"),
+    ("network", "network, other tenants"),
+)
+
+NOT_HIDDEN: tuple[tuple[str, str], ...] = (
+    ("The number of rows of a request: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
+    ("Layer and direction: training can be distinguished from generation, and its steps counted", "shapes, executor"),
+    ("When generation ends: the number of generated tokens", "shapes, executor"),
+    (
+        "Which experts rows go to, with `experts = 'counts'`: a decoded token's route tells the token",
+        "tokens from routes",
+    ),
+    (
+        "With `ring_bits = 24`: that some rows are sent again, because more than two outputs of each were extreme "
+        "(10 rows of 10^6 in the training of a real model, none in its generation)",
+        "shapes, executor",
+    ),
+    ("The same for an observer of the network, from frame sizes and times", "sizes, network"),
+    ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
+    ("The tenant's identity (its certificate), the base model and the providers", "by protocol: mutual TLS, Hello"),
+    ("Every row, also in retrospect, if the executor and all helpers combine their logs (`pad`)", "collusion"),
+    (
+        "That a wrong answer was noticed: the session goes elsewhere or ends (a constant, it depends on no secret)",
+        "active adversaries",
+    ),
+    ("What the tenant publishes: an adapter or a generated text carries what it was trained on", "out of scope"),
+)
+"""Pairs of (what is hidden, the attack that shows it)."""
+
+
+def security_table() -> str:
+    """Markdown with one row per scheme: what each party learns about rows, and under which assumption."""
+    families: dict[str, AttackedScheme] = {}
+    for scheme in SCHEMES:
+        families.setdefault(scheme.family, scheme)
+    lines = [
+        "| masking | " + " | ".join(label for _, label in _PARTIES) + " | rests on | results |",
+        "|" + "---|" * (len(_PARTIES) + 3),
+    ]
+    # the scheme that promises most is first
+    for name, scheme in sorted(families.items(), key=lambda item: (-len(item[1].hides_from), item[0])):
+        cells = [
+            "no helper"
+            if "helper" in party and not scheme.helpers
+            else "hidden"
+            if party in scheme.hides_from
+            else "**reads rows**"
+            for party, _ in _PARTIES
+        ]
+        masking = scheme.masking
+        results = f"{masking.error or 'bit-exact'}, {'verified' if masking.verified else 'not verified'}"
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {masking.assumption} | {results} |")
+    lines += [
+        "",
+        "Row counts, stage and timing are visible under every scheme. `symbiosis-priv threat-model` attacks each cell "
+        "and fails if one of them is wrong.",
+    ]
+    return "\n".join(lines)
+
+
+# mark, style in a terminal, colour of a picture; the style sheet below has the colours of cells
+_LOOKS = {
+    Verdict.HIDDEN: ("✓", "green", "#15803d"),
+    Verdict.BROKEN: ("✗", "red", "#b91c1c"),
+    Verdict.RESISTED: ("~", "yellow", "#a16207"),
+    Verdict.BY_DESIGN: ("○", "cyan", "#0e7490"),
+    Verdict.ABSENT: ("–", "dim", "#777"),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of a report. A row whose last cell is "NO" is not as promised."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def interval_note(suite: Suite) -> str:
+    outside, promised = suite.outside
+    return (
+        f"{promised} cells are promised to be hidden. In {outside} of them chance lies outside the cell's own "
+        f"{CONFIDENCE:.0%} interval; {promised * (1 - CONFIDENCE):.1f} are expected to, by chance. A cell counts as "
+        f"broken only if chance alone does as well less than once in {1 / FALSE_ALARM:,.0f} times."
+    )
+
+
+def summary(suite: Suite) -> Section:
+    """The table with one row for each scheme."""
+    rows = []
+    needs = {"helper": 1, "executor+helper": 1, "all but a helper": 2}
+    for scheme in suite.schemes:
+        cells = [c for c in suite.cells if c.scheme is scheme]
+        held = [c for c in cells if c.promised and c.verdict is not Verdict.ABSENT]
+        fell = [c for c in cells if not c.promised and not c.attack.by_design and c.outcome and c.outcome.broken]
+        by = Counter(cell.attack.party for cell in fell)
+        rows.append(
+            (
+                scheme.name,
+                ", ".join(p for p in PARTIES if p in scheme.hides_from and scheme.helpers >= needs.get(p, 0)),
+                f"{sum(c.verdict is Verdict.HIDDEN for c in held)} of {len(held)}",
+                ", ".join(f"{count} by {party}" for party, count in by.items()) or "none",
+                _yes(all(c.expected for c in cells)),
+            )
+        )
+    headings = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
+    return Section("Summary", headings, rows)
+
+
+def last_sections(suite: Suite) -> list[Section]:
+    """The tables after those of the attacks on schemes."""
+    errors = [d for d in suite.active.detections if d.valuation is not None]
+    others = [d for d in suite.active.detections if d.valuation is None]
+    caught, worst = sum(d.caught for d in errors), min(d.caught / d.trials for d in errors)
+    lies = [
+        ("errors of valuation 0..31", f"{caught} of {sum(d.trials for d in errors)}", f"worst valuation {worst:.0%}")
+    ]
+    lies += [(d.name, f"{d.caught} of {d.trials}", f"{d.interval.low:.1%}") for d in others]
+    leaks = [(x.name, f"{x.aborts} of {x.trials}", f"{x.information:.3f}") for x in suite.active.leaks]
+    planted = [
+        (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))
+        for p in suite.planted
+    ]
+    routes = []
+    for cell in suite.routes:
+        outcome, interval = cell.outcome, cell.outcome.interval
+        rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
+        routes.append((cell.mode, *rates, "hidden" if cell.promised else "nothing", _yes(cell.expected)))
+    return [
+        Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
+        Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
+        Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
+        Section(
+            "Mixture of experts: decoded tokens from routes",
+            ("experts", "success", "chance", "99 % interval", "promised", "as promised"),
+            routes,
+        ),
+        Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
+    ]
+
+
+def pool_cells(suite: Suite, attack: str) -> list[Cell]:
+    return [
+        c
+        for c in suite.cells
+        if c.attack.name == attack and "masking_options" in c.scheme.options and c.outcome is not None
+    ]
+
+
+def noise_scales(suite: Suite) -> list[float]:
+    options = [s.options for s in suite.schemes]
+    return sorted({float(o["masking_options"]["noise_scale"]) for o in options if "masking_options" in o})
+
+
+def _by_party(suite: Suite) -> Iterator[tuple[Party, list[Attack[Any, Any]]]]:
+    for party in dict.fromkeys(a.party for a in suite.attacks):
+        yield party, [a for a in suite.attacks if a.party == party]
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+_FULL, _SHORT = 17, 10  # columns of a scheme, with and without the chance level
+
+
+def show(suite: Suite, console: Console) -> None:
+    """Print the tables. A narrow terminal does not show the chance level."""
+    room = console.width - 4 - max(len(c.attack.name) for c in suite.cells)
+    full = room // _FULL >= min(6, len(suite.schemes))
+    beside = max(1, room // (_FULL if full else _SHORT))
+    parts: list[RenderableType] = []
+    for start in range(0, len(suite.schemes), beside):
+        schemes = suite.schemes[start : start + beside]
+        table = Table(title="Attacks against masking schemes", title_justify="left", pad_edge=False)
+        table.add_column("attack", no_wrap=True)
+        for scheme in schemes:
+            table.add_column(scheme.name.replace(" × ", "\n× "), justify="right", no_wrap=True)
+        for party, attacks in _by_party(suite):
+            table.add_section()
+            table.add_row(Text(f"by {party}", style="bold"))
+            for attack in attacks:
+                table.add_row(attack.name, *(_cell_text(suite.cell(attack.name, s.name), full=full) for s in schemes))
+        parts.append(table)
+    legend = ", ".join(f"{mark} {verdict}" for verdict, (mark, _, _) in _LOOKS.items())
+    costs = []
+    for cell in pool_cells(suite, "candidate subtraction, forward"):
+        assert cell.outcome is not None  # pool_cells
+        f = cell.outcome.figures
+        tried, counted = f"{f['distances tried']:,.0f}", f"10^{f['combinations, log10']:.0f}"
+        costs.append((cell.scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
+    headings = ("scheme", "distances tried", "combinations the paper counts", "rows read, worst layer")
+    parts += [
+        Text(f"{'success | chance' if full else 'success'}, in %. {legend}; ! not as promised", style="dim"),
+        _table(summary(suite)),
+        Text(interval_note(suite), style="dim"),
+        _table(Section("What candidate subtraction costs: each layer on its own", headings, costs)),
+        *map(_table, last_sections(suite)),
+    ]
+    console.print(Group(*parts))
+
+
+def _cell_text(cell: Cell, *, full: bool) -> Text:
+    mark, style, _ = _LOOKS[cell.verdict]
+    alarm = "" if cell.expected else " !"
+    if cell.outcome is None:
+        return Text(mark + alarm, style=style)
+    success, chance = (f"{100 * rate:.1f}" for rate in (cell.outcome.success, cell.outcome.chance))
+    return Text.assemble((success, style), (f" | {chance} " if full else " ", "dim"), (mark + alarm, style))
+
+
+def _table(section: Section) -> Table:
+    table = Table(*section.headings, title=section.title, title_justify="left")
+    for row in section.rows:
+        table.add_row(*row, style="bold red" if row[-1] == "NO" else None)
+    return table
+
+
+def to_json(suite: Suite) -> str:
+    """The report as JSON, with every figure."""
+    outside, promised = suite.outside
+    data = {
+        "version": 1,
+        "quick": suite.quick,
+        "seconds": round(suite.seconds, 1),
+        "as_expected": suite.as_expected,
+        "confidence": CONFIDENCE,
+        "promised_cells": promised,
+        "promised_cells_outside_their_interval": outside,
+        "cells": [
+            {
+                "attack": c.attack.name,
+                "party": c.attack.party,
+                "metric": c.attack.metric,
+                "scheme": c.scheme.name,
+                "verdict": c.verdict,
+                "promised": c.promised,
+                "expected": c.expected,
+                "seconds": round(c.seconds, 3),
+            }
+            | ({} if c.outcome is None else _outcome_json(c.outcome))
+            for c in suite.cells
+        ],
+        "planted": [
+            {"fault": p.fault, "rule": p.rule, "attack": p.attack, "success": p.outcome.success, "found": p.found}
+            for p in suite.planted
+        ],
+        "active": {
+            "detections": [asdict(d) for d in suite.active.detections],
+            "aborts": [asdict(x) for x in suite.active.leaks],
+            "forgeries": [{**asdict(f), "theory": f.theory} for f in suite.active.forgeries],
+        },
+        "routes": [
+            {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
+            for c in suite.routes
+        ],
+        "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
+        "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
+    }
+    return json.dumps(data, indent=1)
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "success": outcome.success,
+        "trials": outcome.trials,
+        "chance": outcome.chance,
+        "interval": [outcome.interval.low, outcome.interval.high],
+        "p_value": outcome.p_value,
+        "figures": dict(outcome.figures),
+    }
+
+
+_RATE = Axis("success", 0.0, 1.0)
+
+
+def pool_charts(suite: Suite) -> list[str]:
+    charts = []
+    for attack in (a for a in suite.attacks if a.family == "noise removal"):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for cell in pool_cells(suite, attack.name):
+            assert cell.outcome is not None  # pool_cells
+            name = f"noise × {cell.scheme.options['masking_options']['noise_scale']:g}"
+            series.setdefault(name, []).append(
+                (float(cell.scheme.options["masking_options"]["pool_size"]), cell.outcome.success)
+            )
+        charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
+    return charts
+
+
+def adapter_charts(suite: Suite) -> list[str]:
+    found = [c for c in suite.cells if "loss, stolen" in (c.outcome.figures if c.outcome else {})]
+    errors, losses, ends = [], [], list[float]()
+    for cell in found:
+        assert cell.outcome is not None  # found
+        f = cell.outcome.figures
+        error = f["worst relative error"]
+        errors.append(Bar(cell.scheme.name, error, error, error, 0.01))
+        losses.append(Bar(cell.scheme.name, f["loss, stolen"], f["loss, true"], f["loss, base model"], f["loss, true"]))
+        ends += [f["loss, true"], f["loss, base model"]]
+    if not found:
+        return []
+    low, high = min(ends), max(ends)
+    room = 0.2 * (high - low) + 1e-3
+    return [
+        figures.bars("error of the stolen BA (dashes: 1 %)", errors, Axis("relative error", 1e-7, 10.0, log=True)),
+        figures.bars(
+            "private-text loss with it (whisker: true to base)", losses, Axis("loss, nats", low - room, high + room)
+        ),
+    ]
+
+
+def roc_charts(suite: Suite) -> list[str]:
+    charts = []
+    for attack in suite.attacks:
+        # settings of one family look alike, so only the first one is shown; a scheme's other helpers are another family
+        shown = {(s.family, s.helpers): s for s in reversed(suite.schemes)}.values()
+        series = {
+            c.scheme.name: c.outcome.curve
+            for c in suite.cells
+            if c.attack is attack and c.scheme in shown and c.outcome and c.outcome.curve
+        }
+        if series:
+            axes = Axis("false positives", 0, 1), Axis("true positives", 0, 1)
+            charts.append(figures.lines(attack.name, series, *axes))
+    return charts
+
+
+def attack_charts(suite: Suite) -> list[str]:
+    charts = []
+    for attack in suite.attacks:
+        values = [
+            Bar(
+                c.scheme.name,
+                c.outcome.success,
+                c.outcome.interval.low,
+                c.outcome.interval.high,
+                c.outcome.chance,
+                _LOOKS[c.verdict][2],
+            )
+            for c in suite.cells
+            if c.attack is attack and c.outcome
+        ]
+        if values:
+            charts.append(figures.bars(f"{attack.name}: {attack.metric}", values, _RATE))
+    return charts
+
+
+def forgery_chart(suite: Suite) -> str:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for f in suite.active.forgeries:
+        series.setdefault(f"m = {f.columns}, measured", []).append((f.valuation, max(f.passed / f.trials, 1e-3)))
+        series.setdefault(f"m = {f.columns}, 2^-(32-v)m", []).append((f.valuation, f.theory))
+    axes = Axis("valuation of the error", 28, 31), Axis("rate", 1e-3, 1, log=True)
+    return figures.lines("fault attribution with few columns: rate of errors that pass", series, *axes)
+
+
+_CSS = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
+h2{margin-top:2.5rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
+table{border-collapse:collapse;margin:1rem 0;font-size:13px}td,th{border:1px solid #ddd;padding:3px 8px;text-align:left}
+th{background:#f4f4f5}.party{background:#f4f4f5;font-weight:600}.cells td+td{white-space:nowrap;text-align:right}
+.hidden{background:#dcfce7}.broken{background:#fee2e2}.resisted{background:#fef9c3}.by-design{background:#cffafe}
+.absent{color:#777}.alarm{outline:3px solid #b91c1c}.wide{overflow-x:auto}
+.legend span{padding:2px 8px;margin-right:.5rem;font-size:13px}.state{padding:.6rem 1rem;border-radius:6px}
+.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr))}figure{margin:.5rem 0}
+svg{max-width:100%;height:auto}small{color:#555}
+"""
+
+
+def to_html(suite: Suite) -> str:
+    """The report as one self-contained HTML page. Pictures are inline SVG."""
+    state = "Every verdict is the promised one." if suite.as_expected else "Some verdicts are NOT as promised."
+    kind = "hidden" if suite.as_expected else "broken"
+    leakage = (
+        "noise, times the activations",
+        "bits per coordinate, fresh noise (Gaussian channel)",
+        "best error against fresh noise",
+        "measured error against the pool",
+    )
+    hidden = []
+    for scale in noise_scales(suite):
+        measured = max(
+            c.outcome.figures["median relative error"]
+            for c in pool_cells(suite, "candidate subtraction, forward")
+            if c.outcome and c.scheme.options["masking_options"]["noise_scale"] == scale
+        )
+        bits, best = gaussian_channel_bits(scale), scale / math.sqrt(1 + scale * scale)
+        hidden.append((f"{scale:g}", f"{bits:.2g}", f"{best:.3f}", f"{measured:.1e}"))
+    sections = [
+        "<h1>Threat model: what each party learns</h1>",
+        f'<p class="state {kind}"><strong>{state}</strong></p>',
+        _html_table(summary(suite)),
+        f"<p><small>{escape(interval_note(suite))}</small></p>",
+        "<h2>Attacks against masking schemes</h2>",
+        _html_cells(suite),
+        "<h2>Noise removal against pool size</h2>",
+        "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
+        _pictures(pool_charts(suite)),
+        "<h2>How much a Gaussian mask hides</h2>",
+        _html_table(Section("", leakage, hidden)),
+        "<p><small>The bound is for noise that is used once, and for real numbers. Pools break the first, float32 the "
+        "second.</small></p>",
+        "<h2>Stolen adapters</h2>",
+        _pictures(adapter_charts(suite)),
+        "<h2>Telling two rows apart</h2>",
+        _pictures(roc_charts(suite)),
+        "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>",
+        _pictures(attack_charts(suite)),
+        "<h2>Fault attribution with few columns</h2>",
+        _pictures([forgery_chart(suite)]),
+        *(f"<h2>{escape(s.title)}</h2>{_html_table(s)}" for s in last_sections(suite)),
+        "<h2>Attacks and their sources</h2>",
+        _html_table(
+            Section(
+                "",
+                ("attack", "by", "sees", "metric", "chance", "source"),
+                [(a.name, a.party, a.sees, a.metric, a.chance, a.source) for a in suite.attacks],
+            )
+        ),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>symbiosis-priv threat model</title>'
+        f"<style>{_CSS}</style></head><body>{''.join(sections)}</body></html>"
+    )
+
+
+def _pictures(charts: Sequence[str]) -> str:
+    return f'<div class="pictures">{"".join(f"<figure>{chart}</figure>" for chart in charts)}</div>'
+
+
+def _html_table(section: Section) -> str:
+    head = "".join(f"<th>{escape(h)}</th>" for h in section.headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in section.rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _html_cells(suite: Suite) -> str:
+    head = "".join(f"<th>{escape(s.name)}</th>" for s in suite.schemes)
+    rows = []
+    for party, attacks in _by_party(suite):
+        rows.append(f'<tr><td class="party" colspan="{len(suite.schemes) + 1}">by {party}</td></tr>')
+        for attack in attacks:
+            row = f"<tr><td>{escape(attack.name)}</td>"
+            for cell in (suite.cell(attack.name, scheme.name) for scheme in suite.schemes):
+                kind = _css(cell.verdict) + ("" if cell.expected else " alarm")
+                o, mark = cell.outcome, _LOOKS[cell.verdict][0]
+                text = mark if o is None else f"{o.success:.1%} {mark}<br><small>chance {o.chance:.1%}</small>"
+                row += f'<td class="{kind}" title="{cell.verdict}">{text}</td>'
+            rows.append(row + "</tr>")
+    legend = "".join(f'<span class="{_css(verdict)}">{look[0]} {verdict}</span>' for verdict, look in _LOOKS.items())
+    return (
+        f'<p class="legend">{legend}<small>success, and what chance would score</small></p>'
+        f'<div class="wide"><table class="cells"><tr><th>attack</th>{head}</tr>{"".join(rows)}</table></div>'
+    )
+
+
+def _css(verdict: Verdict) -> str:
+    """The class of a verdict in the page's style sheet."""
+    return verdict.name.lower().replace("_", "-")

@@ -7,12 +7,14 @@ methods run PEFT's own code, one task after the other (`ByPeft`). Either way the
 Rows are sorted by task, and each task has the same number of rows, so a tensor of `tasks * rows` sequences can be
 viewed as `[tasks, rows * tokens, width]`. In a batch of blocks, operators treat each block as a task (a task may have
 several blocks), and every product has the shape of one block. BLAS chooses the order of sums by the shape, so a row's
-result does not depend on the other blocks.
+result does not depend on the other blocks. With some shapes it also depends on the row's place (MKL: 5 inputs and at
+most 8 outputs; oneDNN: bfloat16 with three threads). LoRA, VeRA and bottleneck adapters test their shapes, and compute
+such products one row at a time (`linear_in_block`); OFT and PEFT's own code do not.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -76,7 +78,7 @@ class _Grouped(Operator):
         with torch._C.DisableTorchFunction():  # the mode that computes in blocks of rows would delay each product
             outputs = list(x.unbind())
             for weights in chain:
-                outputs = [F.linear(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
+                outputs = [linear_in_block(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
             return _stacked(outputs)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
@@ -228,7 +230,8 @@ class Bottleneck(_Grouped):
 
     def _linears(self, rows: Tensor, modules: Sequence[Any]) -> Tensor:
         if self.in_blocks:
-            return _stacked([module(part) for part, module in zip(rows.unbind(), modules, strict=True)])
+            parts = zip(rows.unbind(), modules, strict=True)
+            return _stacked([linear_in_block(part, module.weight, module.bias) for part, module in parts])
         weight, bias = (_stacked([getattr(module, name) for module in modules]) for name in ("weight", "bias"))
         return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
 
@@ -323,6 +326,40 @@ def operator(layers: Sequence[nn.Module], key: Hashable, *, in_blocks: bool) -> 
     alone = isinstance(key, tuple) and key[0] == "alone"
     kind = ByPeft if alone else OPERATORS[type(layers[0])]
     return kind(layers, in_blocks=in_blocks)
+
+
+def linear_in_block(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear` of a block of rows `[rows, d]`: a row's bits do not depend on the other rows, nor on its
+    place."""
+    if _place_matters(len(rows), weight.shape, rows.dtype, rows.device, torch.get_num_threads(), bias is not None):
+        return torch.cat([F.linear(row.clone(), weight, bias) for row in rows.split(1)])
+    # BLAS may choose the order of sums by the alignment, too, and a new tensor's is always the same
+    return F.linear(rows.clone() if rows.data_ptr() % 64 else rows, weight, bias)
+
+
+@cache
+@torch.no_grad()
+def _place_matters(
+    rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, threads: int, biased: bool
+) -> bool:
+    """Returns True if equal rows of a block have different products with a weight of this shape. In half of the tests
+    the exact products are zero, so that the bits of a result are those of its rounding alone."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    outputs, inputs = shape
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+    half, bias = inputs // 2, torch.zeros(outputs, dtype=dtype, device=device) if biased else None
+    for number in range(16):
+        row, weight = draw(1, inputs), draw(outputs, inputs)
+        if number % 2:
+            row[:, half:], weight[:, half : 2 * half] = 0, weight[:, :half]
+            row[:, half : 2 * half] = -row[:, :half]
+        products = F.linear(row.expand(rows, -1).contiguous().to(device), weight.to(device), bias)
+        if not torch.equal(products, products[:1].expand_as(products)):
+            return True
+    return False
 
 
 class _BaseLayerCalled(BaseException):

@@ -59,7 +59,7 @@ class Provider:
     def address(self) -> str:
         """The bound address, as `host:port`."""
         assert self._gateway is not None, "start it first"
-        return self._gateway.address
+        return self._gateway.listener.address
 
     @property
     def metrics_address(self) -> str | None:
@@ -98,10 +98,10 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
-            gateway.start()
+            gateway.listener.start()
             self._reloader.start()
             if config.registry.announce:
-                self._announcer = Announcer(config, address=gateway.address, manifest=manifest, served=served)
+                self._announcer = Announcer(config, address=gateway.listener.address, manifest=manifest, served=served)
                 self._announcer.start()
             if config.metrics.listen is not None:
                 # imports Prometheus' client, which most providers do not need
@@ -116,7 +116,7 @@ class Provider:
             else:
                 self.stop()
             raise
-        log.info("started", provider=config.name, address=gateway.address, groups=len(served))
+        log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served))
         return self
 
     def stop(self) -> None:

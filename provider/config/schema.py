@@ -141,10 +141,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if 4 * self.max_inflight_mib_per_tenant > 3 * self.max_inflight_mib:
             raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
 
-    def share_of_handshakes(self, *, serving: bool) -> float:
-        """The share of one core's time for handshakes, while products are answered (`serving`) or not."""
-        return min(self.handshake_share, self.handshake_share_serving) if serving else self.handshake_share
-
     @property
     def small_request(self) -> int:
         """Largest size in bytes of a small request and its reply. Memory for one is reserved for each connection."""

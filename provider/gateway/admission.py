@@ -263,26 +263,13 @@ class Slot:
     Args:
         tenant: the client of the connection.
         close: closes the connection, from any thread.
+        idle_since: time of the last answer, by `time.monotonic`; infinity from the first bytes of a request on.
     """
 
     tenant: Party
     close: Callable[[], None]
-    _active: float = field(default_factory=time.monotonic)
-    _busy: bool = False
+    idle_since: float = field(default_factory=time.monotonic)
     _ended: threading.Event = field(default_factory=threading.Event)
-
-    def begin_request(self) -> None:
-        """Record that the first bytes of a request have arrived."""
-        self._busy = True
-
-    def end_request(self) -> None:
-        """Record that the request was answered."""
-        self._busy, self._active = False, time.monotonic()
-
-    @property
-    def idle_since(self) -> float:
-        """Time of the last answer, by `time.monotonic`; infinity during a request."""
-        return math.inf if self._busy else self._active
 
 
 class Slots:
@@ -309,9 +296,17 @@ class Slots:
         Raises, when the context is entered:
             Refusal: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more.
         """
-        slot = Slot(tenant, close)
+        slot, closed = Slot(tenant, close), None
         with self._lock:
-            closed = self._make_room(tenant)
+            own, most = len(self._held.get(tenant, ())), max(map(len, self._held.values()), default=0)
+            if own >= self._limits.max_connections_per_tenant:
+                raise Refusal(ErrorCode.BUSY, "this tenant has too many connections")
+            if sum(map(len, self._held.values())) >= self._limits.max_connections:
+                if most < own + 2:  # otherwise the two tenants would only swap their numbers
+                    raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
+                slots = (slot for held in self._held.values() if len(held) == most for slot in held)
+                closed = min(slots, key=lambda slot: slot.idle_since)
+                self._free(closed)
             self._held.setdefault(tenant, []).append(slot)
         try:
             if closed is not None:
@@ -323,21 +318,6 @@ class Slots:
             with self._lock:
                 self._free(slot)
             slot._ended.set()
-
-    def _make_room(self, tenant: Party) -> Slot | None:
-        """Return the slot whose connection must be closed for a new connection of `tenant`; None if a slot is free."""
-        own = len(self._held.get(tenant, ()))
-        if own >= self._limits.max_connections_per_tenant:
-            raise Refusal(ErrorCode.BUSY, "this tenant has too many connections")
-        if sum(map(len, self._held.values())) < self._limits.max_connections:
-            return None
-        most = max(map(len, self._held.values()))
-        if most < own + 2:  # otherwise the two tenants would only swap their numbers
-            raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
-        slots = (slot for held in self._held.values() if len(held) == most for slot in held)
-        idlest = min(slots, key=lambda slot: slot.idle_since)
-        self._free(idlest)
-        return idlest
 
     def _free(self, slot: Slot) -> None:
         """Free a slot. Does nothing if the slot was freed when its connection was closed."""

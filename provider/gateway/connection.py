@@ -94,20 +94,18 @@ class Connection(FrameLoop[wire.Request]):
     # Requests
 
     def _answer(self, request: wire.Request) -> None:
+        if isinstance(request, wire.Execute | wire.Effect):
+            self._answer_product(request)
+            return
+        self._frames.expect_payload(0)
         match request:
-            case wire.Execute() | wire.Effect():
-                self._answer_product(request)
             case wire.Hello():
-                self._frames.expect_payload(0)
                 self._answer_hello(request)
             case wire.FetchHealth():
-                self._frames.expect_payload(0)
                 self._answer_health()
             case wire.PermitRequest():
-                self._frames.expect_payload(0)
                 self._answer_permit(request)
             case wire.FetchBlock():
-                self._frames.expect_payload(0)
                 self._answer_block(request)
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:

@@ -7,11 +7,11 @@ What needs no product is paid for with a rate that every client has (`QuotaGate.
 payloads while they are read, and TLS records that carry almost nothing. A new connection waits for the client's debt.
 """
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from provider import logs
@@ -42,32 +42,28 @@ _SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as th
 _FREE_SCRAPS = 8  # such records of one frame that cost nothing
 
 
-@dataclass(frozen=True)
 class GatewayState:
     """The state that all connections share.
 
     Args:
         manifest: manifest of the whole model.
         served: indices of the layer groups that are served here.
+        helpers: certificates from which blocks are accepted, by `fingerprint`.
     """
 
-    config: ProviderConfig
-    manifest: Manifest
-    served: range
-    digest: str
-    budget: ByteBudget
-    register: Register
-    slots: Slots
-    quotas: QuotaGate
-    usage: UsageCounters
-    stages: Stages
-    permits: Permits
-    blocks: BlockStore
-    links: Links
-    started: float
-    """Time of the start, by `time.monotonic()`."""
-    executor_report: CachedReport = field(default_factory=CachedReport)
-    stopping: threading.Event = field(default_factory=threading.Event)
+    def __init__(
+        self, config: ProviderConfig, manifest: Manifest, served: range, helpers: frozenset[str], usage: UsageCounters
+    ) -> None:
+        self.config, self.manifest, self.served, self.usage = config, manifest, served, usage
+        self.digest = manifest.digest
+        self.budget, self.slots = ByteBudget(config.limits), Slots(config.limits)
+        self.register, self.quotas = Register(), QuotaGate(config.quota_of)
+        self.stages = Stages(config.scheduler.few_rows)
+        self.permits, self.blocks = Permits(helpers), BlockStore(config.relay.memory_mib * MIB)
+        self.links = Links(config)
+        self.executor_report = CachedReport()
+        self.started = time.monotonic()
+        self.stopping = threading.Event()
 
     @property
     def can_bill(self) -> bool:
@@ -208,12 +204,12 @@ class FrameLoop(ABC, Generic[M]):
         """
         self._state.stopping.wait(self._state.quotas.debt(self._party))
         while not self._state.stopping.is_set() and self._next_frame():
-            self._slot.end_request()
+            self._slot.idle_since = time.monotonic()
 
     def _next_frame(self) -> bool:
         if not self._frames.wait():
             return False
-        self._slot.begin_request()
+        self._slot.idle_since = math.inf
         try:
             message = self._decode(self._frames.read_header())
         except ProtocolError as error:

@@ -18,19 +18,14 @@ import time
 from collections import OrderedDict
 
 from provider import logs
-from provider.config.schema import MIB, ProviderConfig
+from provider.config.schema import ProviderConfig
 from provider.executor.client import ExecutorHandle, ExecutorRequester
-from provider.executor.queues import Stages
-from provider.gateway.admission import ByteBudget, Register, Slots
 from provider.gateway.connection import Connection, DepositConnection
 from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
 from provider.gateway.frames import GatewayState, refuse
-from provider.gateway.listener import Handshakes, Listener, UnauthenticatedConnection
-from provider.gateway.quota import QuotaGate
+from provider.gateway.listener import Listener, UnauthenticatedConnection
 from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore, Permits
-from provider.relay.links import Links
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ProtocolError, TransportError
 from symbiosis_priv.network.stream import FrameStream, shut
@@ -61,23 +56,8 @@ class Gateway:
         self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
-        self.state = GatewayState(
-            config=config,
-            manifest=manifest,
-            served=served,
-            digest=manifest.digest,
-            budget=ByteBudget(config.limits),
-            register=Register(),
-            slots=Slots(config.limits),
-            quotas=QuotaGate(config.quota_of),
-            usage=usage,
-            stages=Stages(config.scheduler.few_rows),
-            permits=Permits(credentials.helpers),
-            blocks=BlockStore(config.relay.memory_mib * MIB),
-            links=Links(config),
-            started=time.monotonic(),
-        )
-        self._listener = Listener(
+        self.state = GatewayState(config, manifest, served, credentials.helpers, usage)
+        self.listener = Listener(
             config.listen,
             limit=config.limits.max_handshakes,
             greeting_s=config.limits.handshake_timeout_s,
@@ -91,21 +71,9 @@ class Gateway:
         self._peers: dict[FrameStream, AuthenticatedPeer] = {}  # the authenticated connections
 
     @property
-    def address(self) -> str:
-        """The bound address, as `host:port`."""
-        return self._listener.address
-
-    def start(self) -> None:
-        self._listener.start()
-
-    @property
     def connections(self) -> int:
         """Number of authenticated connections."""
         return len(self._peers)
-
-    @property
-    def handshakes(self) -> Handshakes:
-        return self._listener.handshakes
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
         """Apply new quotas, certificates, revocations, relays and shares for handshakes. Closes the connections of
@@ -128,7 +96,7 @@ class Gateway:
     def stop(self, timeout: float) -> bool:
         """Stop accepting, finish the requests in flight, and close. Returns True if every thread has ended."""
         self.state.stopping.set()
-        ended = self._listener.stop(timeout)
+        ended = self.listener.stop(timeout)
         self.state.links.close()
         return ended
 
@@ -136,8 +104,9 @@ class Gateway:
 
     def _share(self) -> float:
         """The share of one core for accepting connections and their handshakes."""
-        serving = time.monotonic() - self.state.register.last_request < _SERVING_S
-        return self._limits.share_of_handshakes(serving=serving)
+        limits, idle_s = self._limits, time.monotonic() - self.state.register.last_request
+        share = limits.handshake_share
+        return min(share, limits.handshake_share_serving) if idle_s < _SERVING_S else share
 
     def _identified(self, client: UnauthenticatedConnection) -> AuthenticatedPeer:
         """Make a step of the handshake. Returns the client that its verified certificate names, cached by context."""

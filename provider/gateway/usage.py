@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import functools
 import glob
+import itertools
 import mmap
 import operator
 import os
@@ -185,7 +186,6 @@ class UsageCounters:
         self._new: _Sums = {}  # since the last attempt to commit
         self._uncommitted: _Sums = {}  # of earlier attempts
         self._totals: dict[tuple[str, ...], Counts] = {}  # since the start, without `_new`
-        self._commits = 0
         self._failing_since: float | None = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -198,7 +198,8 @@ class UsageCounters:
         except (sqlite3.Error, OSError) as error:
             self._connection.close()
             raise _unusable(database, error) from error
-        self._flusher = Periodic(self._commit_or_flush, every_s=_COMMIT_S, name="usage")
+        turns = itertools.cycle([*(_FLUSH - 1) * [self.settle], self.flush])
+        self._flusher = Periodic(lambda: next(turns)(), every_s=_COMMIT_S, name="usage")
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: BilledRole, counts: UsageCounts) -> None:
@@ -226,7 +227,8 @@ class UsageCounters:
                 if self._database is not None and _identity(self._database) != self._identity:
                     log.often("usage_database_gone", path=str(self._database))
                     raise FileNotFoundError(self._database)  # SQLite would write to the file that was opened
-                with _transaction(self._connection):
+                with self._connection:
+                    self._connection.execute("BEGIN IMMEDIATE")
                     self._connection.executemany(_ADD, _rows(self._uncommitted))
                     self._connection.executemany(_COMMITTED, sizes)
                 self._uncommitted = {}
@@ -278,13 +280,6 @@ class UsageCounters:
             self._logs = []
             self._connection.close()  # the last connection also checkpoints
 
-    def _commit_or_flush(self) -> None:
-        self._commits += 1
-        if self._commits % _FLUSH:
-            self.settle()
-        else:
-            self.flush()
-
     def _take_over(self, database: Path) -> None:
         """Commit the lines in logs of providers that were killed."""
         for path in _logs_of(database):
@@ -292,7 +287,8 @@ class UsageCounters:
                 if not lock(file.fileno()):
                     continue  # its provider is running
                 sums, size, _ = _lines(file.read(), _committed(self._connection, path.name))
-                with _transaction(self._connection):
+                with self._connection:
+                    self._connection.execute("BEGIN IMMEDIATE")
                     self._connection.executemany(_ADD, _rows(sums))
                     self._connection.execute(_COMMITTED, (path.name, size))
                 path.unlink()
@@ -380,18 +376,6 @@ def _committed(connection: sqlite3.Connection, name: str) -> int:
     """The byte up to which a log is committed."""
     found = connection.execute("SELECT committed FROM logs WHERE name = ?", (name,)).fetchone()
     return 0 if found is None else int(found[0])
-
-
-@contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _open(database: Path | None) -> sqlite3.Connection:

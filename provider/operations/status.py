@@ -76,7 +76,7 @@ def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
         connections=gateway.connections,
-        handshakes=gateway.handshakes,
+        handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in state.register.visits().items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
         bytes_held=state.budget.used,

@@ -21,6 +21,7 @@ from provider import logs
 from provider.config.reload import Reloader
 from provider.fairness import TokenBucket
 from provider.gateway.listener import Listener, UnauthenticatedConnection
+from provider.refusal import Refusal
 from provider.registry import RegistryConfig
 from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
@@ -135,9 +136,9 @@ class RegistryServer:
         try:
             new = verify(data, trust, now=now)
             self.store.put(new, now=now, admit=functools.partial(self._admit, new.key, trust))
-        except (DescriptorError, _TooOftenError) as error:
+        except (DescriptorError, Refusal) as error:
             log.often("announcement_refused", reason=str(error))
-            code = wire.ErrorCode.BUSY if isinstance(error, _TooOftenError) else wire.ErrorCode.REFUSED
+            code = error.code if isinstance(error, Refusal) else wire.ErrorCode.REFUSED
             return wire.Failure(code=code, detail=str(error))
         except StorageError as error:
             log.failure("announcement_lost", error)
@@ -149,11 +150,7 @@ class RegistryServer:
         if trust is not self._trust:  # a descriptor that a reload has just dropped must not be stored again
             raise DescriptorError("the registry has read its files again: announce it again")
         if not self._announcements.take(key, now=time.monotonic()):
-            raise _TooOftenError("this executor announces itself too often")
-
-
-class _TooOftenError(Exception):
-    """An executor exceeds its announcements_per_h."""
+            raise Refusal(wire.ErrorCode.BUSY, "this executor announces itself too often")
 
 
 def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> tuple[ssl.SSLContext, Trust]:

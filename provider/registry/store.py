@@ -129,12 +129,8 @@ class Store:
         """All statements or none. Raises `StorageError`."""
         with self._lock:
             try:
-                self._execute(begin)
-                yield
-                self._execute("COMMIT")
+                with self._connection:
+                    self._execute(begin)
+                    yield
             except sqlite3.Error as error:
                 raise StorageError(f"the registry's database fails ({error}): check the disk, or make room") from error
-            finally:
-                with contextlib.suppress(sqlite3.Error):
-                    if self._connection.in_transaction:  # SQLite rolls back after some errors
-                        self._execute("ROLLBACK")

@@ -232,19 +232,20 @@ class _Link:
             if self._reviving or self._closed or not self._down.is_over:
                 return
             self._reviving = True
-        try:
-            threading.Thread(target=self._try_to_connect, name="relay", daemon=True).start()
-        except RuntimeError:  # no thread can be started now
-            self._reviving = False
 
-    def _try_to_connect(self) -> None:
+        def connect() -> None:
+            try:
+                self._put_idle(self._connect(time.monotonic() + _CONNECT_S))
+                self._down.succeeded()
+                log.often("relay_restored", address=self._target.address)
+            except SymbiosisError as error:
+                self._mark_down(error)
+            finally:
+                self._reviving = False
+
         try:
-            self._put_idle(self._connect(time.monotonic() + _CONNECT_S))
-            self._down.succeeded()
-            log.often("relay_restored", address=self._target.address)
-        except SymbiosisError as error:
-            self._mark_down(error)
-        finally:
+            threading.Thread(target=connect, name="relay", daemon=True).start()
+        except RuntimeError:  # no thread can be started now
             self._reviving = False
 
 

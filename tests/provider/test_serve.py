@@ -30,7 +30,7 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
 from provider.executor.supervisor import ProcessExecutor, make
-from provider.gateway.gateway import Gateway
+from provider.gateway.listener import Listener
 from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
@@ -284,13 +284,13 @@ def test_a_signal_during_the_start_ends_the_provider(
 
 def test_an_interrupted_start_leaves_no_thread(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would end a thread that is in torch's code in a way that makes C++ abort the process."""
-    start, before = Gateway.start, set(threading.enumerate())
+    start, before = Listener.start, set(threading.enumerate())
 
-    def interrupted(gateway: Gateway) -> None:
-        start(gateway)
+    def interrupted(listener: Listener[Any]) -> None:
+        start(listener)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Gateway, "start", interrupted)
+    monkeypatch.setattr(Listener, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Provider(configure()).start()
     assert set(threading.enumerate()) <= before

@@ -187,7 +187,7 @@ def test_accepting_is_a_part_of_the_share(configure: Configure) -> None:
     """Connections that say nothing cost processor time, too."""
     with Provider(configure(handshake_share=SHARE, max_handshakes=64)) as provider:
         assert provider._gateway is not None
-        thread = provider._gateway._listener._thread.ident
+        thread = provider._gateway.listener._thread.ident
         assert thread is not None
         clock, address = time.pthread_getcpuclockid(thread), parse_address(provider.address)
         used, begun = time.clock_gettime(clock), time.monotonic()

@@ -12,7 +12,7 @@ import ssl
 import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,19 +108,16 @@ class Peer:
             for executors that a registry listed, unless the federation is local.
     """
 
+    # hashed by name and role only: every request looks peers up several times, and hashing all fields is slow
     name: str
-    operator: str
+    operator: str = field(hash=False)
     role: Role
-    host: str
-    port: int
-    certificate: Pin
-    next_certificate: Path | None = None
-    layers: LayerRange | None = None
-    remote_only: bool = False
-
-    def __hash__(self) -> int:
-        """Hash of role and name only: every request looks peers up several times, and hashing all fields is slow."""
-        return hash((self.role, self.name))
+    host: str = field(hash=False)
+    port: int = field(hash=False)
+    certificate: Pin = field(hash=False)
+    next_certificate: Path | None = field(default=None, hash=False)
+    layers: LayerRange | None = field(default=None, hash=False)
+    remote_only: bool = field(default=False, hash=False)
 
     @property
     def pins(self) -> tuple[Pin, ...]:

@@ -1,9 +1,9 @@
 """The fast lane: products of a few rows, in a straight line, while everything is usual.
 
 Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
-way (`product`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
-change prepared: the arguments of the compiled passes (`core.few`), and the bytes of both headers, in which only the
-nonce changes. The steps, their order and every bit are the same: encode, burn pads, mask, gate, send, check, use.
+way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
+change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
+only the nonce changes. The steps, their order and every bit are the same: encode, burn pads, mask, gate, send, check.
 
 Everything unusual goes back to the usual way, with rows, pads and bytes as they are: pads that do not fit or whose
 effects are not there, no free connection, an answer with another header, a failure, a row that fails the check. A lane
@@ -19,15 +19,15 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column
 from tenant.connections.channel import KnownFrames, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
-from tenant.core.few import MOST_FEW, FewRows
 from tenant.core.masked import mask
 from tenant.core.pads import Pad
-from tenant.core.parts import FloatRows, Part
+from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Part
 from tenant.core.verifier import V
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
+from tenant.session import tally
 from tenant.session.supply import Supply
-from tenant.session.tally import Tally, clock, record
+from tenant.session.tally import Tally, clock
 
 
 class Attempt(NamedTuple):
@@ -62,11 +62,19 @@ class Lane:
     """
 
     def __init__(
-        self, part: Part, v: V, client: ExecutorClient, routes: Routes, pads: Supply, tally: Tally, *, deadline_s: float
+        self,
+        part: Part,
+        v: V,
+        client: ExecutorClient,
+        routes: Routes,
+        pads: Supply,
+        counters: Tally,
+        *,
+        deadline_s: float,
     ) -> None:
         [[request]] = part.requests.values()
         assert isinstance(v, Column)
-        self._routes, self._pads, self._tally, self._deadline_s = routes, pads, tally, deadline_s
+        self._routes, self._pads, self._tally, self._deadline_s = routes, pads, counters, deadline_s
         self._client, self._provider = client, client.provider
         self._few = FewRows(part, v)
         self._frames = KnownFrames(request, inputs=part.width, outputs=part.outputs)
@@ -81,18 +89,16 @@ class Lane:
             return Unfinished()
         if not few.takes(rows):
             return Unfinished()
-        began = clock()
+        times = [clock()]
         encoded = few.encode(rows)
-        record("quantise", since=began)
-        began = clock()
+        times.append(clock())
         pads = self._pads.take(*self._place, few.count)
-        record("take pads", since=began)
+        times.append(clock())
         if pads and not _is_one_with_effects(pads):
             return Unfinished(few.part(rows, encoded, pads, None))
-        began = clock()
         sent = mask(encoded.words, pads)
-        record("mask", since=began)
-        started, since = clock(), time.monotonic()
+        times.append(clock())
+        since = time.monotonic()
         nonce = fresh_nonce()
         routes.taken(provider)
         try:
@@ -105,14 +111,14 @@ class Lane:
             )
         except BaseException as error:
             return self._unfinished(few.part(rows, encoded, pads, sent), nonce, since, error)
-        record("network + product", since=started)
         if answer is None:
             routes.cancelled(provider)
             return Unfinished(few.part(rows, encoded, pads, sent))
-        started = clock()
+        times.append(clock())
         if not few.decode(rows, encoded, answer.words, pads):
             return self._unfinished(few.part(rows, encoded, pads, sent), nonce, since, answer)
-        record("unmask + verify + dequantise", since=started)
+        if tally.recording is not None:
+            tally.record_steps([*times, clock()])
         routes.answered(provider, seconds=answer.seconds, size=self._size)
         routes.record_verified(provider, sent.holders)
         with self._tally.lock:

@@ -5,9 +5,10 @@ Inside a `recorded` block, the steps of products are measured. Outside, that cos
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, get_args
 
 from tenant.routing.known_provider import ProviderFigures
@@ -62,7 +63,7 @@ SPANS: Final[tuple[Span, ...]] = get_args(Span)
 
 clock = time.perf_counter
 _adding = threading.Lock()
-_record: dict[Span, float] | None = None
+recording: dict[Span, float] | None = None
 
 
 @contextmanager
@@ -73,18 +74,25 @@ def recorded() -> Iterator[dict[Span, float]]:
         session.multiply(...)
     seconds["network + product"]
     """
-    global _record
-    before, _record = _record, {}
+    global recording
+    before, recording = recording, {}
     try:
-        yield _record
+        yield recording
     finally:
-        _record = before
+        recording = before
 
 
-def record(span: Span, *, since: float) -> None:
-    """Record the end of a step that began at `since`, by `clock`. A context manager would take longer than many
-    steps."""
-    if (seconds := _record) is not None:
-        spent = clock() - since
+def record(span: Span, *, since: float, until: float | None = None) -> None:
+    """Record a step that began at `since`, by `clock`, and ended at `until` or now. A context manager would take longer
+    than many steps."""
+    if (seconds := recording) is not None:
+        spent = (clock() if until is None else until) - since
         with _adding:
             seconds[span] = seconds.get(span, 0.0) + spent
+
+
+def record_steps(times: Sequence[float]) -> None:
+    """Record a whole product that did not wait for effects, from the times before, between and after its steps."""
+    steps = [span for span in SPANS if span != "wait for effects"]
+    for span, (began, ended) in zip(steps, pairwise(times), strict=True):
+        record(span, since=began, until=ended)

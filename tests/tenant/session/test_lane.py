@@ -12,8 +12,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import NonFiniteError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
-from tenant.core.few import MOST_FEW
-from tenant.core.parts import FloatRows
+from tenant.core.parts import MOST_FEW, FloatRows
 from tenant.routing.known_provider import Tolerance
 from tenant.session import lane
 from tenant.session import session as sessions

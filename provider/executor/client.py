@@ -102,11 +102,9 @@ _NOTHING = memoryview(b"")
 
 
 class ExecutorRequester:
-    """Sends the requests of one gateway thread to the executor: one at a time, always with a deadline.
-
-    Every request gets one answer, even if it was cancelled or is late, unless the executor is lost. Until the answer
-    comes, the executor may hold the request's memory.
-    """
+    """Sends the requests of one gateway thread to the executor: one at a time, always with a deadline. Every request
+    gets one answer, even if it was cancelled or is late, unless the executor is lost. Until the answer comes, the
+    executor may hold the request's memory."""
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
@@ -195,10 +193,8 @@ class ExecutorRequester:
 
 
 class CachedReport:
-    """The executor's last report, shared by all connections that ask for health. Thread-safe.
-
-    The executor makes one report per 0.25 s at most, however many tenants ask: reports are not charged to tenants.
-    """
+    """The executor's last report, shared by all connections that ask for health: the executor makes one per 0.25 s at
+    most, however many tenants ask, because reports are not charged to tenants. Thread-safe."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()

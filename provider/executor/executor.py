@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,32 +73,14 @@ _BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than wai
 
 @dataclass(kw_only=True, eq=False)
 class _Job(Job):
-    """One request in the executor.
-
-    Args:
-        sender: identifies the requester, to which the inbox sends the answer.
-        payload: the request's rows; empty for an effect, None after the answer.
-        made: keystream rows of an effect that are expanded and not multiplied yet: `ready - taken` rows.
-        ordered: number of keystream rows that were ordered from the `KeystreamMaker`.
-        result: all rows of the product, for a request that is multiplied piece by piece.
-    """
+    """One request in the executor, of a sender that gets the answer."""
 
     sender: Hashable
     request: wire.Execute | wire.Effect
-    payload: memoryview | None
-    made: memoryview = NOTHING
-    ordered: int = 0
-    result: memoryview | None = None
-
-
-class _Product(NamedTuple):
-    """A product of `rows` rows with `matrices` matrices, between two times of `time.monotonic`."""
-
-    pieces: list[Piece[_Job]]
-    rows: int
-    matrices: int
-    begun: float
-    ended: float
+    payload: memoryview | None  # the request's rows; empty for an effect, None after the answer
+    made: memoryview = NOTHING  # keystream rows of an effect that are not multiplied yet: `ready - taken` rows
+    ordered: int = 0  # number of keystream rows that were ordered from the `KeystreamMaker`
+    result: memoryview | None = None  # all rows of the product, for a request that is multiplied piece by piece
 
 
 class Executor:
@@ -120,7 +101,8 @@ class Executor:
         self._resting_since: float | None = None  # set while the executor waits for messages
         self._resting_until = math.inf  # the next deadline of the scheduler
         self._broken: BaseException | None = None  # an exception in another thread
-        self._unrecorded: deque[_Product] = deque()
+        # products: their pieces, number of rows and of matrices, begin and end by `time.monotonic`
+        self._unrecorded: deque[tuple[list[Piece[_Job]], int, int, float, float]] = deque()
 
         @functools.cache  # the gateway has checked the key: there are few
         def load_of(key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
@@ -167,7 +149,9 @@ class Executor:
                         report = self._report
                         report.groups_loaded = self._model.groups_loaded
                         report.waiting = self._scheduler.waiting()
-                        report.resident = _resident_bytes()
+                        with contextlib.suppress(OSError):  # 0 on systems without /proc
+                            pages = int(Path("/proc/self/statm").read_text().split()[1])
+                            report.resident = pages * os.sysconf("SC_PAGE_SIZE")
                         report.uptime = time.monotonic() - self._started
                         self._inbox.answer([(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))])
                     case Wake():
@@ -190,7 +174,7 @@ class Executor:
             return self._rest(now)
 
     def _rest(self, now: float) -> float:
-        """Begin to rest, because nothing can be multiplied. Returns the seconds until the scheduler's next deadline."""
+        """Begin to rest. Returns the seconds until the scheduler's next deadline."""
         until = self._scheduler.next_deadline(now)
         self._resting_until = math.inf if until is None else until
         self._resting_since = time.monotonic()
@@ -352,7 +336,7 @@ class Executor:
             self._model.require_device()
             return
         del rows, flat  # the executor must not hold a request's memory when it answers
-        self._unrecorded.append(_Product(pieces, count, _matrices(counts), begun, time.monotonic()))
+        self._unrecorded.append((pieces, count, _matrices(counts), begun, time.monotonic()))
         self._hand_out(pieces, product, encoding)
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
@@ -457,14 +441,6 @@ def _fill(target: memoryview, source: memoryview) -> None:
 def _empty(size: int) -> memoryview:
     """Uninitialised bytes (a bytearray would be cleared)."""
     return np.empty(size, dtype=np.uint8).data
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process in bytes; 0 on systems without /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executor:

@@ -188,11 +188,8 @@ InlineHandler = Callable[[InboxMessage], bool]
 
 
 class Inbox(ABC):
-    """The executor's end of the queues.
-
-    Only `post` can be called from any thread. The other methods belong to the executor's thread, or to the thread that
-    runs the inline handler.
-    """
+    """The executor's end of the queues. Only `post` can be called from any thread; the other methods belong to the
+    executor's thread, or to the thread that runs the inline handler."""
 
     def set_inline_handler(self, handler: InlineHandler) -> None:  # noqa: B027 - only senders in this process can use it
         """Let senders in this process call `handler` before they queue a message."""
@@ -293,32 +290,28 @@ class LocalInbox(Inbox):
             del answers  # a sender may keep its own answer in memory only
 
 
-class _Mailbox(queue.SimpleQueue[ExecutorAnswer]):
-    pass
-
-
 def _deliver(answers: Sequence[AddressedAnswer]) -> None:
     for sender, answer in answers:
-        assert isinstance(sender, _Mailbox)
-        sender.put(answer)
+        assert isinstance(sender, _LocalChannel)
+        sender.mailbox.put(answer)
 
 
 class _LocalChannel(RequestChannel):
     def __init__(self, inbox: LocalInbox) -> None:
         self._inbox = inbox
-        self._mailbox = _Mailbox()
+        self.mailbox: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
 
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
-        self._inbox.deliver(InboxMessage(self._mailbox, message, payload))
+        self._inbox.deliver(InboxMessage(self, message, payload))
 
     def receive(self, seconds: float) -> ExecutorAnswer | None:
         try:
-            return self._mailbox.get(timeout=seconds)
+            return self.mailbox.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Does nothing: the mailbox is freed with its last reference."""
+        """Does nothing: the channel is freed with its last reference."""
 
 
 class KeystreamMaker(Generic[J]):

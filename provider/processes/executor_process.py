@@ -11,7 +11,7 @@ import sys
 import torch
 
 from provider import logs
-from provider.config.schema import from_json
+from provider.config.schema import ProviderConfig, from_json
 from provider.executor.executor import build
 from provider.executor.supervisor import SocketInbox
 from symbiosis_priv.errors import SymbiosisError
@@ -28,10 +28,14 @@ def main() -> None:
     if config.executor.threads:
         torch.set_num_threads(config.executor.threads)
     try:
-        inbox = SocketInbox(config.executor.endpoint)
-        executor = build(config, model_digest=model_digest, inbox=inbox)
+        serve(config, model_digest=model_digest)
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
+
+
+def serve(config: ProviderConfig, *, model_digest: str) -> None:
+    """Serve until stdin closes."""
+    executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
     when_stdin_closes(executor.stop)
     gc.freeze()  # see `provider.serve.serve`
     executor.run()

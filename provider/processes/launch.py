@@ -42,13 +42,8 @@ _RENDEZVOUS = timedelta(seconds=600)
 
 
 class Rendezvous(RendezvousHandler):
-    """The rendezvous of torchrun for a fixed set of machines.
-
-    Args:
-        store: store for torchrun's own data and, with several machines, for the ranks' rendezvous.
-        port: port of the store; 0 if the store has none.
-        node: number of this machine, from 0.
-    """
+    """The rendezvous of torchrun for a fixed set of machines, of which this one is number `node`. The store is for
+    torchrun's own data and, with several machines, for the ranks' rendezvous; `port` is 0 if it has none."""
 
     def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:
         self._run_id = run_id
@@ -68,19 +63,18 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         return self._info
 
+    # no machine joins later, and the store ends with its process
+
     def num_nodes_waiting(self) -> int:
-        """Returns 0: no machine joins later."""
         return 0
 
     def is_closed(self) -> bool:
-        """Returns False: the rendezvous lasts until the process ends."""
         return False
 
     def set_closed(self) -> None:
-        """Does nothing: no machine joins later."""
+        pass
 
     def shutdown(self) -> bool:
-        """Returns True: the store ends with its process."""
         return True
 
 
@@ -103,24 +97,23 @@ def main() -> None:
             host, port, node = options.master_addr, options.master_port, options.node_rank
 
             def create(parameters: RendezvousParameters) -> RendezvousHandler:
-                store = _listen(host, port) if node == 0 else TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
+                if node:
+                    store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
+                else:
+                    listener = socket.create_server((host, port))  # TCPStore itself would listen on all interfaces
+                    limit_memory(_STORE_BYTES)
+                    store = TCPStore(
+                        host,
+                        port,
+                        is_master=True,
+                        wait_for_workers=False,
+                        timeout=_RENDEZVOUS,
+                        master_listen_fd=listener.detach(),
+                    )
                 return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
 
             rendezvous_handler_registry.register(_BACKEND, create)
         torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
-
-
-def _listen(host: str, port: int) -> Store:
-    listener = socket.create_server((host, port))
-    limit_memory(_STORE_BYTES)
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_RENDEZVOUS,
-        master_listen_fd=listener.detach(),  # TCPStore itself would listen on all interfaces
-    )
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ from provider import logs
 from provider import serve as server
 from provider.config.provider_toml import load
 from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
-from provider.executor.executor import build
-from provider.executor.supervisor import SocketInbox
+from provider.processes import executor_process
 from provider.products.model import open_store
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
-from symbiosis_priv.system.processes import when_stdin_closes
 
 
 def main() -> None:
@@ -44,7 +42,8 @@ def main() -> None:
         else:
             digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
             config = from_json(text.encode())
-            _run(config, lead=lambda: _serve_executor(config, model_digest=digest))
+            # rank 0 inherits stdin from the gateway through torchrun
+            _run(config, lead=lambda: executor_process.serve(config, model_digest=digest))
     except SymbiosisError as error:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
 
@@ -65,13 +64,6 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
         with torch.no_grad():
             ShardedOperands(open_store(config, shardable=True), sharding=settings.sharding).follow()
     dist.destroy_process_group()
-
-
-def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
-    """Serve as `executor_process` does, until stdin closes. Rank 0 inherits stdin from the gateway through torchrun."""
-    executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
-    when_stdin_closes(executor.stop)
-    executor.run()
 
 
 if __name__ == "__main__":

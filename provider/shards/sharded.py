@@ -140,13 +140,12 @@ class ShardedOperands(Operands):
         return self._rank == _LEAD
 
     @property
-    def loaded(self) -> frozenset[int]:
-        """Layer groups in memory: all layer groups that are served."""
-        return frozenset(self._units)
+    def loaded(self) -> Collection[int]:
+        return self._units.keys()
 
     def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
-        """Compute a product on rank 0 while the other ranks follow. See `Operands.product`. Raises `RankLostError`: a
-        rank did not take part. The group cannot be used any more."""
+        """See `Operands.product`. Raises `RankLostError`: a rank did not take part. The group cannot be used any
+        more."""
         if self._entries[group].transposed:
             direction = opposite(direction)
         if counts is not None:
@@ -233,105 +232,94 @@ class ShardedOperands(Operands):
         self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None, counts: Counts | None = None
     ) -> None:
         """Compute what one rank adds to a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
-        unit = self._units[plan.group]
+        unit, count = self._units[plan.group], plan.rows[self._rank]
         if plan.mode is Mode.EXPERTS:
-            self._by_expert(plan, unit, counts, rows, out)
+            self._by_expert(unit, plan, count, counts, rows, out)
         elif plan.mode is Mode.GATHERED:
-            self._gathered(plan, unit, rows, out)
+            self._gathered(unit, plan, count, rows, out)
         elif plan.direction == FORWARD:
-            self._columns_forward(plan, unit, rows, out)
+            self._columns_forward(unit, count, rows, out)
         else:
-            self._columns_backward(plan, unit, rows, out)
+            self._columns_backward(unit, count, rows, out)
 
-    def _gathered(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
+    def _gathered(self, unit: Unit, plan: _Plan, count: int, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, outputs = unit.columns(plan.direction)
-        if rows is not None and out is not None:
-            chunks, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
-            self._scatter(chunks)
-            mine, product = chunks[_LEAD], results[_LEAD]
-        else:
-            mine, product = self._receive(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
-        mine, product = mine.to(self._device), product.to(self._device)
+        mine = self._scattered(None if rows is None else rows.split(list(plan.rows)), count, inputs)
+        product = self._matrix(count, outputs)
         unit(mine, plan.direction, product)
-        if rows is not None and out is not None:
-            results[_LEAD].copy_(product)  # the same memory, unless on another device
-            self._gather(results)
-        else:
-            self._send(product)
+        self._collect(product, None if out is None else out.split(list(plan.rows)))
 
-    def _columns_forward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
-        inputs, _ = unit.columns(FORWARD)
+    def _columns_forward(self, unit: Unit, count: int, rows: Tensor | None, out: Tensor | None) -> None:
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
-        shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
-        dist.broadcast(shared, _LEAD)
+        shared = self._broadcast(rows, count, unit.columns(FORWARD).rows)
         columns = shards[self._rank]
-        product = self._matrix(len(shared), columns.stop - columns.start).to(self._device)
+        product = self._matrix(count, columns.stop - columns.start)
         unit.multiply_shard(columns, shared, FORWARD, product)
-        if out is None:
-            self._send(product)
-            return
-        chunks = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
-        self._gather(chunks)
-        torch.cat(chunks, dim=1, out=out)
+        chunks = None if out is None else [out.new_empty((count, shard.stop - shard.start)) for shard in shards]
+        self._collect(product, chunks)
+        if chunks is not None:
+            torch.cat(chunks, dim=1, out=out)
 
-    def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
-        _, outputs = unit.columns(BACKWARD)
+    def _columns_backward(self, unit: Unit, count: int, rows: Tensor | None, out: Tensor | None) -> None:
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
-        columns, count = shards[self._rank], plan.rows[self._rank]
-        if rows is not None:
-            chunks = [rows[:, shard].contiguous() for shard in shards]
-            self._scatter(chunks)
-            mine = chunks[_LEAD]
-        else:
-            mine = self._receive(count, columns.stop - columns.start)
-        product = self._matrix(count, outputs).to(self._device)
-        unit.multiply_shard(columns, mine.to(self._device), BACKWARD, product)
-        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
-        if out is not None:
-            out.copy_(product)
+        columns = shards[self._rank]
+        chunks = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
+        mine = self._scattered(chunks, count, columns.stop - columns.start)
+        product = self._matrix(count, unit.columns(BACKWARD).result)
+        unit.multiply_shard(columns, mine, BACKWARD, product)
+        self._sum(product, out)
 
     def _by_expert(
-        self, plan: _Plan, unit: Unit, counts: Counts | None, rows: Tensor | None, out: Tensor | None
+        self, unit: Unit, plan: _Plan, count: int, counts: Counts | None, rows: Tensor | None, out: Tensor | None
     ) -> None:
         experts = self._entries[plan.group].experts
         numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
         dist.broadcast(numbers, _LEAD, group=self._plans)
         inputs, outputs = unit.columns(plan.direction, experts=experts)
-        shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
-        dist.broadcast(shared, _LEAD)
-        product = torch.zeros((len(shared), outputs), dtype=torch.int32, device=self._device)
+        shared = self._broadcast(rows, count, inputs)
+        product = self._matrix(count, outputs).zero_()
         columns = unit.columns_of(self._rank, self._world)
         unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
-        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
-        if out is not None:
-            out.copy_(product)
+        self._sum(product, out)
 
-    # Matrices between rank 0 and the other ranks
+    # Matrices between rank 0, which passes tensors on the CPU, and the other ranks, which pass None
 
-    def _scatter(self, chunks: Sequence[Tensor]) -> None:
-        sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(chunks) if rank and part.numel()]
-        _wait(sent)
+    def _broadcast(self, rows: Tensor | None, count: int, width: int) -> Tensor:
+        """All rows, on this rank's device."""
+        shared = self._matrix(count, width) if rows is None else rows.to(self._device)
+        dist.broadcast(shared, _LEAD)
+        return shared
 
-    def _receive(self, count: int, width: int) -> Tensor:
-        rows = self._matrix(count, width).to(self._device)
+    def _scattered(self, chunks: Sequence[Tensor] | None, count: int, width: int) -> Tensor:
+        """This rank's chunk, on its device."""
+        if chunks is not None:
+            _wait([dist.isend(c.to(self._device), rank) for rank, c in enumerate(chunks) if rank and c.numel()])
+            return chunks[_LEAD].to(self._device)
+        rows = self._matrix(count, width)
         if rows.numel():
             dist.recv(rows, _LEAD)
         return rows
 
-    def _send(self, product: Tensor) -> None:
-        if product.numel():
-            dist.send(product, _LEAD)
-
-    def _gather(self, results: Sequence[Tensor]) -> None:
-        """Receive the other ranks' rows or columns of a result."""
+    def _collect(self, product: Tensor, results: Sequence[Tensor] | None) -> None:
+        """Write every rank's rows or columns of a result to rank 0's `results`."""
+        if results is None:
+            if product.numel():
+                dist.send(product, _LEAD)
+            return
+        results[_LEAD].copy_(product)
         arriving = [(chunk, chunk.to(self._device)) for chunk in results]
         _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
         for rank, (here, there) in enumerate(arriving):
             if rank and here is not there:
                 here.copy_(there)
 
+    def _sum(self, product: Tensor, out: Tensor | None) -> None:
+        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
+        if out is not None:
+            out.copy_(product)
+
     def _matrix(self, rows: int, width: int) -> Tensor:
-        return torch.empty((rows, width), dtype=torch.int32, device="cpu")
+        return torch.empty((rows, width), dtype=torch.int32, device=self._device)
 
     # Start and failure
 

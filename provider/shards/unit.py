@@ -13,15 +13,9 @@ from symbiosis_priv.kernels import Choice, Packed, kernel_of
 
 
 class Unit(nn.Module):
-    """A module whose one parameter is a layer group's packed weights as bytes, on the meta device until `load`.
-
-    Args:
-        whole: the packed weights. Their data may be a mapped file; the unit keeps no reference to it.
-        choice: the kernels by number of rows; all of them use the layout of `whole`.
-
-    Raises:
-        ConfigError: weights in this layout cannot be cut along their outputs.
-    """
+    """A module whose one parameter is a layer group's packed weights as bytes, on the meta device until `load`. Keeps
+    no reference to the data of `whole`, which may be a mapped file. Raises `ConfigError`: weights in this layout cannot
+    be cut along their outputs."""
 
     def __init__(self, whole: Packed, choice: Choice) -> None:
         super().__init__()
@@ -37,12 +31,7 @@ class Unit(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
 
     def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """Compute the product with all weights, which FSDP gathers for this call.
-
-        Args:
-            rows: int32 `[n, inputs]` forward, `[n, outputs]` backward.
-            out: int32 `[n, outputs]` or `[n, inputs]`; written.
-        """
+        """Compute the product with all weights, which FSDP gathers for this call, in `out`."""
         self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out)
 
     def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
@@ -88,13 +77,8 @@ class Unit(nn.Module):
                 self._product(weights, rows[segment, here].contiguous(), direction, out[segment])
 
     def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """Compute the product with this rank's shard only: columns of the result forward, a summand of it backward.
-
-        Args:
-            columns: the outputs in the shard, from `columns_of`.
-            rows: int32 `[n, inputs]` forward, the shard's columns of `[n, outputs]` backward.
-            out: int32 `[n, columns]` or `[n, inputs]`; written.
-        """
+        """Compute the product with this rank's shard only, in `out`: columns of the result forward; backward, a summand
+        of it, from the shard's columns of the rows."""
         outputs = columns.stop - columns.start
         weights = replace(self._whole, outputs=outputs, data=self._local().view(self._dtype))
         if outputs:

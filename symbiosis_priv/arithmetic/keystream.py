@@ -54,20 +54,9 @@ def random_key() -> StreamKey:
 
 
 def expand(key: StreamKey, *, first_row: int, rows: int, width: int) -> Tensor:
-    """Expand rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
-
-    Args:
-        key: 32 bytes, used for one width only (`derive` binds layer group and direction).
-        first_row: index of the first row, 0..2^63.
-        rows: number of rows; may be 0.
-        width: columns d.
-
-    Returns:
-        int32 `[rows, d]`, contiguous, on the CPU.
-
-    Raises:
-        RangeError: an argument is out of range, or the rows exceed `MAX_BYTES`; nothing was allocated.
-    """
+    """Expand rows `first_row .. first_row + rows` of a keystream, uniform over the ring: int32 `[rows, width]`,
+    contiguous, on the CPU. A key is used for one width only (`derive` binds layer group and direction). `rows` may
+    be 0. Raises `RangeError`: an argument is out of range, or the rows exceed `MAX_BYTES`; nothing was allocated."""
     return Keystream(key, width=width).expand(first_row, rows)
 
 

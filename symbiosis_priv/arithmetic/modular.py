@@ -70,19 +70,14 @@ def dot(rows: Tensor, column: Column) -> Tensor:
     count, width = rows.shape
     library = native.library()
     if library is None:
-        return _dot(rows.to(torch.float64), column)
+        total, floats = torch.zeros(count, dtype=torch.int64, device="cpu"), rows.to(torch.float64)
+        for start in range(0, width, _ROW_CHUNK):
+            part = slice(start, start + _ROW_CHUNK)
+            total += _joined((floats[:, part] @ column.digits[part]).to(torch.int64), _ROW_DIGIT)
+        return total.remainder_(PRIME)
     products = torch.empty(count, dtype=torch.int64, device="cpu")
     library.ring_dot(native.best(library), pointer(rows), count, width, pointer(column.limbs), pointer(products))
     return products
-
-
-def _dot(rows: Tensor, column: Column) -> Tensor:
-    """`dot` with torch, for float64 rows."""
-    total = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
-    for start in range(0, rows.shape[1], _ROW_CHUNK):
-        part = slice(start, start + _ROW_CHUNK)
-        total += _joined((rows[:, part] @ column.digits[part]).to(torch.int64), _ROW_DIGIT)
-    return total.remainder_(PRIME)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -96,16 +91,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Tensor]:
-    """Products of a weight matrix with two secret columns: `W.T @ forward` and `W @ backward` modulo p.
-
-    Args:
-        weight: int16 `[o, d]`.
-        forward: `[o]`.
-        backward: `[d]`.
-
-    Returns:
-        int64 `[d]` and `[o]`, residues.
-    """
+    """Products of an int16 weight `[o, d]` with two secret columns, `[o]` and `[d]`: `W.T @ forward` and `W @ backward`
+    modulo p, int64 `[d]` and `[o]`."""
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     library = native.library()
@@ -113,17 +100,9 @@ def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Te
         sums = torch.zeros((3, inputs), dtype=torch.int64, device="cpu")
         to_inputs = torch.empty(inputs, dtype=torch.int64, device="cpu")
         to_outputs = torch.empty(outputs, dtype=torch.int64, device="cpu")
-        library.ring_weigh(
-            native.best(library),
-            pointer(weight),
-            outputs,
-            inputs,
-            pointer(forward.limbs),
-            outputs,
-            pointer(backward.limbs),
-            pointer(sums),
-            pointer(to_outputs),
-        )
+        columns = pointer(forward.limbs), outputs, pointer(backward.limbs)
+        operands = pointer(weight), outputs, inputs, *columns, pointer(sums), pointer(to_outputs)
+        library.ring_weigh(native.best(library), *operands)
         library.ring_join(pointer(sums), inputs, pointer(to_inputs))
         return to_inputs, to_outputs
     down, up = forward.digits_of(_WEIGHT_DIGIT), backward.digits_of(_WEIGHT_DIGIT)

@@ -82,22 +82,9 @@ def encode(
         return scale
 
     parts = readable(inputs)
-    finite = all_rows(
-        library.ring_encode,
-        native.best(library),
-        layout(parts),
-        width,
-        pointer(fold),
-        bound.l1,
-        bound.l2,
-        None if v is None else v.limbs.data_ptr(),
-        out.data_ptr(),
-        scale.data_ptr(),
-        pointer(expected),
-        rows=rows,
-        width=width,
-    )
-    if not finite:
+    read = layout(parts), width, pointer(fold), bound.l1, bound.l2, None if v is None else v.limbs.data_ptr()
+    written = out.data_ptr(), scale.data_ptr(), pointer(expected)
+    if not all_rows(library.ring_encode, native.best(library), *read, *written, rows=rows, width=width):
         raise NonFiniteError
     return scale
 
@@ -145,7 +132,11 @@ def decode(
                 out[start:stop] = part
         return wrong
 
-    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _writable(out) for out in outputs]
+    written = []
+    for out in outputs:  # torch rounds in the same way when it copies
+        if out.dtype not in FORMATS or out.stride(1) != 1:
+            out = torch.empty(out.shape, dtype=out.dtype if out.dtype in FORMATS else torch.float32, device="cpu")
+        written.append(out)
     flags = (ctypes.c_uint8 * rows)()  # its address takes less time than an array's or a tensor's
     all_rows(
         library.ring_decode,
@@ -195,12 +186,6 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
     return width == 0
 
 
-def _writable(out: Tensor) -> Tensor:
-    """A tensor that the compiled code can write, in place of `out`; torch rounds in the same way when it copies it."""
-    dtype = out.dtype if out.dtype in FORMATS else torch.float32
-    return torch.empty(out.shape, dtype=dtype, device="cpu")
-
-
 _SMALL = 1 << 18  # the C library pools smaller blocks itself
 _STEPS = 8  # sizes between a power of two and the next
 
@@ -211,21 +196,19 @@ class Buffers:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._unused = 0
+        self.unused = 0
         # by length; the block that was unused for longest comes first
         self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
         self._ages: OrderedDict[int, mmap.mmap] = OrderedDict()  # all blocks by identity, in the same order
         self._lock = threading.RLock()  # reentrant, because a finaliser may run in the middle of `take`
 
-    @property
-    def unused(self) -> int:
-        return self._unused
-
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return an array of `size` bytes. Its memory returns to the pool when the array and all its views are gone."""
         if size < _SMALL:
             return np.empty(size, dtype=np.uint8)
-        length = _rounded(size)
+        # one of eight sizes per power of two, so that matrices of similar row counts share buffers
+        step = (1 << size.bit_length() - 1) // _STEPS
+        length = -(-size // step) * step
         block = self._take_unused(length) or _fresh(length)
         array: NDArray[np.uint8] = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
@@ -248,7 +231,7 @@ class Buffers:
                 return None
             block = self._free[length].pop()
             del self._ages[id(block)]
-            self._unused -= length
+            self.unused -= length
             return block
 
     def _give_back(self, block: mmap.mmap) -> None:
@@ -257,11 +240,11 @@ class Buffers:
         with self._lock:
             self._free[len(block)].append(block)
             self._ages[id(block)] = block
-            self._unused += len(block)
-            while self._unused > self._limit:
+            self.unused += len(block)
+            while self.unused > self._limit:
                 _, oldest = self._ages.popitem(last=False)
                 self._free[len(oldest)].popleft()
-                self._unused -= len(oldest)
+                self.unused -= len(oldest)
 
 
 def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -272,13 +255,6 @@ def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     like = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return torch.from_numpy(np.frombuffer(_fresh(size), dtype=like).reshape(shape))
-
-
-def _rounded(size: int) -> int:
-    """Round up to one of eight sizes per power of two, so that matrices of similar row counts share buffers."""
-    step = 1 << max(size.bit_length() - 1, 0)
-    step //= _STEPS
-    return -(-size // step) * step
 
 
 def _fresh(length: int) -> mmap.mmap:

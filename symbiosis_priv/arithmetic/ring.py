@@ -162,8 +162,7 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
     """Scale and round float rows so that their product stays inside the range.
 
     Args:
-        rows: `[r, d]` on the CPU, any floating dtype.
-        bound: the layer's public bound; `bound.inputs == d`.
+        rows: `[r, d]` on the CPU, any floating dtype; `d == bound.inputs`.
         fold: float64 `[d]`, factors of the columns before quantisation, or None.
 
     Returns:
@@ -206,13 +205,8 @@ def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Ten
 
 
 def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None = None) -> Tensor:
-    """Turn a ring product back into float64 `[r, o]`.
-
-    Args:
-        product: int32 `[r, o]`, already unmasked.
-        scale: float64 `[r, 1]` from `quantise_rows`.
-        channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
-    """
+    """Turn an unmasked ring product, int32 `[r, o]`, back into float64 `[r, o]`. `scale`: float64 `[r, 1]` from
+    `quantise_rows`. `channel_scale`: float64 `[o]`; None when it was folded into the rows (backward)."""
     y = product.to(torch.float64)
     if channel_scale is not None:
         y = y.mul_(channel_scale)  # before the row scale, so that it overflows only if the result does

@@ -39,14 +39,8 @@ def pick(counts: Counts, numbers: Sequence[int]) -> Counts:
 
 
 def merge(parts: Sequence[Counts]) -> tuple[Counts, Tensor]:
-    """Sort the rows of several requests by expert.
-
-    Args:
-        parts: the counts of each request; their rows stand one request after the other.
-
-    Returns:
-        The counts of all rows, and the order int64 `[r]` that sorts them: `rows[order]`.
-    """
+    """Sort the rows of several requests, one after the other, by expert. Returns the counts of all rows, and the order
+    int64 `[r]` that sorts them: `rows[order]`."""
     table = np.array(parts, dtype=np.int64)
     experts = np.repeat(np.tile(np.arange(table.shape[1]), len(parts)), table.reshape(-1))
     return tuple(table.sum(axis=0).tolist()), torch.from_numpy(np.argsort(experts, kind="stable"))

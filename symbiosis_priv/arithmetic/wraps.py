@@ -48,12 +48,8 @@ def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:
 
 
 class Corrector:
-    """Corrects rows of products that are checked with the same column R, with a table of all wraps of one entry.
-
-    Args:
-        column: R.
-        most: J, the largest number of wraps |k| of an entry.
-    """
+    """Corrects rows of products that are checked with the same column R, with a table of all wraps of one entry. `most`
+    is J, the largest number of wraps |k| of an entry."""
 
     def __init__(self, column: Column, *, ring_bits: RingBits, most: int) -> None:
         self._column, self._bits, self._width = column, ring_bits, len(column.values)
@@ -84,15 +80,9 @@ class Corrector:
         return rows.tolist(), t
 
     def corrected(self, y: Tensor, expected: int, second: Check) -> Tensor | None:
-        """The true product of which y holds the residues; None if more than two entries wrapped.
-
-        A search for two entries takes tens of milliseconds.
-
-        Args:
-            y: int32 `[o]`, signed residues modulo 2^ring_bits.
-            expected: the residue `t @ R` of the true product.
-            second: an independent check of the true product.
-        """
+        """The true product of which y, int32 `[o]`, holds the signed residues; None if more than two entries wrapped.
+        `expected` is the residue `t @ R`, and `second` an independent check. A search for two entries takes tens of
+        milliseconds."""
         column, residue = second
         other = (residue - int(dot(y[None], column))) % PRIME
         for candidate in self._candidates((expected - int(dot(y[None], self._column))) % PRIME):
@@ -109,9 +99,6 @@ class Corrector:
             return
         first, end = (int(torch.searchsorted(self._residues, difference, right=right)) for right in (False, True))
         yield from ([self._at(place)] for place in range(first, end))
-        yield from self._pairs(difference)
-
-    def _pairs(self, difference: int) -> Iterator[list[Wrap]]:
         rest = (difference - self._residues).remainder_(PRIME)
         found = torch.searchsorted(self._residues, rest).clamp_(max=len(rest) - 1)
         for hit in (self._residues[found] == rest).nonzero()[:, 0].tolist():

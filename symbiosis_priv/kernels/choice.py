@@ -88,11 +88,8 @@ def is_exact(kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, dire
     """Returns True if a kernel's product of `count` rows agrees with int64, which wraps modulo 2^64, in its low 32
     bits.
 
-    Up to 64 columns are compared, spread over the whole matrix, including the first and the last.
-
-    Args:
-        weight: int16 `[o, d]` on the CPU.
-        packed: the same weight, packed by a kernel of this layout, on the device to try.
+    Up to 64 columns are compared, spread over the whole matrix, including the first and the last. The weight is int16
+    `[o, d]` on the CPU; `packed` is the same weight in this kernel's layout, on the device to try.
     """
     matrix = weight.t() if direction == FORWARD else weight
     width, columns = matrix.shape
@@ -172,14 +169,8 @@ def choose(
 def tune(
     weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, height: int = 0, results: Path
 ) -> None:
-    """Time the candidates on a sample of a matrix, and store the fastest. Does nothing if there is a result or one
-    candidate only.
-
-    Args:
-        weight: int16 `[o, d]` on the CPU.
-        shardable, height: as for `choose`.
-        results: a file in the cache folder.
-    """
+    """Time the candidates for `choose` on a sample of a weight, int16 `[o, d]` on the CPU, and store the fastest in the
+    file of results. Does nothing if there is a result or one candidate only."""
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
     if key in _read_results(results):
         return

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +65,9 @@ TILES = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The division of one product into programs of the GPU.
-
-    Args:
-        grid: number of tiles down, of tiles across, and of programs per tile.
-        share: number of terms that each program adds; a multiple of the terms of one step.
-    """
+class Plan(NamedTuple):
+    """The division of one product into programs of the GPU: `grid` tiles down, tiles across, and programs per tile,
+    each of which adds `share` terms, a multiple of the terms of one step."""
 
     grid: tuple[int, int, int]
     share: int

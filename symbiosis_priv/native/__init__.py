@@ -13,7 +13,7 @@ Both variables are read once, because looking up a variable takes as long as man
 After the loader come the layout of matrices that the fused passes read and write, and slices of one product on a few
 threads: idle threads sleep, so they take no cores from torch's pool or from other processes. The number of threads is
 torch's (`torch.set_num_threads`), including the caller's thread. Threads take slices one by one, so a thread that is
-delayed by other work delays one slice only. `linear` is a float linear.
+delayed by other work delays one slice only.
 """
 
 import ctypes
@@ -210,7 +210,13 @@ def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Float matrices that the compiled code can read. A matrix is copied if necessary; float16 is converted to
     float32."""
-    return [matrix if matrix.dtype in FORMATS and matrix.stride(1) == 1 else _copied(matrix) for matrix in matrices]
+    found = []
+    for matrix in matrices:
+        if matrix.dtype not in FORMATS or matrix.stride(1) != 1:
+            matrix = matrix.detach()
+            matrix = (matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)).contiguous()
+        found.append(matrix)
+    return found
 
 
 @functools.cache
@@ -218,18 +224,9 @@ def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
     return ctypes.c_int64 * count
 
 
-def _copied(matrix: Tensor) -> Tensor:
-    matrix = matrix.detach()
-    matrix = matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)
-    return matrix.contiguous()
-
-
 def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:
-    """Run a function of the library over all rows, on several threads if there are many. Returns True if all succeed.
-
-    Args:
-        work: takes the arguments, the first row and the end row; returns the row at which it stopped.
-    """
+    """Run a function of the library over all rows, on several threads if there are many. `work` takes the arguments,
+    the first row and the end row, and returns the row at which it stopped. Returns True if all succeed."""
     if rows * width <= _SHARE:
         return _is_done(work(*arguments, 0, rows), rows)
     failed: list[int] = []
@@ -255,11 +252,9 @@ _pool_size = 0
 
 
 def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) -> None:
-    """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done.
-
-    Args:
-        least: smallest slice that is worth another thread; only the last slice may be smaller.
-    """
+    """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done. A slice
+    of `least` is worth another thread; only the last slice may be smaller."""
+    global _pool, _pool_size
     threads = torch.get_num_threads()
     slices = min(threads * _SLICES_PER_THREAD, total // least)
     if threads == 1 or slices < 2:
@@ -276,18 +271,14 @@ def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) 
                 return
             work(begin, min(begin + step, total))
 
-    helpers = [_helpers(threads - 1).submit(drain) for _ in range(min(threads, len(begins)) - 1)]
+    if (pool := _pool) is None or _pool_size < threads - 1:
+        pool, _pool_size = ThreadPoolExecutor(threads - 1, thread_name_prefix="ring"), threads - 1
+        _pool = pool
+    helpers = [pool.submit(drain) for _ in range(min(threads, len(begins)) - 1)]
     drain()
     for helper in helpers:
         if not helper.cancel():  # it has begun, so wait for the end of its slice
             helper.result()
-
-
-def _helpers(count: int) -> ThreadPoolExecutor:
-    global _pool, _pool_size
-    if _pool is None or _pool_size < count:
-        _pool, _pool_size = ThreadPoolExecutor(count, thread_name_prefix="ring"), count
-    return _pool
 
 
 def _forget() -> None:
@@ -296,3 +287,38 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)  # after a fork, the child has only the calling thread
+
+
+_LINEAR_BYTES = 1 << 20  # of weights, which take 100 µs to read
+
+
+def can_multiply(rows: Tensor, weight: Tensor) -> bool:
+    """Returns True if `linear` can multiply these tensors on this machine."""
+    return (
+        library() is not None
+        and rows.is_cpu
+        and weight.is_cpu
+        and weight.dim() == 2
+        and rows.dtype == weight.dtype
+        and rows.dtype in (torch.float32, torch.bfloat16)
+        and weight.is_contiguous()
+    )
+
+
+def linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """Compute `rows @ weight.T` with sums in float32: `[..., d]` and `[o, d]` to `[..., o]`, all of one dtype. The bits
+    of a row do not depend on the other rows."""
+    lib = library()
+    assert lib is not None  # `can_multiply` has returned True
+    isa, (outputs, inputs) = best(lib), weight.shape
+    x = rows.detach().reshape(-1, inputs).float().contiguous()
+    count = len(x)
+    result = torch.empty((count, outputs), dtype=torch.float32, device="cpu")
+    operands = x.data_ptr(), count, inputs, weight.data_ptr(), FORMATS[weight.dtype], result.data_ptr(), outputs
+
+    def columns(begin: int, end: int) -> None:
+        lib.local_linear(isa, *operands, begin, end)
+
+    row_bytes = inputs * weight.element_size() * max(1, count // 8)
+    for_each_slice(columns, total=outputs, least=max(1, _LINEAR_BYTES // max(1, row_bytes)))
+    return result.to(rows.dtype).view(*rows.shape[:-1], outputs)

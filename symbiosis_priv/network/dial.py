@@ -146,13 +146,7 @@ class ClientConnection:
         return True
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
-        """Wait for a frame's header.
-
-        Args:
-            max_payload: limit of the payload that follows it, in bytes.
-
-        Returns:
-            The header, and the number of payload bytes that follow, for `fill`.
+        """Wait for a frame's header. Returns it, and the number of payload bytes that follow, for `fill`.
 
         Raises:
             ProtocolError: not a frame, or its payload exceeds the limit. The connection cannot be used again.
@@ -181,16 +175,9 @@ class ClientConnection:
         patient: bool = False,
         decode: Callable[[wire.Buffer], Any] = wire.decode_reply,
     ) -> tuple[Any, bytearray]:
-        """Send a request, and wait for its reply and the reply's payload, which are not checked further.
-
-        Args:
-            max_payload: limit of the reply's payload, in bytes.
-            patient: while the provider is busy, send the same bytes again until the deadline.
-            decode: parses the reply; another protocol's parser for its messages.
-
-        Raises:
-            ProtocolError, TransportError: as for `receive`.
-        """
+        """Send a request, and wait for its reply and the reply's payload, which are not checked further. With
+        `patient`, send the same bytes again until the deadline while the provider is busy. `decode` parses another
+        protocol's replies. Raises `ProtocolError` and `TransportError` as `receive` does."""
         while True:
             self.send(message, payload, deadline=deadline)
             header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
@@ -205,15 +192,8 @@ class ClientConnection:
     def expect(
         self, kind: type[R], message: wire.Message, payload: Tensor | bytes | memoryview | None = None, **how: Any
     ) -> tuple[R, bytearray]:
-        """Ask, and refuse every reply that is not of this kind.
-
-        Args:
-            how: as for `ask`.
-
-        Raises:
-            ProviderError: the provider refused.
-            ProtocolError, TransportError: as for `receive`; or the reply is of another kind.
-        """
+        """Ask as `ask` does, and refuse every reply that is not of this kind. Raises `ProviderError`: the provider
+        refused; `ProtocolError` also for a reply of another kind."""
         reply, body = self.ask(message, payload, **how)
         if isinstance(reply, wire.Failure):
             raise ProviderError(code=reply.code, provider=self._provider, detail=reply.detail)
@@ -258,7 +238,15 @@ class ClientConnection:
             try:
                 candidate.setblocking(False)
                 if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
-                    code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
+                    poll = select.poll()
+                    poll.register(candidate, select.POLLOUT)
+
+                    def connected(timeout: float, poll: select.poll = poll) -> None:
+                        if not poll.poll(1e3 * timeout):
+                            raise TimeoutError
+
+                    self._within(deadline, connected, "it does not take the connection")
+                    code = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise OSError(code, os.strerror(code))
                 return candidate
@@ -303,12 +291,3 @@ class ClientConnection:
             raise TimeoutError(why)
         if self._waiting is not None:
             self._waiting(deadline, why)
-
-
-def _connected(candidate: socket.socket, timeout: float) -> int:
-    """Wait until a connection is made or refused; the error's number, or 0."""
-    poll = select.poll()
-    poll.register(candidate, select.POLLOUT)
-    if not poll.poll(1e3 * timeout):
-        raise TimeoutError
-    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

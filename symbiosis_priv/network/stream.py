@@ -80,11 +80,15 @@ class RecordStream:
         continues the handshake."""
         until = self._begin(timeout)
         try:
-            while not self._try_handshake():
-                self._flush(until)
-                _check_time(until)
-                if not self._take_in():
-                    self._incoming.write_eof()  # the next attempt raises the error
+            while True:
+                try:
+                    self.tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._flush(until)
+                    _check_time(until)
+                    if not self._take_in():
+                        self._incoming.write_eof()  # the next attempt raises the error
         except ssl.SSLError:
             with contextlib.suppress(OSError):
                 self._flush(until)  # the alert that tells the other side the reason
@@ -140,13 +144,6 @@ class RecordStream:
                 self.tls.unwrap()
             self._flush(math.inf)
         self.raw.close()
-
-    def _try_handshake(self) -> bool:
-        try:
-            self.tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        return True
 
     def _begin(self, timeout: float) -> float:
         """The deadline of a call that begins now. The timeout covers the whole call, not each byte."""
@@ -219,19 +216,11 @@ Waiting = Callable[[float, str], None]
 
 
 def within(deadline: float, operation: Callable[[float], T], why: str, *, waiting: Waiting | None = None) -> T:
-    """Repeat an operation with a timeout until it succeeds.
+    """Repeat an operation, called with a timeout in seconds, until it succeeds. Raises `TimeoutError`: the deadline, on
+    the clock of `time.monotonic`, has passed.
 
-    The timeout stays the same, because changing it takes a system call. Without `waiting`, a second attempt has all the
-    time that is left.
-
-    Args:
-        deadline: time on the clock of `time.monotonic`.
-        operation: called with a timeout in seconds.
-        why: what the wait is for.
-        waiting: called after every slice of the wait; may raise.
-
-    Raises:
-        TimeoutError: the deadline has passed.
+    The timeout stays the same, because changing it takes a system call. `waiting` is called after every slice of the
+    wait, and may raise; without it, a second attempt has all the time that is left.
     """
     most = SLICE_S
     while (left := deadline - time.monotonic()) > 0:
@@ -282,17 +271,9 @@ class FrameStream(RecordStream):
         return bool(self._unread)
 
     def receive_head(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
-        """Read the prefix and the header of a frame.
-
-        Args:
-            max_payload: limit of the payload that follows, in bytes.
-
-        Returns:
-            The header's bytes, valid until the next call, and the number of payload bytes that follow.
-
-        Raises:
-            ProtocolError: not a frame, or a size exceeds its limit. The stream cannot be used again.
-        """
+        """Read the prefix and the header of a frame. Returns the header's bytes, valid until the next call, and the
+        number of payload bytes that follow, `max_payload` at most. Raises `ProtocolError`: not a frame, or a size
+        exceeds its limit. The stream cannot be used again."""
         prefix = self._next(wire.PREFIX.size, deadline)
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
         return self._next(header_size, deadline), payload_size

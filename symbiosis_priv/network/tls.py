@@ -24,7 +24,6 @@ import hmac
 import os
 import ssl
 from collections.abc import Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
@@ -63,17 +62,12 @@ _CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 _AUTHORITY: Final = (
     "an executor's operator creates it with `symbiosis-priv keys authority`, a helper's uses a copy of the executor's"
 )
-_UNKNOWN: Final = (2, 7, 18, 19, 20, 21)  # X509_V_ERR_*: no issuer, bad signature, self-signed, no chain
+# X509_V_ERR_*
+_NOT_YET_VALID: Final = 9
+_EXPIRED: Final = 10
+_OTHER_HOST: Final = (62, 64)  # host, address
+_UNKNOWN: Final = (2, 7, 18, 19, 20, 21)  # no issuer, bad signature, self-signed, no chain
 _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
-
-
-class _Verify(IntEnum):
-    """OpenSSL's X509_V_ERR_* numbers."""
-
-    NOT_YET_VALID = 9
-    EXPIRED = 10
-    OTHER_HOST = 62
-    OTHER_ADDRESS = 64
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
@@ -223,13 +217,8 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
 def handshake_error(
     error: OSError, *, peer: str, pins: Sequence[Pin] | None = None
 ) -> CertificateError | ConnectionLostError:
-    """The error of this project for a failed handshake or first read. Raise it from `error`.
-
-    Args:
-        error: the error of the `ssl` module.
-        peer: name of the other side in the message.
-        pins: the certificates that were expected; None if authorities were.
-    """
+    """The error of this project for a failed handshake or first read with `peer`. Raise it from the `ssl` module's
+    `error`. `pins` are the certificates that were expected; None if authorities were."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return CertificateError(f"the certificate of {peer} was refused: {_refusal(error, pins)}")
     reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
@@ -255,25 +244,25 @@ def _load_connecting(path: Path) -> x509.Certificate:
 
 
 def _refusal(error: ssl.SSLCertVerificationError, pins: Sequence[Pin] | None) -> str:
-    match error.verify_code:
-        case _Verify.EXPIRED:
-            return "it has expired. Its operator has to renew it (`symbiosis-priv keys rotate` or `keys request`)"
-        case _Verify.NOT_YET_VALID:
-            return "it is not valid yet. Compare the clocks of both sides"
-        case _Verify.OTHER_HOST | _Verify.OTHER_ADDRESS:
-            return (
-                "it does not name the host in the address. Use one of the hosts that `symbiosis-priv keys show FILE` "
-                "prints, or ask its operator for a certificate with this --host"
-            )
-        case code if code in _UNKNOWN and pins is not None:
-            return (
-                f"it is not the one pinned in {_listed(pins)}. Check the address; ask its operator for the certificate "
-                f"in use, compare its fingerprint by another channel (`symbiosis-priv keys show FILE`), and name its "
-                f"file as certificate or next_certificate in federation.toml"
-            )
-        case code if code in _UNKNOWN:
-            return "none of the authorities that are trusted here has issued it. Check the address and the authority"
-    return error.verify_message
+    code = error.verify_code
+    if code == _EXPIRED:
+        return "it has expired. Its operator has to renew it (`symbiosis-priv keys rotate` or `keys request`)"
+    if code == _NOT_YET_VALID:
+        return "it is not valid yet. Compare the clocks of both sides"
+    if code in _OTHER_HOST:
+        return (
+            "it does not name the host in the address. Use one of the hosts that `symbiosis-priv keys show FILE` "
+            "prints, or ask its operator for a certificate with this --host"
+        )
+    if code not in _UNKNOWN:
+        return error.verify_message
+    if pins is None:
+        return "none of the authorities that are trusted here has issued it. Check the address and the authority"
+    return (
+        f"it is not the one pinned in {_listed(pins)}. Check the address; ask its operator for the certificate "
+        f"in use, compare its fingerprint by another channel (`symbiosis-priv keys show FILE`), and name its "
+        f"file as certificate or next_certificate in federation.toml"
+    )
 
 
 def _listed(pins: Sequence[Pin]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from symbiosis_priv.native.linear import computes, linear
+from symbiosis_priv.native import can_multiply, linear
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RowBlocks(TorchFunctionMode):
         if at is None or len(args) <= at or args[at].dim() < 2 or kwargs.get("inplace") or "out" in kwargs:
             return func(*args, **kwargs)
         rows = args[at]
-        if func is F.linear and len(args) > 1 and computes(rows, args[1]):
+        if func is F.linear and len(args) > 1 and can_multiply(rows, args[1]):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return linear(rows, args[1]) if bias is None else linear(rows, args[1]) + bias
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from symbiosis_priv import native
-from symbiosis_priv.native.linear import linear
+from symbiosis_priv.native import linear
 from tenant.endpoint.engine.row_blocks import RowBlocks
 from tests.builds import switched
 

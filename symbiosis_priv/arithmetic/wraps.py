@@ -99,6 +99,9 @@ class Corrector:
             return
         first, end = (int(torch.searchsorted(self._residues, difference, right=right)) for right in (False, True))
         yield from ([self._at(place)] for place in range(first, end))
+        yield from self._pairs(difference)
+
+    def _pairs(self, difference: int) -> Iterator[list[Wrap]]:
         rest = (difference - self._residues).remainder_(PRIME)
         found = torch.searchsorted(self._residues, rest).clamp_(max=len(rest) - 1)
         for hit in (self._residues[found] == rest).nonzero()[:, 0].tolist():

@@ -155,7 +155,7 @@ class CompiledKernel(Kernel):
             limbs = _unused_limbs.pop()
         except IndexError:
             limbs = torch.empty(0, dtype=torch.int32, device="cpu")
-        if len(limbs) < count * padded:
+        if limbs.shape[0] < count * padded:
             limbs = torch.empty(count * padded, dtype=torch.int32, device="cpu")
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
         splitting.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())

@@ -27,18 +27,8 @@ ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 _NEEDED = (
     *("accelerate", "cryptography", "huggingface_hub", "hypothesis", "jinja2", "msgspec", "numpy", "peft"),
-    *(
-        "prometheus_client",
-        "pytest",
-        "zmq",
-        "rich",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "transformers",
-        "triton",
-        "typer",
-    ),
+    *("prometheus_client", "pytest", "rich", "safetensors", "tokenizers", "torch", "transformers", "triton", "typer"),
+    "zmq",
 )
 
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from provider.executor.queues import ProductRequest
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -19,11 +18,11 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.tls import TenantIdentity
 from tests.experts import write
 from tests.provider.clients import Client, execute
 from tests.provider.conftest import Configure, Connect
 from tests.provider.executor.test_executor import Watched, running
+from tests.provider.products.test_products import ring_rows, work
 from tests.stacks import expert_counts, expert_product, stacks_of
 
 TIMEOUT_S = 20.0
@@ -39,11 +38,6 @@ def store(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 def provider(configure: Configure, store: WeightStore) -> Iterator[Provider]:
     with Provider(configure(checkpoint=store.path)) as provider:
         yield provider
-
-
-def ring_rows(rows: int, width: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randint(-(1 << 31), 1 << 31, (rows, width), generator=generator, dtype=torch.int64).to(torch.int32)
 
 
 def by_expert(request: wire.Execute, counts: Counts) -> wire.Execute:
@@ -158,15 +152,15 @@ def test_a_row_for_one_expert_is_charged_with_one_experts_work(
     assert provider._gateway is not None
     usage = provider._gateway.state.usage
 
-    def work() -> int:
+    def charged() -> int:
         return sum(counts.work for counts in usage.totals().values())
 
     client = connect("dave", to=provider)
     for group, entry in stacks_of(store).items():
-        before = work()
+        before = charged()
         rows = ring_rows(3, entry.by_expert.inputs)
         client.product(by_expert(execute(group, 3), (1, 0, 2, 0)), rows)
-        assert work() - before == 3 * entry.inputs * entry.stacked_outputs // entry.experts
+        assert charged() - before == 3 * entry.inputs * entry.stacked_outputs // entry.experts
 
 
 class Noting(Watched):
@@ -192,15 +186,7 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
 
         def send(channel: int, counts: Counts | None, rows: Tensor) -> None:
             request = by_expert(execute(group, len(rows)), counts) if counts else execute(group, len(rows))
-            message = ProductRequest(
-                tenant=TenantIdentity(str(channel), authority="sha256:1"),
-                stage="fine_tuning",
-                weight=1.0,
-                arrival=0.0,
-                deadline=float("inf"),
-                request=request,
-            )
-            channels[channel].send(message, wire.RING32.pack(rows))
+            channels[channel].send(work(request, tenant=str(channel)), wire.RING32.pack(rows))
 
         model.open.clear()
         send(0, None, ring_rows(1, entry.inputs))
@@ -226,15 +212,7 @@ def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(store
     rows = rows_for(entry, "forward", counts)
     with running(model, max_batch_rows=512) as (inbox, _):
         channel = inbox.open_channel()
-        message = ProductRequest(
-            tenant=TenantIdentity("alice", authority="sha256:1"),
-            stage="fine_tuning",
-            weight=1.0,
-            arrival=0.0,
-            deadline=float("inf"),
-            request=by_expert(execute(group, len(rows)), counts),
-        )
-        channel.send(message, wire.RING32.pack(rows))
+        channel.send(work(by_expert(execute(group, len(rows)), counts)), wire.RING32.pack(rows))
         answer = channel.receive(TIMEOUT_S)
     assert answer is not None
     assert len(model.counts) > 1

@@ -1,5 +1,6 @@
 """Every product that a provider serves, compared with an oracle."""
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from provider.config.schema import ExecutorConfig, PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
-from provider.executor.queues import LocalInbox, ProductRequest, RequestChannel
+from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
 from provider.products.model import ServedModel
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
@@ -168,14 +169,37 @@ class CountingModel(ServedModel):
         return super().product(rows, **what)
 
 
+def answers_of(
+    model: ServedModel,
+    asked: Sequence[tuple[wire.Execute | wire.Effect, Tensor]],
+    *,
+    watching: contextlib.AbstractContextManager[object] | None = None,
+    **scheduling: Any,
+) -> list[ExecutorAnswer]:
+    """The answers to requests of one tenant each, which have all arrived before the executor starts."""
+    inbox = LocalInbox()
+    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000, **scheduling))
+    channels = [inbox.open_channel() for _ in asked]
+    for tenant, (channel, (request, rows)) in enumerate(zip(channels, asked, strict=True)):
+        payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
+        channel.send(work(request, tenant=str(tenant)), payload)
+    executor.stop()
+    with watching or contextlib.nullcontext():
+        executor.run()
+    answers = [channel.receive(0.0) for channel in channels]
+    assert all(answer is not None and not answer.failure for answer in answers)
+    return [answer for answer in answers if answer is not None]
+
+
+def rows_in(answer: ExecutorAnswer, count: int) -> Tensor:
+    return wire.RING32.unpack(bytearray(answer.payload), rows=count)
+
+
 @pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
 @pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
 def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: int, policy: PolicyName) -> None:
     """Requests for one group share products, also when they are cut; other groups have separate products."""
-    inbox = LocalInbox()
     model = CountingModel(store)
-    scheduling = SchedulerConfig(max_batch_rows=max_batch_rows, policy=policy, slice_ms=10_000)
-    executor = Executor(model, inbox=inbox, scheduling=scheduling)
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
     seed = Seed(secrets.token_bytes(32))
@@ -187,13 +211,7 @@ def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: in
         (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
         (execute(0, 4), ring_rows(4, width, seed=2)),
     ]
-    channels: list[RequestChannel] = []
-    for request, rows in asked:
-        payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
-        channels.append(inbox.open_channel())
-        channels[-1].send(work(request, tenant=str(len(channels))), payload)
-    executor.stop()
-    executor.run()
+    answers = answers_of(model, asked, max_batch_rows=max_batch_rows, policy=policy)
     products = [rows for group, rows in model.calls if group == 0]
     assert sum(products) == 12
     assert max(products) <= max_batch_rows
@@ -201,12 +219,8 @@ def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: in
     if max_batch_rows == 100:
         # the keystream may be ready a little later
         assert len(products) == 4 if policy == "none" else len(products) <= 2
-    for channel, (request, rows) in zip(channels, asked, strict=True):
-        answer = channel.receive(0.0)
-        assert answer is not None
-        assert not answer.failure
-        got = wire.RING32.unpack(bytearray(answer.payload), rows=len(rows))
-        assert torch.equal(got, oracle(store, request.group, "forward", rows))
+    for answer, (request, rows) in zip(answers, asked, strict=True):
+        assert torch.equal(rows_in(answer, len(rows)), oracle(store, request.group, "forward", rows))
         assert answer.rows == request.rows
 
 
@@ -313,22 +327,12 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
             operations.watching = True
             return result
 
-    inbox = LocalInbox()
-    executor = Executor(Unwatched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
-    channels = [inbox.open_channel() for _ in range(5)]
-    rows = [ring_rows(count, width, seed=count) for count in (1, 2, 3, 1, 4)]
-    for tenant, (channel, part) in enumerate(zip(channels, rows, strict=True)):
-        channel.send(work(execute(0, len(part)), tenant=str(tenant)), wire.RING32.pack(part))
-    executor.stop()
-    with operations:
-        executor.run()
+    asked = [(execute(0, count), ring_rows(count, width, seed=count)) for count in (1, 2, 3, 1, 4)]
+    answers = answers_of(Unwatched(store), asked, watching=operations)
     assert counts == [11]
     assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # these keep the GIL
-    for channel, part in zip(channels, rows, strict=True):
-        answer = channel.receive(0.0)
-        assert answer is not None
-        got = wire.RING32.unpack(bytearray(answer.payload), rows=len(part))
-        assert torch.equal(got, oracle(store, 0, "forward", part))
+    for answer, (_, rows) in zip(answers, asked, strict=True):
+        assert torch.equal(rows_in(answer, len(rows)), oracle(store, 0, "forward", rows))
 
 
 def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore) -> None:
@@ -342,18 +346,9 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore) -> Non
             products.append(StorageWeakRef(result.untyped_storage()))
             return result
 
-    inbox = LocalInbox()
-    executor = Executor(Watched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
-    channels = [inbox.open_channel() for _ in range(2)]
-    for tenant, (channel, rows) in enumerate(zip(channels, (1, 8192), strict=True)):
-        channel.send(work(execute(0, rows), tenant=str(tenant)), wire.RING32.pack(ring_rows(rows, width)))
-    executor.stop()
-    executor.run()
-    small, large = (channel.receive(0.0) for channel in channels)
-    assert small is not None
-    assert large is not None
+    small, large = answers_of(Watched(store), [(execute(0, rows), ring_rows(rows, width)) for rows in (1, 8192)])
     assert len(products) == 1
     expected = oracle(store, 0, "forward", ring_rows(1, width))
     del large
     assert products[0].expired()
-    assert torch.equal(wire.RING32.unpack(bytearray(small.payload), rows=1), expected)
+    assert torch.equal(rows_in(small, 1), expected)

@@ -154,15 +154,6 @@ def test_pieces_are_one_stream(width: int) -> None:
     assert torch.equal(added, got + 1)
 
 
-@given(first_row=first_rows, rows=st.integers(0, 40), width=drawn.widths(), data=st.data())
-def test_expand_is_seekable(first_row: int, rows: int, width: int, data: st.DataObject) -> None:
-    whole = expand(KEY, first_row=first_row, rows=rows, width=width)
-    start = data.draw(st.integers(0, rows))
-    stop = data.draw(st.integers(start, rows))
-    part = expand(KEY, first_row=first_row + start, rows=stop - start, width=width)
-    assert torch.equal(part, whole[start:stop])
-
-
 def test_the_last_row_of_a_keystream() -> None:
     assert expand(KEY, first_row=MAX_ROW - 1, rows=1, width=9).tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=9)]
 

@@ -210,15 +210,6 @@ def test_a_named_kernel_must_be_exact_too(plant: Callable[..., Planted]) -> None
         RingMatrix(WEIGHT, weight_bits=10, kernel="planted")
 
 
-@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
-def test_a_kernel_that_cannot_run_is_left_out(error: type[Exception], plant: Callable[..., Planted]) -> None:
-    def fail(_: Tensor) -> None:
-        raise error("not built for this device")
-
-    planted = plant(fail)
-    assert planted not in candidates(CPU)
-
-
 def test_limbs_are_not_offered_beyond_their_accumulator() -> None:
     wide = torch.ones(1, (1 << 16) + 1, dtype=torch.int16)
     with pytest.raises(ConfigError, match="limbs"):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream, RecordStream, within
-from tests.symbiosis_priv.network.pairs import LARGE, TIMEOUT_S, Contexts, tcp_pair
+from tests.symbiosis_priv.network.conftest import LARGE, TIMEOUT_S, Contexts, tcp_pair
 
 _SIZE = struct.Struct(">I")
 

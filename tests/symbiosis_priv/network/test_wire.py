@@ -1,4 +1,4 @@
-"""Frames: messages survive encoding and decoding, and all other data is refused."""
+"""Messages survive encoding and decoding, and all other data is refused. A block's id stands for one matrix."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.block_statement import statement
+from symbiosis_priv.network.block_statement import block_id, statement
 from tests import drawn
 from tests.builds import BUILDS, build
 
@@ -86,14 +86,8 @@ replies: SearchStrategy[wire.Reply] = (
     | st.builds(wire.Failure, code=st.sampled_from(wire.ErrorCode), detail=texts)
 )
 
-EXECUTE: dict[str, Any] = {
-    "type": "execute",
-    "nonce": bytes(16),
-    "group": 0,
-    "direction": "forward",
-    "arithmetic": "ring",
-    "rows": 1,
-}
+BINDING: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
+EXECUTE = {"type": "execute"} | BINDING
 EFFECT = EXECUTE | {"type": "effect", "seed": bytes(32), "first_row": 0}
 
 
@@ -118,37 +112,18 @@ def test_replies_round_trip(message: wire.Reply, payload: int) -> None:
     assert wire.decode_reply(header) == message
 
 
-def test_the_largest_counts_fit_a_header_and_more_are_refused() -> None:
-    binding: dict[str, Any] = {"nonce": bytes(16), "direction": "backward", "arithmetic": "ring"}
-    largest = wire.Effect(
-        **binding,
-        group=wire.MAX_GROUPS - 1,
-        rows=wire.MAX_ROWS,
-        counts=(wire.MAX_ROWS,) * wire.MAX_EXPERTS,
-        seed=Seed(bytes(32)),
-        first_row=(1 << 62) - 1,
-    )
-    header = wire.encode(largest)[wire.PREFIX.size :]
-    assert wire.decode_request(header) == largest
+def test_the_most_counts_and_blocks_fit_a_header_and_more_are_refused() -> None:
+    most: dict[str, Any] = {
+        **{"nonce": bytes(16), "group": wire.MAX_GROUPS - 1, "direction": "backward", "arithmetic": "ring"},
+        **{"rows": wire.MAX_ROWS, "counts": (wire.MAX_ROWS,) * wire.MAX_EXPERTS, "ring_bits": 24},
+    }
+    block = wire.BlockRows(block=bytes(16), start=wire.MAX_ROWS, first=wire.MAX_ROWS, rows=wire.MAX_ROWS)
+    largest = wire.Execute(**most, blocks=(block,) * wire.MAX_BLOCKS, confirms=(bytes(16),) * wire.MAX_BLOCKS)
+    for request in (largest, wire.Effect(**most, seed=Seed(bytes(32)), first_row=(1 << 62) - 1)):
+        assert wire.decode_request(wire.encode(request)[wire.PREFIX.size :]) == request
     for counts in ([0] * (wire.MAX_EXPERTS + 1), [-1], [wire.MAX_ROWS + 1], [0.5]):
         with pytest.raises(ProtocolError, match="counts"):
             wire.decode_request(msgspec.msgpack.encode(EXECUTE | {"counts": counts}))
-
-
-def test_the_most_counts_and_blocks_fit_a_header_and_more_are_refused() -> None:
-    largest = wire.Execute(
-        nonce=bytes(16),
-        group=wire.MAX_GROUPS - 1,
-        direction="backward",
-        arithmetic="ring",
-        rows=wire.MAX_ROWS,
-        counts=(wire.MAX_ROWS,) * wire.MAX_EXPERTS,
-        ring_bits=24,
-        blocks=(wire.BlockRows(block=bytes(16), start=wire.MAX_ROWS, first=wire.MAX_ROWS, rows=wire.MAX_ROWS),)
-        * wire.MAX_BLOCKS,
-        confirms=(bytes(16),) * wire.MAX_BLOCKS,
-    )
-    assert wire.decode_request(wire.encode(largest)[wire.PREFIX.size :]) == largest
     for field in ("blocks", "confirms"):
         longer = msgspec.structs.replace(largest, counts=None, **{field: (*getattr(largest, field)[:1] * 33,)})
         with pytest.raises(ProtocolError, match=field):
@@ -160,9 +135,8 @@ def test_a_request_without_options_has_the_bytes_of_the_older_protocol(document:
     request = wire.decode_request(msgspec.msgpack.encode(document))
     assert isinstance(request, wire.Binding)
     assert wire.encode(request)[wire.PREFIX.size :] == msgspec.msgpack.encode(document)
-    result = {key: EXECUTE[key] for key in ("nonce", "group", "direction", "arithmetic", "rows")}
     answer = wire.encode(wire.Result.answering(request))[wire.PREFIX.size :]
-    assert answer == msgspec.msgpack.encode({"type": "result", **result})
+    assert answer == msgspec.msgpack.encode({"type": "result", **BINDING})
 
 
 def test_the_version_of_a_hello_is_the_lowest_that_has_what_the_tenant_uses() -> None:
@@ -185,13 +159,11 @@ def test_a_link_carries_deposits_only(deposit: wire.Deposit, request: wire.Reque
 
 
 def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
-    binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
-    order = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
     rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
-    effect = wire.Effect(**binding, seed=Seed(bytes(32)), first_row=0)
+    effect = wire.Effect(**BINDING, seed=Seed(bytes(32)), first_row=0)
     for direct, relayed in (
-        (wire.Execute(**binding), wire.Execute(**binding, blocks=(rows,))),
-        (effect, msgspec.structs.replace(effect, relay=order)),
+        (wire.Execute(**BINDING), wire.Execute(**BINDING, blocks=(rows,))),
+        (effect, msgspec.structs.replace(effect, relay=ORDER)),
     ):
         reply = wire.Result.answering(direct, relayed=True)
         assert reply.answers(relayed)
@@ -216,11 +188,10 @@ def test_a_statement_differs_if_any_of_its_parts_differs(
 
 
 def test_a_reply_with_other_counts_does_not_match_the_request() -> None:
-    binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
-    request = wire.Execute(**binding, counts=(1, 2))
+    request = wire.Execute(**BINDING, counts=(1, 2))
     assert wire.Result.answering(request).answers(request)
     for counts in (None, (2, 1), (1, 2, 0)):
-        assert not wire.Result(**binding, counts=counts).answers(request)
+        assert not wire.Result(**BINDING, counts=counts).answers(request)
 
 
 @given(requests, replies)
@@ -314,40 +285,38 @@ def test_the_layout_of_a_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("document", "change"),
     [
-        {"scale": 0.5},  # rule 5: there is no such field, and none can be added
-        {"labels": [1, 2, 3]},
-        {"type": "run"},
-        {"type": None},
-        {"rows": -1},
-        {"rows": wire.MAX_ROWS + 1},
-        {"rows": 1.0},
-        {"rows": "1"},
-        {"rows": True},
-        {"group": -1},
-        {"group": 1 << 20},
-        {"direction": "sideways"},
-        {"arithmetic": "double"},
-        {"nonce": bytes(15)},
-        {"nonce": bytes(17)},
-        {"nonce": [0] * 16},
+        (EFFECT, change)
+        for change in ({"seed": bytes(31)}, {"seed": bytes(33)}, {"first_row": -1}, {"first_row": 1 << 62})
+    ]
+    + [
+        (EXECUTE, change)
+        for change in (
+            {"scale": 0.5},  # rule 5: there is no such field, and none can be added
+            {"labels": [1, 2, 3]},
+            {"type": "run"},
+            {"type": None},
+            {"rows": -1},
+            {"rows": wire.MAX_ROWS + 1},
+            {"rows": 1.0},
+            {"rows": "1"},
+            {"rows": True},
+            {"group": -1},
+            {"group": 1 << 20},
+            {"direction": "sideways"},
+            {"arithmetic": "double"},
+            {"nonce": bytes(15)},
+            {"nonce": bytes(17)},
+            {"nonce": [0] * 16},
+        )
     ],
     ids=str,
 )
-def test_unknown_fields_types_and_values_are_refused(change: dict[str, Any]) -> None:
-    assert wire.decode_request(msgspec.msgpack.encode(EXECUTE))
+def test_unknown_fields_types_and_values_are_refused(document: dict[str, Any], change: dict[str, Any]) -> None:
+    assert wire.decode_request(msgspec.msgpack.encode(document))
     with pytest.raises(ProtocolError):
-        wire.decode_request(msgspec.msgpack.encode(EXECUTE | change))
-
-
-@pytest.mark.parametrize(
-    "change", [{"seed": bytes(31)}, {"seed": bytes(33)}, {"first_row": -1}, {"first_row": 1 << 62}], ids=str
-)
-def test_impossible_effects_are_refused(change: dict[str, Any]) -> None:
-    assert wire.decode_request(msgspec.msgpack.encode(EFFECT))
-    with pytest.raises(ProtocolError):
-        wire.decode_request(msgspec.msgpack.encode(EFFECT | change))
+        wire.decode_request(msgspec.msgpack.encode(document | change))
 
 
 @given(effects)
@@ -474,3 +443,32 @@ def test_payloads_are_little_endian_and_row_major() -> None:
     matrix = torch.tensor([[1, -2], [3, 1 << 30]], dtype=torch.int32)
     assert bytes(wire.RING32.pack(matrix)).hex() == "01000000feffffff0300000000000040"
     assert bytes(wire.RING32.pack(matrix.t())) == bytes(wire.RING32.pack(matrix.t().contiguous()))
+
+
+ORDER = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
+BLOCK_EFFECT = wire.Effect(**BINDING | {"rows": 12}, counts=(1, 11), seed=Seed(bytes(32)), first_row=3, relay=ORDER)
+OTHER: dict[str, Any] = {
+    "group": 2,
+    "direction": "backward",
+    "rows": 121,
+    "counts": (11, 1),
+    "ring_bits": 24,
+    "seed": bytes([1]) * 32,
+    "first_row": 31,
+    "relay": msgspec.structs.replace(ORDER, executor="sha256:" + 64 * "1"),
+}
+
+
+@given(st.sets(st.sampled_from(sorted(OTHER)), min_size=1))
+def test_whatever_decides_the_matrix_decides_the_id(names: set[str]) -> None:
+    other = msgspec.structs.replace(BLOCK_EFFECT, **{name: OTHER[name] for name in names})
+    assert block_id(other) != block_id(BLOCK_EFFECT)
+    one, other = (msgspec.structs.replace(BLOCK_EFFECT, counts=counts) for counts in (None, ()))
+    assert block_id(one) != block_id(other)
+
+
+def test_a_request_that_is_repeated_orders_the_same_block() -> None:
+    renewed = msgspec.structs.replace(ORDER, permit=bytes([1]) * 32)
+    again = msgspec.structs.replace(BLOCK_EFFECT, nonce=bytes([1]) * 16, relay=renewed)
+    assert block_id(again) == block_id(BLOCK_EFFECT)
+    assert len(block_id(BLOCK_EFFECT)) == wire.NONCE_BYTES

@@ -230,6 +230,12 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
         yield make
 
 
+@pytest.fixture
+def session(new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider) -> Session:
+    """A session with masking "pad", one executor and one helper."""
+    return new_session("pad", [executor], [helper])
+
+
 # Observers
 
 

@@ -137,7 +137,9 @@ def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvid
     return repeats(masks_of(executor.executed, xq)) > 0
 
 
-def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession, executor: ScriptedProvider) -> None:
+def test_rule_1_a_training_seed_says_nothing_about_masks(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
     state = torch.get_rng_state()
     np_state = np.random.get_state(legacy=False)
     session = new_session("local", [executor])
@@ -146,16 +148,11 @@ def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession
     assert repr(np.random.get_state(legacy=False)) == repr(np_state)
     assert not masks_repeat_with_the_seed(new_session, executor)
 
+    def torchs_generator(cipher: Any, words: NDArray[np.int32]) -> None:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
 
-def planted_generator(cipher: Any, words: NDArray[np.int32]) -> None:
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
-
-
-def test_rule_1_breach_torchs_generator(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(keystream, "_encrypt", planted_generator)
+    monkeypatch.setattr(keystream, "_encrypt", torchs_generator)
     assert masks_repeat_with_the_seed(new_session, executor)
 
 
@@ -217,9 +214,8 @@ def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_2_a_forked_session_continues_with_its_own_secret(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
+    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
 ) -> None:
-    session = new_session("pad", [executor], [helper])
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def go_on() -> bytes:
@@ -241,11 +237,8 @@ def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) 
     return repeats(masks_of(executor.executed, xq)) > 0
 
 
-def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider) -> None:
+def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
     assert not sessions_repeat_a_mask(new_session, executor)
-
-
-def test_rule_2_breach_a_stored_secret(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
     monkeypatch.setattr("tenant.core.pads.secrets.token_bytes", lambda size: bytes(size))
     assert sessions_repeat_a_mask(new_session, executor)
 
@@ -289,10 +282,7 @@ def burns_nothing(self: SessionSecret, *, group_name: str, direction: str, rows:
     return 0
 
 
-def test_rule_3_a_row_is_used_once(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    session = new_session("pad", [executor], [helper])
+def test_rule_3_a_row_is_used_once(executor: ScriptedProvider, monkeypatch: Patch, session: Session) -> None:
     assert not masks_repeat(session, executor)
     monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
     assert masks_repeat(session, executor)
@@ -739,7 +729,7 @@ def test_rule_8_no_party_gets_seed_and_row(
 
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
-    assert not someone_knows_both(parties)
+    assert not any(provider.hellos for _, provider in parties)
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     use()
@@ -747,10 +737,9 @@ def test_rule_8_no_party_gets_seed_and_row(
 
 
 def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
+    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
 ) -> None:
     helper.behaviour = spoil
-    session = new_session("pad", [executor], [helper])
     xq = ring_rows(session.preparation)
     with pytest.raises(VerificationError):
         session.product(QKV, FORWARD, xq)
@@ -921,11 +910,10 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_a_fork_with_the_same_process_id_is_detected(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+    executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, session: Session
 ) -> None:
     """The child has its parent's process id, as in a new pid namespace; a thread of the parent computes a product."""
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
-    session = new_session("pad", [executor], [helper])
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     busy, done = threading.Event(), threading.Event()
 

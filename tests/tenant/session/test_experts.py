@@ -203,11 +203,10 @@ def test_rows_of_a_bucket_belong_to_the_last_expert(
 
 
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
+    executor: ScriptedProvider, stacks: list[GroupIndex], session: Session
 ) -> None:
     """Dense rows and rows for experts differ in width, so a shared keystream would overlap. The rows are
     zeros, so masks are sent."""
-    session = new_session("pad", [executor], [helper])
     for index, direction in itertools.product(stacks, DIRECTIONS):
         facts = session.preparation.facts[index]
         for counts in (None, (2, 0, 0, 0), None, (0, 2, 0, 0)):

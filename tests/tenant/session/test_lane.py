@@ -146,12 +146,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | None]:
 
 
 def test_repeated_products_take_the_lane(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    outcomes: list[lane.Unfinished | None],
+    executor: ScriptedProvider, outcomes: list[lane.Unfinished | None], session: Session
 ) -> None:
-    session = new_session("pad", [executor], [helper])
     run(session, executor, [ONE_ROW] * 18, 32)  # the first products find the providers and make the lane
     assert outcomes.count(None) > 10
     ledger = session.ledger()
@@ -191,9 +187,8 @@ def test_a_wrong_answer_on_the_lane_convicts_its_executor(
 
 
 def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+    executor: ScriptedProvider, session: Session
 ) -> None:
-    session = new_session("pad", [executor], [helper])
     run(session, executor, [], 32)
     facts, taken = session.preparation.facts[0], session.ledger().pads_taken
     x, y = torch.full((1, facts.inputs(FORWARD)), torch.inf), torch.empty(1, facts.outputs(FORWARD))

@@ -92,10 +92,7 @@ def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSessio
     assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
-def test_several_threads_may_share_a_session(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("pad", [executor], [helper])
+def test_several_threads_may_share_a_session(session: Session) -> None:
 
     def ask(seed: int) -> bool:
         index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
@@ -105,12 +102,9 @@ def test_several_threads_may_share_a_session(
         assert all(threads.map(ask, range(40)))
 
 
-def test_products_of_several_threads_are_in_flight_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_products_of_several_threads_are_in_flight_at_once(executor: ScriptedProvider, session: Session) -> None:
     """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
     executor.behaviour = together(4)
-    session = new_session("pad", [executor], [helper])
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(lambda index: is_right(session, index, FORWARD, 2), range(4)))
@@ -135,10 +129,7 @@ def test_requests_are_split_to_the_limit_of_the_executor(
     assert limited == "executor" or {h.request.rows for h in large.heard} == {30}
 
 
-def test_a_request_costs_one_round_trip(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("pad", [executor], [helper])
+def test_a_request_costs_one_round_trip(executor: ScriptedProvider, session: Session) -> None:
     for seed in range(5):
         session.product(MLP, BACKWARD, ring_rows(session.preparation, MLP, BACKWARD, 12, seed=seed))
     ledger = session.ledger()
@@ -460,9 +451,7 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
     assert len(executor.executed) == before
 
 
-def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: ScriptedProvider, session: Session) -> None:
     """One order per connection is being answered when the lie is found; the others are never sent."""
     ahead, caught = threading.Event(), threading.Event()
 
@@ -473,7 +462,6 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
         return frame(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
 
     helper.behaviour = behave
-    session = new_session("pad", [executor], [helper])
     for index in (QKV, OUT, MLP):
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 1))
     assert ahead.wait(20)
@@ -511,12 +499,9 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
     assert (too_early, in_time) == ([False], [True])
 
 
-def test_a_row_calls_few_functions(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_a_row_calls_few_functions(session: Session) -> None:
     """The functions on its path decide the time of a single row. There were 305 of them when each product looked for
     parts, lost pads and failed providers."""
-    session = new_session("pad", [executor], [helper])
     called = list[str]()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -546,26 +531,19 @@ def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: Ne
     assert (len(first.hellos), len(second.hellos)) == (1, 2)
 
 
-def test_the_next_executor_may_take_fewer_rows(new_provider: NewProvider, new_session: NewSession) -> None:
-    first, second = new_provider(), new_provider(max_rows=8)
-    first.behaviour = spoil
-    session = new_session("local", [first, second])
-    assert is_right(session, OUT, FORWARD, 20)
-    assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
-
-
+@pytest.mark.parametrize("max_rows", [8, 4096])
 def test_the_next_executor_is_asked_for_the_same_bytes(
-    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession
+    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, max_rows: int
 ) -> None:
-    first, second = new_provider(), new_provider()
+    first, second = new_provider(), new_provider(max_rows=max_rows)
     first.behaviour = spoil
     session = new_session("pad", [first, second], [helper])
     for seed in range(2):
-        assert is_right(session, DOWN, BACKWARD, 3, seed)
+        assert is_right(session, DOWN, BACKWARD, 20, seed)
     assert len(first.executed) == 1
-    assert len(second.executed) == 2
-    assert first.executed[0].payload == second.executed[0].payload
-    assert first.executed[0].request.nonce != second.executed[0].request.nonce
+    same = second.executed[: len(second.executed) // 2]
+    assert first.executed[0].payload == b"".join(heard.payload for heard in same)
+    assert first.executed[0].request.nonce not in {heard.request.nonce for heard in same}
     assert session.ledger().answers_rejected == 1
 
 
@@ -673,7 +651,7 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
 
 
 def test_several_products_of_one_layer_group_are_in_flight_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+    executor: ScriptedProvider, session: Session
 ) -> None:
     """The executor answers no product before it has received all of them. No mask row is used twice."""
     together = threading.Barrier(4)
@@ -684,7 +662,6 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
         return frame(reply, answer)
 
     executor.behaviour = answer_when_all_are_here
-    session = new_session("pad", [executor], [helper])
     rows = [ring_rows(session.preparation, QKV, FORWARD, count, seed=count) for count in (1, 2, 3, 5)]
     with ThreadPoolExecutor(len(rows)) as threads:
         for _ in range(3):
@@ -761,7 +738,7 @@ def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_se
     executor.behaviour = lambda *heard: frame(failure)
     session = new_session("none", [executor], part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
-    with pytest.raises(ProviderError, match="out of order"):
+    with pytest.raises(ProviderError, match="answered internal: out of order"):
         session.product(MLP, FORWARD, rows)
     assert len(executor.executed) <= 2
     executor.behaviour = honest
@@ -772,9 +749,8 @@ def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_se
 
 
 def test_a_helper_that_is_away_for_a_moment_only_costs_time(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
 ) -> None:
-    session = new_session("pad", [executor], [helper])
     for seed in range(4):
         assert is_right(session, QKV, FORWARD, 50, seed)
         helper.hang_up()
@@ -828,14 +804,6 @@ def test_closing_does_not_wait_for_absent_providers(
     assert not [record for record in caplog.records if "has failed" in record.getMessage()]
 
 
-def test_a_refusal_quotes_the_provider(executor: ScriptedProvider, new_session: NewSession) -> None:
-    failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
-    executor.behaviour = lambda *heard: frame(failure)
-    session = new_session("none", [executor])
-    with pytest.raises(ProviderError, match="answered internal: out of order"):
-        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-
-
 def test_closing_fails_a_product_that_another_thread_waits_for(
     executor: ScriptedProvider, new_session: NewSession
 ) -> None:
@@ -859,16 +827,7 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
     rows = ring_rows(session.preparation, OUT, FORWARD, 1)
     with RingBackend(session.preparation.facts, session) as backend:
         backend.linear(OUT, FORWARD, rows.float())
-    with pytest.raises(SymbiosisError, match="closed; load the model again"):
-        session.product(OUT, FORWARD, rows)
-
-
-def test_using_a_closed_session_is_a_clear_error(executor: ScriptedProvider, new_session: NewSession) -> None:
-    session = new_session("none", [executor])
-    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
-    session.product(OUT, FORWARD, rows)
-    session.close()
-    session.close()
+    session.close()  # again
     with pytest.raises(SymbiosisError, match="closed; load the model again"):
         session.product(OUT, FORWARD, rows)
 
@@ -885,13 +844,3 @@ def test_a_provider_of_another_model_is_refused(
     with pytest.raises(ProtocolError, match="does not serve the pinned model"):
         session.product(OUT, FORWARD, ring_rows(preparation, OUT, FORWARD, 1))
     assert tape.frames == []
-
-
-def test_a_federation_of_one_operator_is_refused_before_anything_is_sent(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, new_session: NewSession
-) -> None:
-    peers = [executor.peer("executor", operator="One"), helper.peer("helper", operator=" one ")]
-    session = new_session("pad", peers[:1], peers[1:])
-    with pytest.raises(RoleConflictError, match="same operator"):
-        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-    assert executor.hellos == helper.hellos == []

@@ -399,6 +399,17 @@ def spoil(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result
     return reply, answer
 
 
+def silent(provider: "ScriptedProvider", asked: threading.Event | None = None) -> Behaviour:
+    """No answer until the provider closes; `asked` is set when a request has come."""
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        if asked is not None:
+            asked.set()
+        provider.closing.wait()
+
+    return say_nothing
+
+
 def together(count: int) -> Behaviour:
     """Answers no request before `count` requests have arrived, at all providers with this behaviour."""
     all_here = threading.Barrier(count)

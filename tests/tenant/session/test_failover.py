@@ -223,20 +223,14 @@ def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSessi
         is_right(session, OUT, FORWARD, 3, 0)
 
 
-def test_a_refusal_by_all_executors_is_reported(new_provider: NewProvider, new_session: NewSession) -> None:
-    providers = [new_provider(), new_provider()]
-    for provider in providers:
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_a_refusal_by_all_providers_of_a_role_is_reported(
+    new_provider: NewProvider, new_session: NewSession, role: str
+) -> None:
+    pair, single = [new_provider(), new_provider()], [new_provider()]
+    for provider in pair:
         provider.behaviour = fails("internal", provider)
-    session = new_session("local", providers)
-    with pytest.raises(ProviderError, match="answered internal: not now"):
-        is_right(session, OUT, FORWARD, 3, 0)
-
-
-def test_a_refusal_by_all_helpers_is_reported(new_provider: NewProvider, new_session: NewSession) -> None:
-    helpers = [new_provider(), new_provider()]
-    for helper in helpers:
-        helper.behaviour = fails("internal", helper)
-    session = new_session("pad", [new_provider()], helpers, pad_helpers=1)
+    session = new_session("pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1)
     with pytest.raises(ProviderError, match="answered internal: not now"):
         is_right(session, OUT, FORWARD, 3, 0)
 

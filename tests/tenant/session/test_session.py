@@ -43,7 +43,7 @@ from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession
 from tests.tenant.scripted import (
     Heard,
     ScriptedProvider,
@@ -52,6 +52,7 @@ from tests.tenant.scripted import (
     is_right,
     product_of,
     ring_rows,
+    silent,
     spoil,
     store_of,
     together,
@@ -808,12 +809,7 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
     executor: ScriptedProvider, new_session: NewSession
 ) -> None:
     asked = threading.Event()
-
-    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
-        asked.set()
-        executor.closing.wait()
-
-    executor.behaviour = say_nothing
+    executor.behaviour = silent(executor, asked)
     session = new_session("local", [executor], deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
@@ -835,12 +831,3 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
 def test_pad_needs_a_helper(executor: ScriptedProvider, new_session: NewSession) -> None:
     with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
         new_session("pad", [executor])
-
-
-def test_a_provider_of_another_model_is_refused(
-    new_provider: NewProvider, gpt2_store: WeightStore, preparation: Preparation, new_session: NewSession, tape: Tape
-) -> None:
-    session = new_session("none", [new_provider(store=gpt2_store)], wiretap=tape)
-    with pytest.raises(ProtocolError, match="does not serve the pinned model"):
-        session.product(OUT, FORWARD, ring_rows(preparation, OUT, FORWARD, 1))
-    assert tape.frames == []

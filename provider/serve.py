@@ -132,7 +132,7 @@ class Provider:
             self._announcer = None
         self._reloader.close(timeout)
         clean = self._gateway.stop(timeout)
-        requests = self._gateway.state.register.requests
+        requests = self._gateway.state.register.requests.total()
         self.executor.stop(timeout)
         if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()
@@ -171,10 +171,9 @@ class Provider:
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:
-        tls = self._tls  # as last read: the configuration may name other files than at the start
-        files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
-        relays = (*self._relay.helpers, *(target.certificate for target in self._relay.to))
-        return [*(path for path in files if path is not None), *relays]
+        tls, relay = self._tls, self._relay  # as last read: the configuration may name other files than at the start
+        files = [self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked, *relay.helpers]
+        return [path for path in (*files, *(target.certificate for target in relay.to)) if path is not None]
 
     def __enter__(self) -> Self:
         return self.start()

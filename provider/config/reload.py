@@ -24,14 +24,10 @@ class Reloader:
         self._files = files
         self._reload = reload
         self._requested = False
-        self._succeeded = True
+        self.succeeded = True
+        """True if the last reload succeeded, so that the settings in use are those of the files."""
         self._seen = self._last = self._stamps()
         self._periodic = Periodic(self._check, every_s=interval_s, name="reload")
-
-    @property
-    def succeeded(self) -> bool:
-        """True if the last reload succeeded, so that the settings in use are those of the files."""
-        return self._succeeded
 
     def start(self) -> None:
         self._periodic.start()
@@ -55,9 +51,9 @@ class Reloader:
                 self._reload()
             except Exception as error:  # after any error the next change must still be noticed
                 log.failure("reload_failed", error)
-                self._succeeded = False
+                self.succeeded = False
             else:
-                self._succeeded = True
+                self.succeeded = True
         self._last = found
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:

@@ -197,38 +197,24 @@ class Register:
     """Counts the products and connections of each tenant, and keeps its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
-        self._visits: Counter[Party] = Counter()
-        self._requests: Counter[TenantIdentity] = Counter()
-        self._roles: dict[TenantIdentity, Counter[Role]] = {}
-        self._lock = threading.Lock()
+        self.visits: Counter[Party] = Counter()
+        """Number of connections that each tenant or helper has opened, including refused connections."""
+        self.requests: Counter[TenantIdentity] = Counter()
+        """Number of products of each tenant."""
         self.last_request = -math.inf
         """Time of the last answered product, by `time.monotonic`."""
+        self._roles: dict[TenantIdentity, Counter[Role]] = {}
+        self._lock = threading.Lock()
 
     def count_request(self, tenant: TenantIdentity) -> None:
         with self._lock:
-            self._requests[tenant] += 1
+            self.requests[tenant] += 1
             self.last_request = time.monotonic()
-
-    def requests_of(self, tenant: TenantIdentity) -> int:
-        """Number of products of one tenant."""
-        with self._lock:
-            return self._requests[tenant]
 
     def count_visit(self, party: Party) -> None:
         """Count a connection, whether it is served or refused."""
         with self._lock:
-            self._visits[party] += 1
-
-    def visits(self) -> dict[Party, int]:
-        """Number of connections that each tenant or helper has opened, including refused connections."""
-        with self._lock:
-            return dict(self._visits)
-
-    @property
-    def requests(self) -> int:
-        """Number of products of all tenants."""
-        with self._lock:
-            return self._requests.total()
+            self.visits[party] += 1
 
     def take_role(self, tenant: TenantIdentity, role: Role) -> None:
         """Bind a connection of the tenant to a role.

@@ -228,7 +228,14 @@ class Connection(FrameLoop[wire.Request]):
         kind = request.group, request.direction, arithmetic, ring_bits, request.rows, relayed
         sizes = self._sizes.get(kind) if request.counts is None else None
         if sizes is None:
-            sizes = self._checked_sizes(request)
+            state, in_ring = self._state, arithmetic == "ring"
+            if isinstance(request, wire.Effect) and not in_ring:
+                refuse_bad("requests for effects need ring arithmetic")
+            if not in_ring and ring_bits != wire.RING32.item_bits:
+                refuse_bad("requests with ring_bits need ring arithmetic")
+            if not in_ring and not state.config.executor.float_path:
+                raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
+            sizes = sizes_of(request, check_shape(request, state.config, state.manifest, state.served))
             if request.counts is None:
                 if len(self._sizes) == _KINDS:
                     self._sizes.clear()
@@ -236,16 +243,6 @@ class Connection(FrameLoop[wire.Request]):
         self._frames.expect_payload(sizes.received)
         self._executor.require_present()
         return sizes
-
-    def _checked_sizes(self, request: wire.Execute | wire.Effect) -> Sizes:
-        """Check everything that depends on the kind of the request only. Raises `Refusal`."""
-        if isinstance(request, wire.Effect) and request.arithmetic != "ring":
-            refuse_bad("requests for effects need ring arithmetic")
-        if request.arithmetic != "ring" and request.ring_bits != wire.RING32.item_bits:
-            refuse_bad("requests with ring_bits need ring arithmetic")
-        if request.arithmetic != "ring" and not self._state.config.executor.float_path:
-            raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
-        return sizes_of(request, check_shape(request, self._state.config, self._state.manifest, self._state.served))
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
@@ -300,7 +297,7 @@ class Connection(FrameLoop[wire.Request]):
             uptime_s=time.monotonic() - self._state.started,
             groups=len(self._state.served),
             groups_loaded=executor.groups_loaded,
-            requests=self._state.register.requests_of(self._tenant),
+            requests=self._state.register.requests[self._tenant],
             connections=self._state.slots.count(self._tenant),
         )
         self._frames.send(wire.encode(report))

@@ -212,37 +212,36 @@ class UsageCounters:
                 self._logs[-1].add(_encode((*key, values)))
 
     def settle(self) -> None:
-        """Commit all earlier counts to the file. Waits for another commit or another process for 0.25 s at most."""
-        if not self._writing.acquire(timeout=_LOCK_S):
-            self._failing_since = self._failing_since or time.monotonic()
-            return
-        try:
-            with self._lock:
-                for key, counts in self._new.items():
-                    _add(self._uncommitted, key, counts)
-                    _add(self._totals, key[1:], counts)
-                self._new = {}
-                sizes = [(each.path.name, each.size) for each in self._logs]
-            if self._uncommitted:
-                if self._database is not None and _identity(self._database) != self._identity:
-                    log.often("usage_database_gone", path=str(self._database))
-                    raise FileNotFoundError(self._database)  # SQLite would write to the file that was opened
-                with self._connection:
-                    self._connection.execute("BEGIN IMMEDIATE")
-                    self._connection.executemany(_ADD, _rows(self._uncommitted))
-                    self._connection.executemany(_COMMITTED, sizes)
-                self._uncommitted = {}
-            self._failing_since = None
-            while len(self._logs) > 1:
-                self._remove(self._logs.pop(0))
-            self._renew_log()
-        except (sqlite3.Error, OSError) as error:  # for example a full disk: keep serving, and warn the operator
-            log.often("usage_not_counted", error=type(error).__name__)
-            self._failing_since = self._failing_since or time.monotonic()
-            with contextlib.suppress(OSError):
+        """Commit all earlier counts to the file. Waits for another process for 0.25 s at most."""
+        with self._writing:
+            try:
+                self._commit()
+                self._failing_since = None
+                while len(self._logs) > 1:
+                    self._remove(self._logs.pop(0))
                 self._renew_log()
-        finally:
-            self._writing.release()
+            except (sqlite3.Error, OSError) as error:  # for example a full disk: keep serving, and warn the operator
+                log.often("usage_not_counted", error=type(error).__name__)
+                self._failing_since = self._failing_since or time.monotonic()
+                with contextlib.suppress(OSError):
+                    self._renew_log()
+
+    def _commit(self) -> None:
+        with self._lock:
+            for key, counts in self._new.items():
+                _add(self._uncommitted, key, counts)
+                _add(self._totals, key[1:], counts)
+            self._new = {}
+            sizes = [(each.path.name, each.size) for each in self._logs]
+        if self._uncommitted:
+            if self._database is not None and _identity(self._database) != self._identity:
+                log.often("usage_database_gone", path=str(self._database))
+                raise FileNotFoundError(self._database)  # SQLite would write to the file that was opened
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany(_ADD, _rows(self._uncommitted))
+                self._connection.executemany(_COMMITTED, sizes)
+            self._uncommitted = {}
 
     def flush(self) -> None:
         """Commit all counts, and flush the file to the disk."""
@@ -297,8 +296,8 @@ class UsageCounters:
                 self._connection.execute(_FORGET, (name,))
 
     def _renew_log(self) -> None:
-        """Begin another log if the last one is full or was deleted. Until then, lines are in memory only."""
-        if self._database is not None and (self._logs[-1].full or not self._logs[-1].path.exists()):
+        """Begin another log if the last one is full. Until then, lines are in memory only."""
+        if self._database is not None and self._logs[-1].full:
             new = _Log(self._database)
             with self._lock:
                 self._logs.append(new)

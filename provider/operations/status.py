@@ -77,7 +77,7 @@ def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
         connections=gateway.connections,
         handshakes=gateway.listener.handshakes,
-        visits={str(tenant): count for tenant, count in state.register.visits().items()},
+        visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
         bytes_held=state.budget.used,
         waiting_for_bytes=state.budget.waiting,

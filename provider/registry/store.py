@@ -79,7 +79,15 @@ class Store:
                 raise DescriptorError("a newer descriptor of the same key is known")
             admit()
             if known is None:
-                self._make_room(operator)
+                counts = dict(
+                    self._execute("SELECT operator, count(*) FROM newest GROUP BY operator ORDER BY operator")
+                )
+                if sum(counts.values()) >= self._limit:
+                    busiest = max(counts, key=counts.__getitem__)
+                    if counts[busiest] <= counts.get(operator, 0) + 1:
+                        raise DescriptorError(f"there are {self._limit} executors already")
+                    oldest = "SELECT key FROM newest WHERE operator = ? ORDER BY expires LIMIT 1"
+                    self._execute(f"DELETE FROM newest WHERE key = ({oldest})", busiest)
             self._execute(
                 "INSERT OR REPLACE INTO newest VALUES (?, ?, ?, ?, ?, ?, ?)",
                 *(new.key, operator, body.model_digest, body.issued, new.digest, body.expires, new.data),
@@ -108,18 +116,6 @@ class Store:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
-
-    def _make_room(self, operator: str) -> None:
-        counts = dict(self._execute("SELECT operator, count(*) FROM newest GROUP BY operator ORDER BY operator"))
-        if sum(counts.values()) < self._limit:
-            return
-        busiest = max(counts, key=counts.__getitem__)
-        if counts[busiest] <= counts.get(operator, 0) + 1:
-            raise DescriptorError(f"there are {self._limit} executors already")
-        self._execute(
-            "DELETE FROM newest WHERE key = (SELECT key FROM newest WHERE operator = ? ORDER BY expires LIMIT 1)",
-            busiest,
-        )
 
     def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)

@@ -1,28 +1,22 @@
 """Relay of effects between real providers: the same bits as the simulation, also if a provider is killed meanwhile."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.limits import RingBits
-from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tenant.masking.backend import RingBackend
 from tenant.session.session import Session
 from tenant.session.tally import Ledger
-from tests.end_to_end.comparing import equal
+from tests.end_to_end.comparing import DEADLINE_S, Killer, Tensors, equal, with_helpers
 from tests.end_to_end.conftest import Open
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
-DEADLINE_S = 120.0
-Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +63,6 @@ def ledger_of(model: torch.nn.Module) -> Ledger:
     return backend.products.ledger()
 
 
-def with_helpers(federation: LocalFederation, count: int) -> Path:
-    """A federation file with fewer helpers."""
-    path = federation.directory / f"{count}-helpers.toml"
-    head, executor, *helpers = federation.federation.read_text().split("[[provider]]")
-    path.write_text("[[provider]]".join([head, executor, *helpers[:count]]))
-    return path
-
-
 @pytest.mark.parametrize(("helpers", "ring_bits"), [(1, 32), (2, 24)])
 def test_forward_and_backward_have_the_bits_of_the_simulation(
     llama: Path,
@@ -94,23 +80,6 @@ def test_forward_and_backward_have_the_bits_of_the_simulation(
         assert time.monotonic() < deadline
         assert all(map(equal, passes(model), expected(ring_bits)))
     assert ledger_of(model).answers_rejected == 0
-
-
-class Killer:
-    """A wiretap that kills a provider just before a frame is sent to it, and restarts it meanwhile."""
-
-    def __init__(self, federation: LocalFederation, name: str, *, frame: int) -> None:
-        self.federation, self.name, self.left = federation, name, frame
-        self.starting = threading.Thread(target=federation.restart, args=(name,))
-
-    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        if peer.name == self.name:
-            self.left -= 1
-            if not self.left:
-                self.federation.kill(self.name)
-                self.starting.start()
-
-    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
 
 
 @pytest.mark.parametrize(("name", "frame"), [("executor", 12), ("helper-2", 7)])

@@ -636,10 +636,14 @@ def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callabl
 
 
 def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: connection.Connection, request: Any) -> None:
-        raise Refusal(wire.ErrorCode.INTERNAL, "no rows")
+    answer = connection.Connection._answer_product
 
-    monkeypatch.setattr(connection.Connection, "_answer_empty_product", refuse)
+    def refuse(self: connection.Connection, request: Any) -> None:
+        if not request.rows:
+            raise Refusal(wire.ErrorCode.INTERNAL, "no rows")
+        answer(self, request)
+
+    monkeypatch.setattr(connection.Connection, "_answer_product", refuse)
     outcome = judge("row-counts")["row-counts"]
     assert "refuses a valid request: internal" in violation_of(outcome).what
     assert not len(case_of(outcome).rows)

@@ -17,7 +17,7 @@ from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
-from tests.provider.clients import execute
+from tests.provider.clients import execute, failure
 from tests.provider.conftest import Configure, Connect
 
 TENANTS = [TenantIdentity(name, authority="sha256:a") for name in "abcd"]
@@ -117,7 +117,5 @@ def test_idle_connections_do_not_shut_out_other_tenants(configure: Configure, co
         for name, which in (("alice", 0), ("bob", 0), ("bob", 1), ("dave", 0), ("dave", 1)):
             crowd[name][which].product(execute(0, 1), rows)
         # bob and dave have no more connections than carol would have
-        late = connect("carol", to=provider, role=None).receive()[0]
-        assert isinstance(late, wire.Failure)
-        assert late.code == wire.ErrorCode.BUSY
+        assert failure(connect("carol", to=provider, role=None).receive()[0]) == wire.ErrorCode.BUSY
         carol.product(execute(0, 1), rows)

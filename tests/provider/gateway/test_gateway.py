@@ -373,13 +373,6 @@ def test_a_client_that_does_not_read_is_dropped(configure: Configure, keys: Keys
                 assert time.monotonic() < deadline
 
 
-def test_unauthenticated_connections_cannot_take_tenants_slots(configure: Configure, connect: Connect) -> None:
-    with Provider(configure(max_handshakes=2)) as provider, contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(open_tcp(provider)) for _ in range(5)]
-        assert works(connect(to=provider))
-        assert silent[0].recv(1) == b""  # the oldest connection was closed
-
-
 def test_a_flood_from_one_address_does_not_block_another_address(configure: Configure, keys: Keys) -> None:
     with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
         early = stack.enter_context(open_tcp(provider))

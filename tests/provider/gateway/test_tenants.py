@@ -544,32 +544,6 @@ def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tm
     assert bill["requests"] == 41
 
 
-def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path: Path) -> None:
-    database = tmp_path / "usage.sqlite"
-    usage, waits = UsageCounters(database), list[float]()
-
-    def served() -> None:
-        usage.count(ALICE, "executor", UsageCounts(requests=1))
-        began = time.monotonic()
-        usage.settle()
-        waits.append(time.monotonic() - began)
-
-    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
-        holder.execute("BEGIN IMMEDIATE")
-        threads = [threading.Thread(target=served) for _ in range(80)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert max(waits) < 10  # eighty times a quarter of a second, if they waited one after the other
-        assert usage.unwritten_s > 0
-    usage.settle()
-    assert usage.unwritten_s == 0
-    (bill,) = read(database)
-    assert bill["requests"] == 80
-    usage.close()
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, replaced: bool) -> None:
     """The counts stay in the log, and the next start commits them to the file that it finds."""
@@ -657,9 +631,8 @@ def test_requests_are_refused_once_the_certificate_has_expired(
         monkeypatch.setattr(reading, "now", lambda: real_now() + timedelta(days=2))
         open_one.send(execute(0, 1), bytes(4 * WIDTH))
         reply, _ = open_one.receive()
-        assert isinstance(reply, wire.Failure)
-        assert reply.code == wire.ErrorCode.REVOKED
-        assert "expired" in reply.detail
+        assert failure(reply) == wire.ErrorCode.REVOKED
+        assert "expired" in str(reply)
         assert open_one.at_end()
         alice.product(execute(0, 1), ones(1))
         key = reading.load_certificates(erin.certificate)[0].public_key()

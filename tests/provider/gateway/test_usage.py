@@ -122,17 +122,6 @@ def test_a_full_log_is_replaced(size: int, tmp_path: Path, monkeypatch: pytest.M
     assert files(database) == 0
 
 
-def test_a_deleted_log_is_replaced(tmp_path: Path) -> None:
-    database = tmp_path / "usage.sqlite"
-    counters = UsageCounters(database)
-    counters._logs[0].path.unlink()
-    count(counters, TENANTS[0])
-    counters.settle()
-    count(counters, TENANTS[0])
-    kill(counters)
-    assert billed(database) == {"alice": 2}
-
-
 def test_an_earlier_copy_of_the_file_gets_the_later_counts_again(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
     counters = UsageCounters(database)

@@ -160,18 +160,6 @@ def test_rates_are_replenished_and_buckets_are_limited() -> None:
     assert len(rates._buckets) == 2
 
 
-def test_many_connections_from_one_address_do_not_block_others(serve: Serve, vouching: Vouching) -> None:
-    """Silent connections from one address take only that address's places."""
-    server = serve(max_connections=4)
-    with contextlib.ExitStack() as crowd:
-        for _ in range(12):
-            crowd.enter_context(
-                socket.create_connection(parse_address(server.address), timeout=20, source_address=("127.0.0.9", 0))
-            )
-        with vouching.client(server.address) as registry:
-            assert registry.list(DIGEST) == []
-
-
 def test_threads_never_exceed_the_connection_limit(serve: Serve, vouching: Vouching) -> None:
     """The dropped connection has ended before another one is accepted, also during a handshake."""
     others = set(threading.enumerate())  # servers of other tests

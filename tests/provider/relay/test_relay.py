@@ -103,8 +103,7 @@ def test_a_tenant_reaches_only_its_own_blocks(new_tenant: NewTenant, impatient: 
     reply, answer = bob.product(rows, effect)
     assert not reply.relayed
     assert torch.equal(answer, alice.times(rows, effect))
-    failure = bob.executor.ask(wire.FetchBlock(block=block_id(effect)))
-    assert isinstance(failure, wire.Failure)
+    assert failure(bob.executor.ask(wire.FetchBlock(block=block_id(effect)))) == wire.ErrorCode.REFUSED
     assert alice.product(rows, effect)[0].relayed
 
 
@@ -186,12 +185,9 @@ def test_a_missing_block_gives_the_plain_product(new_tenant: NewTenant, pair: Pa
     reply, answer = tenant.product(rows, effect)
     assert not reply.relayed
     assert torch.equal(answer, tenant.times(rows, effect))
-    refused = tenant.executor.ask(wire.PermitRequest(helpers=("sha256:" + 64 * "0",)))
-    assert isinstance(refused, wire.Failure)
-    assert refused.code == wire.ErrorCode.NOT_SERVED
-    failure = tenant.helper.ask(wire.PermitRequest(helpers=(pair.helper_certificate,)))
-    assert isinstance(failure, wire.Failure)
-    assert failure.code == wire.ErrorCode.ROLE_REFUSED
+    unknown, known = (wire.PermitRequest(helpers=(name,)) for name in ("sha256:" + 64 * "0", pair.helper_certificate))
+    assert failure(tenant.executor.ask(unknown)) == wire.ErrorCode.NOT_SERVED
+    assert failure(tenant.helper.ask(known)) == wire.ErrorCode.ROLE_REFUSED
 
 
 def test_a_block_that_arrives_after_the_request_is_waited_for(
@@ -301,8 +297,7 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
     assert pair.executor.status().blocks == before
     block = secrets.token_bytes(16)
     assert link.deposit(tenant, nonce=block) == wire.Deposited(block=block)
-    again = link.deposit(tenant, nonce=block)
-    assert isinstance(again, wire.Failure)
+    assert failure(link.deposit(tenant, nonce=block)) == wire.ErrorCode.REFUSED
     assert link.deposit(new_tenant("bob"), nonce=block) == wire.Deposited(block=block)  # ids are each tenant's own
 
 

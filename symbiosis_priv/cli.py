@@ -112,7 +112,8 @@ class _CommandGroup(TyperGroup):
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
-        added = {entry.name: entry for entry in _installed() if self._owns(entry.name)}
+        mine = [entry for entry in _installed() if entry.name.startswith(self.prefix)]
+        added = {entry.name: entry for entry in mine if "." not in entry.name.removeprefix(self.prefix)}
         known = [name for name in _SHORT_HELP if name in added]
         self._added: dict[str, EntryPoint] = {}
         for full_name in known + sorted(added.keys() - _SHORT_HELP.keys()):
@@ -121,10 +122,6 @@ class _CommandGroup(TyperGroup):
                 self._added[name] = entry
                 help_text = _SHORT_HELP.get(full_name) or f"Added by {_owner(entry)}."
                 self.commands[name] = TyperCommand(name, help=help_text, rich_help_panel=_PANELS.get(full_name))
-
-    @classmethod
-    def _owns(cls, name: str) -> bool:
-        return name.startswith(cls.prefix) and "." not in name.removeprefix(cls.prefix)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # The base class finds the listed placeholder (or suggests a similar name); it is replaced by the real command.

@@ -292,7 +292,15 @@ def _report(identity: Identity) -> None:
 
 def _print_certificate(path: Path, description: Description) -> None:
     days = (description.not_after - reading.now()).days
-    left = f"{days} days left" if days >= 0 else f"EXPIRED: {_renewal(path)}"
+    if days >= 0:
+        left = f"{days} days left"
+    elif description.kind == "authority":
+        how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are replaced"
+        left = f"EXPIRED: {how}"
+    else:
+        identity = Identity(path, path.with_suffix(".key"))
+        how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
+        left = f"EXPIRED: {how}"
     terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
     terminal.say(f"  kind         {description.kind}")
     terminal.say(f"  subject      {description.subject}")
@@ -300,13 +308,6 @@ def _print_certificate(path: Path, description: Description) -> None:
         terminal.say(f"  hosts        {', '.join(description.hosts)}")
     terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
     terminal.say(f"  fingerprint  {description.fingerprint}")
-
-
-def _renewal(path: Path) -> str:
-    identity = Identity(path, path.with_suffix(".key"))
-    if reading.describe(path).kind == "authority":
-        return "make another with `symbiosis-priv keys authority`, and list both until all certificates are replaced"
-    return reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
 
 
 def _next(what: str, paste: str = "") -> None:

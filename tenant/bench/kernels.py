@@ -91,7 +91,11 @@ def measure_kernels(
     Raises:
         ConfigError: the device does not exist.
     """
-    where = _device(device)
+    try:
+        where = torch.empty(0, device=device, dtype=torch.int32).device
+    except (RuntimeError, AssertionError) as error:  # `AssertionError` if torch was built without CUDA
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ConfigError(f"there is no device {device!r} here; there are {', '.join(['cpu', *cuda])}") from error
     top = (1 << (weight_bits - 1)) - 1
     weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device="cpu")
     kernels = {name: kernel for name, kernel in KERNELS.items() if kernel.supports(where)}
@@ -130,14 +134,6 @@ def measure_kernels(
                     "product_us": micros,
                     "over_float32": micros / float32,
                 }
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.empty(0, device=name, dtype=torch.int32).device
-    except (RuntimeError, AssertionError) as error:  # `AssertionError` if torch was built without CUDA
-        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
 
 
 def _is_exact(kernel: Kernel, weight: Tensor, packed: Packed, count: int, direction: Direction) -> bool:

@@ -231,12 +231,14 @@ class _Tenant:
         self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
     def do(self, task: Task) -> list[Cost]:
-        return self._steps(task) if isinstance(task, Step) else self._generate(task)
-
-    def _steps(self, task: Step) -> list[Cost]:
-        self._model.train()
-        batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
-        return [self._cost_of(partial(self._step, parts, overlap=task.overlap)) for parts in batches]
+        if isinstance(task, Step):
+            self._model.train()
+            batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
+            return [self._cost_of(partial(self._step, parts, overlap=task.overlap)) for parts in batches]
+        self._model.eval()
+        with torch.no_grad():
+            self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+            return [self._cost_of(self._next_token) for _ in range(task.tokens)]
 
     def _step(self, parts: Sequence[torch.Tensor], *, overlap: bool) -> None:
         if overlap:
@@ -249,12 +251,6 @@ class _Tenant:
 
     def _backward(self, ids: torch.Tensor) -> None:
         self._model(input_ids=ids, labels=ids).loss.backward()
-
-    @torch.no_grad()
-    def _generate(self, task: Generate) -> list[Cost]:
-        self._model.eval()
-        self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
-        return [self._cost_of(self._next_token) for _ in range(task.tokens)]
 
     def _next_token(self) -> None:
         latest = self._output.logits[:, -1:].argmax(-1)

@@ -190,7 +190,10 @@ def measure_network(
             remote = remote_config(local, masking, effort, federation=federation)
             with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
                 for name, task in work.items():
-                    measured = _measure(tenant, task, link.emulator)
+                    before = cpu_seconds([link.emulator])
+                    costs = tenant.ask(task, timeout_s=TURN_S)
+                    emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
+                    measured = Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
                     unlimited = free.setdefault((name, masking), measured)
                     row = _row(condition, _design(groups, task, masking), measured, unlimited)
                     first_s = first.setdefault((condition, name.partition(",")[0]), measured.seconds)
@@ -208,13 +211,6 @@ def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> Predicted
     part = of_step(groups, task.batch // task.parts * task.tokens, transport)
     whole = sum([part] * task.parts, PredictedTraffic())
     return replace(whole, turns=part.turns) if task.overlap else whole
-
-
-def _measure(tenant: Child[Task, list[Cost]], task: Task, emulator: int) -> Measured:
-    before = cpu_seconds([emulator])
-    costs = tenant.ask(task, timeout_s=TURN_S)
-    emulation_s = (cpu_seconds([emulator]) - before) / len(costs)
-    return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
 
 
 def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Final, get_args
 
 import torch
 import typer
@@ -136,16 +136,12 @@ def measure_quality(
         backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
         similarity = compare_embeddings(reference, split, blocks)
         for block in blocks:
-            _backward(split, block)
+            # the rows of backward products are counted too
+            split.get_input_embeddings().weight.requires_grad_(True)
+            hidden = split(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
+            torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
+            split.zero_grad()
         yield _row("ring", ring_bits, bits, similarity, bfloat16, counting)
-
-
-def _backward(model: Any, block: list[int]) -> None:
-    """Compute the gradients of one block, so that the rows of backward products are counted too."""
-    model.get_input_embeddings().weight.requires_grad_(True)
-    hidden = model(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
-    torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
-    model.zero_grad()
 
 
 def _row(

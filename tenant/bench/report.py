@@ -126,7 +126,11 @@ def this_run(benchmark: str, rows: Sequence[Row], goals: Sequence[Goal] = ()) ->
 
 def this_machine() -> Machine:
     """Return a description of this machine."""
-    facts = _cpu_facts()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(facts.get("flags", facts.get("Features", "")).split())
     return Machine(
         cpu=facts.get("model name") or platform.processor() or platform.machine(),
@@ -136,14 +140,6 @@ def this_machine() -> Machine:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         system=f"{platform.system()} {platform.release()}",
     )
-
-
-def _cpu_facts() -> dict[str, str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    except OSError:  # not Linux
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def write(path: Path, figures: ResultFile) -> None:

@@ -91,12 +91,11 @@ def measure_scale(
         "width": [row for width in widths for row in measured[width, depths[0]] if row["tokens"] == rows[0]],
         "layers": [row for depth in depths for row in measured[widths[0], depth] if row["tokens"] == rows[0]],
     }
-    return [row for axis, found in by_axis.items() for row in _with_slopes(axis, found)]
-
-
-def _with_slopes(axis: str, rows: Sequence[Row]) -> list[Row]:
-    placed = [{"axis": axis, "at": row["tokens" if axis == "rows" else axis], **row} for row in rows]
-    return [{**row, "slope": slope(points(placed, axis, str(row["variant"])))} for row in placed]
+    with_slopes = list[Row]()
+    for axis, found in by_axis.items():
+        placed = [{"axis": axis, "at": row["tokens" if axis == "rows" else axis], **row} for row in found]
+        with_slopes += [{**row, "slope": slope(points(placed, axis, str(row["variant"])))} for row in placed]
+    return with_slopes
 
 
 def points(rows: Sequence[Row], axis: str, variant: str) -> list[tuple[float, float]]:

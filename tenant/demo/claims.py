@@ -174,9 +174,11 @@ def show(console: Console, f: Measurements) -> bool:
     ascii_only = console.options.ascii_only
     judged = claims(f)
     width = min(console.width, _WIDTH)
+    where = "held-out private text" if f.held_out else "the training text (too short to split)"
+    perplexity = f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
     parts: list[tuple[str, RenderableType]] = [
         ("loss of masked training, nats per token", _curve(f.losses, _ASCII_BLOCKS if ascii_only else _BLOCKS)),
-        (_perplexity_title(f), _before_after(f, width)),
+        (perplexity, _before_after(f, width)),
         ("claims, each computed from this run", _claims(judged, "+-" if ascii_only else "✓✗")),
         ("cost", _cost(f)),
     ]
@@ -211,11 +213,6 @@ def _curve(values: Sequence[float], blocks: str) -> Text:
     last = str(len(values))
     rows.append(" " * 8 + "step 1" + last.rjust(wide * len(means) - 6))
     return Text("\n".join(rows), style="cyan", no_wrap=True, overflow="crop")
-
-
-def _perplexity_title(f: Measurements) -> str:
-    where = "held-out private text" if f.held_out else "the training text (too short to split)"
-    return f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
 
 
 def _before_after(f: Measurements, width: int) -> Table:

@@ -174,7 +174,11 @@ def _figures(
     stages: _Stages,
 ) -> Measurements:
     with _opened(path, remote, None) as (model, tokenizer):
-        prompt = _prompt(text, tokenizer)
+        prompt = read_documents(text)[-1]
+        if prompt.startswith(PRIVATE_PROMPT):
+            prompt = PRIVATE_PROMPT
+        else:
+            prompt = str(tokenizer.decode(tokenizer(prompt)["input_ids"][:_PROMPT_TOKENS], skip_special_tokens=True))
         before, _ = _continue(model, tokenizer, prompt)
         tenant_bytes, offloaded_bytes = _tensor_bytes(model)
     with _opened(path, simulate, reference.adapter) as (model, _):
@@ -227,13 +231,6 @@ def _opened(path: Path, remote: RemoteConfig, adapter: Path | None) -> Iterator[
         yield model, tokenizer
     finally:
         backend_of(model).close()
-
-
-def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    last = read_documents(text)[-1]
-    if last.startswith(PRIVATE_PROMPT):
-        return PRIVATE_PROMPT
-    return str(tokenizer.decode(tokenizer(last)["input_ids"][:_PROMPT_TOKENS], skip_special_tokens=True))
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:

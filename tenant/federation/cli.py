@@ -223,29 +223,22 @@ def _show(
 
 def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
     from symbiosis_priv.arithmetic.ring import FORWARD
+    from symbiosis_priv.checkpoints.layers import spans
 
-    peer, none = finding.peer, ""
+    peer, none, layers, throughput = finding.peer, "", "", ""
     groups = finding.groups.get(FORWARD, range(0))
+    if preparation is not None and groups:
+        layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
+    if finding.rows_per_s is not None and finding.bytes_per_s is not None:
+        throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
     return [
         peer.name,
         peer.role,
         f"{peer.host}:{peer.port}",
-        none if preparation is None or not groups else _layers(groups, preparation),
+        layers,
         none if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
         none if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
         none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
-        _throughput(finding),
+        throughput,
         "failed" if finding.failure else "ok",
     ]
-
-
-def _layers(groups: range, preparation: Preparation) -> str:
-    from symbiosis_priv.checkpoints.layers import spans
-
-    return ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
-
-
-def _throughput(finding: Finding) -> str:
-    if finding.rows_per_s is None or finding.bytes_per_s is None:
-        return ""
-    return f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"

@@ -25,11 +25,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 
-def _as_integer(value: Any) -> Any:
-    """Return 5 for 5.0, because JSON has only one type of numbers."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _check_field_count(value: Any) -> Any:
     """Refuse an object with more than `_FIELDS` fields."""
     if isinstance(value, dict) and len(value) > _FIELDS:
@@ -50,7 +45,8 @@ _FIELDS = 1024
 _ONE_BY_ONE = 1 << 16
 BOUNDED = BeforeValidator(_check_field_count)
 FAIL_FAST = Field(fail_fast=True)
-INTEGER = BeforeValidator(_as_integer)
+INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""Accepts 5.0 for 5, because JSON has only one type of numbers."""
 Texts = Annotated[list[str], Field(min_length=1, max_length=128), FAIL_FAST]
 Ids = Annotated[
     list[Annotated[int, Field(ge=0), INTEGER]], Field(min_length=1), FAIL_FAST, WrapValidator(_check_together)

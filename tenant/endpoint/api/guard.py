@@ -53,7 +53,11 @@ class Guard:
         try:
             try:
                 headers = Headers(scope=scope)
-                self._check_host(headers)
+                hosts, origins = headers.getlist("host"), headers.getlist("origin")
+                if not names_host(hosts, self._settings.hosts):
+                    raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
+                if any(_origin_host(origin) != hosts[0] for origin in origins):
+                    raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
                 client = self._client(scope["path"], headers)
                 scope.setdefault("state", {})["client"] = client
                 if not self._places.take(client):
@@ -76,13 +80,6 @@ class Guard:
                     await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
         finally:
             self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
-
-    def _check_host(self, headers: Headers) -> None:
-        hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        if not names_host(hosts, self._settings.hosts):
-            raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
-        if any(_origin_host(origin) != hosts[0] for origin in origins):
-            raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
 
     def _client(self, path: str, headers: Headers) -> str:
         scheme, _, key = headers.get("authorization", "").partition(" ")

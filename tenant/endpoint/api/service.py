@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 import anyio
@@ -63,6 +62,7 @@ class Service:
         self.ends = frozenset(token for token in found if token is not None)
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._tokenizing = anyio.CapacityLimiter(1)
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self.users: Counter[str | None] = Counter()  # running requests of each adapter
@@ -112,7 +112,7 @@ class Service:
 
     async def encode(self, text: str, *, param: str, client: str, special: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokenizer's special tokens if `special` is True."""
-        if len(text) > self.context * self._longest:
+        if len(text) > self.context * self._longest_token:
             raise self.too_long(len(text), "characters", param=param)
         return await self.in_thread(client, lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
 
@@ -211,8 +211,3 @@ class Service:
             logit_bias=biases,
             **more,
         )
-
-    @cached_property
-    def _longest(self) -> int:
-        """Number of characters of the longest token, which bounds the length of a text that fits the context."""
-        return max(map(len, self.tokenizer.get_vocab()))

@@ -89,7 +89,10 @@ class Vocabulary:
         async with self._turns[client]:
             found = self._grammars.get(key)
             if found is None or found.ended:
-                self._make_room(client)
+                for kept in [kept for kept in self._kept if self._is_full(client) and kept[0] == client]:
+                    del self._kept[kept]  # no request uses it
+                if self._is_full(client):
+                    raise OverloadedError("too many different schemas of this key are in use; try again later")
                 async with self._compiling:
                     found = await anyio.to_thread.run_sync(self.compiling, rules)
                     await found.compiled()
@@ -139,13 +142,6 @@ class Vocabulary:
         with suppress(OSError):  # it has ended, and the grammar will fail
             control.sendall(struct.pack("<I", len(given)) + given)
         return started, control
-
-    def _make_room(self, client: str) -> None:
-        """Forget grammars that no request uses. Raises `OverloadedError` if too many are left."""
-        for key in [key for key in self._kept if self._is_full(client) and key[0] == client]:
-            del self._kept[key]
-        if self._is_full(client):
-            raise OverloadedError("too many different schemas of this key are in use; try again later")
 
     def _is_full(self, client: str) -> bool:
         own = sum(owner == client for owner, _ in self._grammars)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.native import FORMATS, for_each_slice, pointer
-from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
+from tenant.endpoint.engine.kv import BLOCK, KeyValues
 
 ROWS = 16
 """Rows of a product: queries of neighbouring tokens that share a head of keys, and rows of zeros to fill up."""
@@ -38,7 +38,9 @@ class Attention:
     def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
         self._new = new
         self._shape = new[0][0].shape
-        self._table = _Table(new) if _is_compiled(self._shape) else None
+        shape = self._shape
+        compiled = native.library() is not None and shape.dtype in _DTYPES and shape.value_width <= _MOST_WIDTH
+        self._table = _Table(new) if compiled else None
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Set keys `[rows, heads_kv, key_width]` and values `[rows, heads_kv, value_width]`, on any device."""
@@ -95,10 +97,6 @@ class Attention:
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_WIDTH = 1024  # as in local.h
 _SHARE = 1 << 18  # multiplications for which another thread pays off
-
-
-def _is_compiled(shape: Shape) -> bool:
-    return native.library() is not None and shape.dtype in _DTYPES and shape.value_width <= _MOST_WIDTH
 
 
 class _Options(ctypes.Structure):
@@ -261,12 +259,20 @@ def _attend(
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    """Multiply `[heads, tiles, ROWS, n]` by `[heads, n, m]`, with one product per tile and without copies of
-    `columns`."""
-    heads, tiles = rows.shape[:2]
+    """Multiply `[heads, tiles, ROWS, n]` by `[heads, n, m]`, with one product per tile.
+
+    Both widths are filled up to multiples of `ROWS`: for other widths, the alignment of a row depends on its place in
+    the tile, and on some CPUs its bits too. `columns` is not copied if its widths are such multiples.
+    """
+    heads, tiles, _, inner = rows.shape
+    width = columns.shape[2]
+    if more := -inner % ROWS:
+        rows = torch.nn.functional.pad(rows, (0, more))
+    if more or width % ROWS:
+        columns = torch.nn.functional.pad(columns, (0, -width % ROWS, 0, more))
     if tiles == 1:
-        return torch.bmm(rows[:, 0], columns)[:, None]
+        return torch.bmm(rows[:, 0], columns)[:, None, :, :width]
     result = rows.new_empty(*rows.shape[:3], columns.shape[2])
     for head in range(heads):
         torch.bmm(rows[head], columns[head].expand(tiles, -1, -1), out=result[head])
-    return result
+    return result[..., :width]

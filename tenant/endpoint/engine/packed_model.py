@@ -8,7 +8,7 @@ values. All other calls use the model's own implementation, so the model can be 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -118,7 +118,10 @@ class PackedModel:
 
         plain = self._tasks is None or set(names) == {BASE}
         try:
-            step = _Step(rows, keep_all=self._extends_head(rows))
+            # an adapter that changes the LM head needs all rows of the batch
+            adapted = () if self._tasks is None else {part.adapter for part in rows}
+            keep_all = any(name and self._tasks and self._head in self._tasks.layers(name) for name in adapted)
+            step = _Step(rows, keep_all=keep_all)
             with nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS), self._blocks:
                 output = self.model(
                     input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
@@ -128,12 +131,6 @@ class PackedModel:
                 part.kv.truncate(length)
             raise
         return step.outputs(output.logits)
-
-    def _extends_head(self, rows: Sequence[NextTokens]) -> bool:
-        """Returns True if an adapter changes the LM head, which then needs all rows of the batch."""
-        if self._tasks is None:
-            return False
-        return any(self._head in self._tasks.layers(name) for name in {part.adapter for part in rows} if name)
 
 
 class _Step(Cache):
@@ -214,9 +211,9 @@ def _registered(original: str) -> str:
     ) -> tuple[Tensor, Tensor | None]:
         step, layer = getattr(key, _STEP, (None, 0))
         if step is None:
-            result: tuple[Tensor, Tensor | None] = _own(original, module)(
-                module, query, key, value, mask, *args, **kwargs
-            )
+            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            own = AttentionInterface().get_interface(original, eager)
+            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, mask, *args, **kwargs)
             return result
         return step.attend(query, layer, **_options(module, step.windows[layer], query, mask, kwargs)), None
 
@@ -226,12 +223,6 @@ def _registered(original: str) -> str:
     AttentionInterface.register(_PREFIX + original, attention)
     AttentionMaskInterface.register(_PREFIX + original, mask)
     return _PREFIX + original
-
-
-def _own(original: str, module: Any) -> Callable[..., Any]:
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    own: Callable[..., Any] = AttentionInterface().get_interface(original, eager)
-    return own
 
 
 def _options(

@@ -63,7 +63,14 @@ class RowBlocks(TorchFunctionMode):
             return result
 
         if func in _FUNCTIONS:
-            return _one_by_one(compute, rows, together=_together(rows))
+            # vectorised code must compute every element: so many rows may be computed together
+            width = rows.shape[1:].numel()
+            threads = torch.get_num_threads() if rows.is_cpu else 1
+            together = max(1, _SERIAL // width) if width and width % (_VECTORS * threads) == 0 else 1
+            if len(rows) <= together:
+                return compute(rows.contiguous())
+            # copies, so that each part is aligned like a single row
+            return torch.cat([compute(part.clone()) for part in rows.contiguous().split(together)])
         others = tuple(tuple(other.shape) if isinstance(other, Tensor) else other for other in args[at + 1 :])
         key = (func, rows.shape[1:], rows.dtype, others)
         size = self._sizes.get(key)
@@ -72,20 +79,6 @@ class RowBlocks(TorchFunctionMode):
             if size == 1:
                 log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
         return _in_blocks(compute, rows, size)
-
-
-def _together(rows: Tensor) -> int:
-    """Return how many rows a function may compute together so that vectorised code computes every element."""
-    width = rows.shape[1:].numel()
-    threads = torch.get_num_threads() if rows.is_cpu else 1
-    return max(1, _SERIAL // width) if width and width % (_VECTORS * threads) == 0 else 1
-
-
-def _one_by_one(compute: Callable[[Tensor], Tensor], rows: Tensor, *, together: int) -> Tensor:
-    if len(rows) <= together:
-        return compute(rows.contiguous())
-    # copies, so that each part is aligned like a single row
-    return torch.cat([compute(part.clone()) for part in rows.contiguous().split(together)])
 
 
 def _in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:

@@ -48,7 +48,9 @@ class Sampler:
         token = int(scores.argmax()) if options.temperature == 0 else self._drawn(scores.cpu())
         if self._grammar is not None:
             self._grammar.accept(token)
-        self._count(token)
+        if self._added is not None and (options.presence_penalty or options.frequency_penalty):
+            self._uses[token] += 1
+            self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
         return token, None if options.logprobs is None else token_logprob(logits, token, top=options.logprobs)
 
     @property
@@ -70,12 +72,6 @@ class Sampler:
             allowed[: len(bits)] = torch.from_numpy(bits[: len(logits)]).bool()
             logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
         return logits
-
-    def _count(self, token: int) -> None:
-        options = self._sampling
-        if self._added is not None and (options.presence_penalty or options.frequency_penalty):
-            self._uses[token] += 1
-            self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
 
     def _drawn(self, scores: Tensor) -> int:
         options = self._sampling

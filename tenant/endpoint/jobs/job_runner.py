@@ -67,7 +67,10 @@ class Jobs:
         self._model, self._remote, self._tasks = model, remote, tasks
         self._end_s, self._start = end_s, start
         self._folder = private_folder(folder)
-        self._lock_folder()
+        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not lock(self._lock):
+            os.close(self._lock)
+            raise ConfigError(f"another endpoint uses {self._folder}; stop it, or name another folder")
         self.files = Files(self._folder / "files")
         runs = private_folder(self._folder / "jobs")
         found = [StoredJob.read(path) for path in runs.iterdir()]
@@ -200,12 +203,6 @@ class Jobs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lock_folder(self) -> None:
-        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if not lock(self._lock):
-            os.close(self._lock)
-            raise ConfigError(f"another endpoint uses {self._folder}; stop it, or name another folder")
 
     # In the thread of the jobs
 

@@ -72,7 +72,9 @@ class Files:
                 os.fdopen(os.open(content, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out,
             ):
                 size = self._copied(source, out)
-            file = File(id=name, filename=_shown(filename), bytes=size, created_at=int(time.time()))
+            last = re.split(r"[/\\]", filename)[-1]
+            shown = "".join(char for char in last if char.isprintable())[:_NAME_LENGTH] or "file"
+            file = File(id=name, filename=shown, bytes=size, created_at=int(time.time()))
             with self._lock:
                 if len(self._files) >= self._count:
                     raise ApiError(413, f"there are {self._count:,} files; delete some", code="too_large")
@@ -150,9 +152,3 @@ def _stored(folder: Path) -> Iterator[File]:
         if file.id == path.stem:
             found.append(file)
     yield from sorted(found, key=lambda file: (file.created_at, file.id))
-
-
-def _shown(filename: str) -> str:
-    """Return the last part of a client's file name, without unprintable characters."""
-    last = re.split(r"[/\\]", filename)[-1]
-    return "".join(char for char in last if char.isprintable())[:_NAME_LENGTH] or "file"

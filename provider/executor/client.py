@@ -64,8 +64,7 @@ class ExecutorHandle(ABC):
     def close(self) -> None:  # noqa: B027 - only some kinds have something to close
         """Free the resources. Call this after `stop`, when every channel is closed."""
 
-    @abstractmethod
-    def _on_hang(self) -> None:
+    def _on_hang(self) -> None:  # noqa: B027 - a thread cannot be killed
         """React to an executor that does not answer any more."""
 
     def _run_guard(self) -> None:

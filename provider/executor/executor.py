@@ -90,7 +90,7 @@ class Executor:
     def __init__(self, model: ServedModel, *, inbox: Inbox, scheduling: SchedulerConfig, warm_up: bool = False) -> None:
         self._model = model
         self._inbox = inbox
-        self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
+        self._cold: Iterator[None] | None = model.operands.warm_up() if warm_up else None
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling)
         served = model.served
         self._report = ExecutorReport(first_group=served.start, groups=len(served), rows_by_group=[0] * len(served))
@@ -120,7 +120,7 @@ class Executor:
                 while (pause := self._take_turn()) is not None:
                     if pause:
                         self._inbox.wait(pause if pause < math.inf else None)
-                self._model.close()
+                self._model.operands.close()
             finally:
                 self._maker.close()
 
@@ -191,7 +191,7 @@ class Executor:
 
         Works only while the executor's own thread rests and every other request waits: no request is overtaken.
         """
-        if self._resting_since is None or not self._model.serves_from_any_thread:
+        if self._resting_since is None or not self._model.operands.any_thread:
             return False
         work = message.envelope
         # the keystream of an effect is made by another thread

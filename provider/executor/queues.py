@@ -39,16 +39,13 @@ J = TypeVar("J")
 class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
     """A tenant's request for a product.
 
-    Args:
-        weight: the tenant's weight in fair sharing.
-        arrival: time at which the last byte arrived, by `time.monotonic()`, which all processes of a machine share.
-        deadline: the time after which the gateway ignores the answer, by the same clock.
-        request: the request, checked against model, shapes and limits.
+    The last byte arrived at `arrival`, and the gateway ignores the answer after `deadline`, both by `time.monotonic()`,
+    which all processes of a machine share. The request was checked against model, shapes and limits.
     """
 
     tenant: TenantIdentity
     stage: Stage
-    weight: float
+    weight: float  # in fair sharing
     arrival: float
     deadline: float
     request: wire.Execute | wire.Effect
@@ -92,7 +89,6 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     """Statistics of an executor since its start.
 
     Args:
-        first_group: index of the first layer group that is served.
         groups, groups_loaded: number of layer groups that are served, and number of those in memory.
         resident: resident memory of the executor's process, in bytes.
         late, cancelled, failed: number of requests that were answered without a product.
@@ -166,19 +162,13 @@ class InboxMessage(NamedTuple):
 
 
 class ExecutorAnswer(NamedTuple):
-    """The executor's answer to one request.
+    """The executor's answer to one request."""
 
-    Args:
-        failure: the frame of a `Failure`, ready for the wire; empty if there is a product.
-        payload: the product, or a report.
-        rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
-        after: work of the executor that the receiver does after it has sent the answer, so that no tenant waits for it.
-    """
-
-    failure: bytes
-    payload: memoryview
-    rows: int
+    failure: bytes  # the frame of a `Failure`, ready for the wire; empty if there is a product
+    payload: memoryview  # the product, or a report
+    rows: int  # number of rows that were multiplied: all rows of the request, or those before it was dropped
     after: Callable[[], None] = lambda: None
+    """Work of the executor that the receiver does after it has sent the answer, so that no tenant waits for it."""
 
 
 AddressedAnswer = tuple[Hashable, ExecutorAnswer]

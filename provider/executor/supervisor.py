@@ -82,20 +82,14 @@ class ThreadExecutor(ExecutorHandle):
     def open_channel(self) -> RequestChannel:
         return self._inbox.open_channel()
 
-    def _on_hang(self) -> None:
-        pass
-
     def _run(self) -> None:
         if self.config.executor.threads:
             torch.set_num_threads(self.config.executor.threads)
         try:
             self._executor.run()
-        except RankLostError as error:
-            log.warning("rank_lost", reason=str(error))
-            os._exit(1)  # this process is a rank: torchrun restarts the group
-        except DeviceLostError as error:
-            log.warning("device_lost", reason=str(error))
-            os._exit(1)  # no thread of this process can use the device again
+        except (RankLostError, DeviceLostError) as error:
+            log.warning("rank_lost" if isinstance(error, RankLostError) else "device_lost", reason=str(error))
+            os._exit(1)  # torchrun restarts a rank's group; no thread of this process can use a lost device again
         except Exception as error:
             log.failure("executor_failed", error)
         finally:

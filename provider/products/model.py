@@ -36,10 +36,8 @@ from symbiosis_priv.network.wire import Arithmetic, Effect
 class Operands(ABC):
     """The quantised weights of every served layer group. Computes one product at a time."""
 
-    @property
-    def any_thread(self) -> bool:
-        """Returns True if several threads may compute products, one at a time; False if only one thread may."""
-        return False
+    any_thread = False
+    """True if several threads may compute products, one at a time; False if only one thread may."""
 
     @property
     @abstractmethod
@@ -71,10 +69,7 @@ class LocalOperands(Operands):
         self._matrices: dict[int, RingMatrix] = {}
         device = torch.device(store.device)
         self._transfers = None if device.type == "cpu" else Transfers(device)
-
-    @property
-    def any_thread(self) -> bool:
-        return self._transfers is None  # CUDA streams belong to a thread
+        self.any_thread = self._transfers is None  # CUDA streams belong to a thread
 
     @property
     def loaded(self) -> Collection[int]:
@@ -238,23 +233,16 @@ def _require_usable(device: str | torch.device) -> torch.device:
 
 
 class ServedModel:
-    """Computes products of every served layer group, one at a time, for the executor.
-
-    Args:
-        store: the base model, the layers that are served, and the device of products.
-        operands: computes the ring products; None uses the store's weights in this process.
-        float_memory: bytes for weights of the float path; None if there is no float path.
-
-    Raises:
-        ConfigError: this machine or this torch does not support the device.
-    """
+    """Computes products of every served layer group, one at a time, for the executor. Without `operands`, ring products
+    use the store's weights in this process; without `float_memory`, in bytes, there is no float path. Raises
+    `ConfigError`: this machine or this torch does not support the device."""
 
     def __init__(
         self, store: WeightStore, *, operands: Operands | None = None, float_memory: int | None = None
     ) -> None:
         self._store = store
         self._device = _require_usable(store.device)
-        self._operands = operands or LocalOperands(store)
+        self.operands = operands or LocalOperands(store)
         self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 
     @property
@@ -267,33 +255,18 @@ class ServedModel:
         return self._store.served
 
     @property
-    def serves_from_any_thread(self) -> bool:
-        """Returns True if several threads may compute products, one at a time."""
-        return self._operands.any_thread
-
-    @property
     def groups_loaded(self) -> int:
-        return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
+        return len({*self.operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(
         self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic, counts: Counts | None = None
     ) -> Tensor:
-        """`rows @ W.T` forward, `rows @ W` backward.
-
-        Args:
-            rows: `[r, inputs]` on the CPU; int32 for the ring, float32 otherwise.
-            group: index into the manifest.
-            arithmetic: `float` adds the bias forward. The other arithmetics and backward products add none.
-            counts: rows of each expert of a stack, if a row is for one expert; ring only.
-
-        Returns:
-            `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
-
-        Raises:
-            ConfigError: a float product without a float path. (The gateway refuses such requests.)
-        """
+        """`rows @ W.T` forward, `rows @ W` backward: `[r, inputs]` to `[r, outputs]`, contiguous, on the CPU; int32 for
+        the ring, float32 otherwise. `float` adds the bias forward; other products add none. With `counts` (ring only),
+        see `Operands.product`. Raises `ConfigError`: a float product without a float path. (The gateway refuses such
+        requests.)"""
         if arithmetic == "ring":
-            return self._operands.product(rows, group=group, direction=direction, counts=counts)
+            return self.operands.product(rows, group=group, direction=direction, counts=counts)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         weight, bias = self._floats.group(group)
@@ -320,11 +293,3 @@ class ServedModel:
         key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
         inputs, _ = entry.columns(request.direction)
         return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
-
-    def warm_up(self) -> Iterator[None]:
-        """Prepare the first requests, one small step per `next`, so that they do not wait."""
-        return self._operands.warm_up()
-
-    def close(self) -> None:
-        """Release the weights. The model cannot be used again."""
-        self._operands.close()

@@ -25,31 +25,21 @@ class Key(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """The rows of one request.
-
-    Args:
-        rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
-        row_work: multiply-adds of one row's product.
-        row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
-        arrival, deadline: in seconds of the scheduler's clock.
-        matrices: number of matrices that the rows need: of the experts with rows if `key.by_expert`, else 1.
-        weight: the tenant's share of the executor, relative to other tenants.
-        ready: number of rows that can be multiplied now. An effect's rows become ready as their keystream is made.
-        taken: number of rows that `Scheduler.take` has handed out.
-    """
+    """The rows of one request: at least one. The gateway answers requests of zero rows: they have no work that could be
+    charged."""
 
     tenant: Hashable
     stage: Stage
     key: Key
     rows: int
-    row_work: int
-    row_cost: int
-    arrival: float
+    row_work: int  # multiply-adds of one row's product
+    row_cost: int  # multiply-adds that one row is charged with; more than `row_work` if a row needs other work too
+    arrival: float  # in seconds of the scheduler's clock
     deadline: float
-    matrices: int = 1
-    weight: float = 1.0
-    ready: int = 0
-    taken: int = 0
+    matrices: int = 1  # that the rows need: of the experts with rows if `key.by_expert`
+    weight: float = 1.0  # the tenant's share of the executor, relative to other tenants
+    ready: int = 0  # rows that can be multiplied now; an effect's rows become ready as their keystream is made
+    taken: int = 0  # rows that `Scheduler.take` has handed out
     left: bool = False
     """True once the scheduler has forgotten the job: it was dropped, has expired, or all its rows were taken."""
     offered: float = math.inf

@@ -35,17 +35,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class QuantisedGroup:
-    """A layer group in the ring.
+    """A layer group in the ring."""
 
-    Args:
-        weight: int16 `[o, d]`, the members' channels stacked.
-        channel_scale: float64 `[o]`.
-        bias: float32 `[o]`, zeros for members without one; None when no member has one.
-    """
-
-    weight: Tensor
-    channel_scale: Tensor
-    bias: Tensor | None
+    weight: Tensor  # int16 `[o, d]`, the members' channels stacked
+    channel_scale: Tensor  # float64 `[o]`
+    bias: Tensor | None  # float32 `[o]`, zeros for members without one; None when no member has one
 
     def digest(self) -> str:
         """SHA-256 over shape, integers, scales and bias, as little-endian bytes."""

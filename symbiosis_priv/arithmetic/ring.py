@@ -87,21 +87,13 @@ _MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up
 
 @dataclass(frozen=True)
 class Bound:
-    """Bounds the input rows of a product, for one layer group and direction. Follows from the public weights.
+    """Bounds the input rows of a product, for one layer group and direction. Follows from the public weights."""
 
-    Args:
-        inputs: input features d of the product.
-        weight_absmax: max |Wq| over the whole matrix.
-        weight_norm: max over output channels of the channel's 2-norm.
-        ring_bits: w, bits of the integers on the wire.
-        spread: kappa, the number of standard deviations of an output that fit a narrow ring.
-    """
-
-    inputs: int
-    weight_absmax: int
-    weight_norm: float
-    ring_bits: RingBits = DEFAULT_RING_BITS
-    spread: float = SPREAD
+    inputs: int  # input features d of the product
+    weight_absmax: int  # max |Wq| over the whole matrix
+    weight_norm: float  # max over output channels of the channel's 2-norm
+    ring_bits: RingBits = DEFAULT_RING_BITS  # w, bits of the integers on the wire
+    spread: float = SPREAD  # kappa
 
     def __post_init__(self) -> None:
         if not 0 < self.inputs <= _MAX_WIDTH:

@@ -63,14 +63,8 @@ class Corrector:
 
     def one_entry(self, y: Tensor, expected: Tensor) -> tuple[list[int], Tensor]:
         """Undo one wrap in every row of which one entry explains the difference. The second column must confirm it.
-
-        Args:
-            y: int32 `[r, o]`, signed residues modulo 2^ring_bits.
-            expected: int64 `[r]`, the residues `t @ R` of the true products.
-
-        Returns:
-            The numbers of these rows, and their true products: int32 `[n, o]`.
-        """
+        `y` is int32 `[r, o]`, signed residues; `expected` is int64 `[r]`, the residues `t @ R`. Returns the numbers of
+        these rows, and their true products: int32 `[n, o]`."""
         differences = (expected - dot(y, self._column)).remainder_(PRIME)
         found = torch.searchsorted(self._residues, differences).clamp_(max=len(self._residues) - 1)
         rows = (self._residues[found] == differences).nonzero()[:, 0]

@@ -233,22 +233,16 @@ def _seconds(kernel: Kernel, weight: Tensor, packed: Packed, count: int, *, dire
     out = torch.empty((count, columns), dtype=torch.int32, device=device)
     seconds = []
     for _ in range(_REPEATS):
-        _empty_cache(device)
+        if device.type == "cuda":  # empty the L2 cache (50 MB on an H100): in a model it holds other layers
+            size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+            torch.empty(size, dtype=torch.uint8, device=device).zero_()
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         kernel.product(packed, rows, direction, out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def _empty_cache(device: torch.device) -> None:
-    """Replace the content of a GPU's L2 cache. A layer fits in it (50 MB on an H100), but in a model it holds other
-    layers."""
-    if device.type == "cuda":
-        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-        torch.empty(size, dtype=torch.uint8, device=device).zero_()
-        torch.cuda.synchronize(device)
 
 
 def _read_results(results: Path) -> dict[str, Choice]:

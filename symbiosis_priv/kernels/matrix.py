@@ -93,19 +93,10 @@ class RingMatrix:
     def product(
         self, rows: Tensor, direction: Direction = FORWARD, *, counts: Counts | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """`rows @ W.T` mod 2^32 forward, `rows @ W` backward.
-
-        Args:
-            rows: int32 `[r, d]` forward, `[r, o]` backward, on any device; r may be 0.
-            counts: rows of each expert of a stack, if each row is multiplied by one expert's matrix only.
-            out: tensor for the result: contiguous, of its shape and dtype, on this matrix's device.
-
-        Returns:
-            int32 `[r, o]` forward, `[r, d]` backward, contiguous, on this matrix's device.
-
-        Raises:
-            RangeError: wrong shape or dtype, or the counts are not those of these rows.
-        """
+        """`rows @ W.T` mod 2^32 forward, `rows @ W` backward: int32 `[r, d]` on any device to `[r, o]` on this
+        matrix's, contiguous, in `out` if given; the other way round backward. r may be 0. With `counts`, the rows of
+        each expert of a stack, each row is multiplied by one expert's matrix only. Raises `RangeError`: wrong shape or
+        dtype, or the counts are not those of these rows."""
         width, columns = self.columns(direction, by_expert=counts is not None)
         if rows.dim() != 2 or rows.shape[1] != width or rows.dtype != torch.int32:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")

@@ -104,7 +104,9 @@ class TritonKernel(DigitKernel):
         """Compile the kernel, and time the tiles for this matrix. The first time on a machine, compiling takes
         seconds."""
         if packed.data.device.type == "cuda":  # the interpreter compiles nothing
-            self.choose(packed, milliseconds=_milliseconds)
+            from triton.testing import do_bench
+
+            self.choose(packed, milliseconds=partial(do_bench, warmup=5, rep=20))
 
     def choose(self, packed: Packed, *, milliseconds: Callable[[Callable[[], None]], float]) -> None:
         """Choose the fastest tile for each class of row counts and each direction. Ranges of a matrix (`cut`) keep the
@@ -137,13 +139,6 @@ def _candidates(most: int, device: torch.device) -> list[Tile]:
     # missing in torch's type stubs
     memory: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_MEMORY)
     return [tile for tile in TILES[most] if tile.memory <= memory]
-
-
-def _milliseconds(run: Callable[[], None]) -> float:
-    from triton.testing import do_bench
-
-    found: float = do_bench(run, warmup=5, rep=20)
-    return found
 
 
 def _multiply(tile: Tile, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:

@@ -32,14 +32,9 @@ def block_id(effect: wire.Effect) -> bytes:
 
 
 def statement(block: wire.Binding, *, permit: bytes, executor: str, payload: wire.Buffer) -> bytes:
-    """The message that a helper signs for a block (`certificates.signing`).
-
-    Args:
-        block: what the block is for; its nonce is the block's id.
-        permit: the tenant's permit at the executor.
-        executor: `fingerprint` of the executor's certificate.
-        payload: the block's matrix, encoded; the message has its SHA-256.
-    """
+    """The message that a helper signs for a block (`certificates.signing`), of which the nonce is the block's id.
+    `permit` is the tenant's at the executor, `executor` the `fingerprint` of its certificate. The message has the
+    SHA-256 of the payload."""
     digest = hashlib.sha256(payload).digest()
     terms = (block.nonce, block.group, block.direction, block.arithmetic, block.rows, block.counts, block.ring_bits)
     return _DOMAIN + _encoder.encode((*terms, permit, executor, digest))

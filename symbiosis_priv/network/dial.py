@@ -56,9 +56,7 @@ class ClientConnection:
     """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
 
     Args:
-        name: the provider's role, name and address, for messages.
-        provider: its name in a `ProviderError`; `name` if empty.
-        host, port: its address.
+        name: the provider's role, name and address, for messages; `provider`: its name in a `ProviderError`.
         pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
         context: `tls.client_context` for the same pins.
         remote_only: do not connect to an address of this machine, of its link or of a metadata service, even if the

@@ -244,13 +244,8 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The provider's answer to `Hello`: its model, the layer groups that it serves, and its limits.
-
-    Args:
-        first_group, end_group: the provider serves the groups of `range(first_group, end_group)`, at least one.
-        max_rows: largest number of rows of one request.
-        max_payload: largest number of bytes of a request's or a reply's matrix.
-    """
+    """The provider's answer to `Hello`: its model, the layer groups that it serves (`range(first_group, end_group)`, at
+    least one), and its limits: rows of a request, and bytes of a request's or a reply's matrix."""
 
     version: int
     model_digest: Text
@@ -269,12 +264,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields that tie a reply to its request (rule 7).
-
-    Args:
-        counts: rows of every expert of a stack; None for a request with the whole matrix of the group.
-        ring_bits: bits of an integer of the payloads; only with ring arithmetic.
-    """
+    """The fields that tie a reply to its request (rule 7). `counts` are the rows of every expert of a stack; None with
+    the whole matrix of the group. `ring_bits` are the bits of an integer of the payloads, with ring arithmetic."""
 
     nonce: Nonce
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
@@ -450,13 +441,8 @@ class FetchHealth(Message, frozen=True, tag="health"):
 
 
 class HealthReport(Message, frozen=True, tag="health_report"):
-    """State of a provider. `requests` and `connections` count only those of the tenant that asks.
-
-    Args:
-        time: the provider's clock, in seconds since 1970 (UTC).
-        groups: number of layer groups that the provider serves.
-        groups_loaded: number of those groups that are in memory.
-    """
+    """State of a provider, by its own clock (`time`, seconds since 1970, UTC), with the numbers of layer groups that it
+    serves and has in memory. `requests` and `connections` count only those of the tenant that asks."""
 
     name: Text
     model_digest: Text

@@ -1,14 +1,17 @@
-"""Addresses as people write them."""
+"""Addresses as people write them; the resolved address is checked when a connection is made."""
 
 import socket
+import ssl
+import time
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address
+from symbiosis_priv.network.dial import ClientConnection
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
 """IPv6 addresses of the metadata services of AWS, Google, Oracle and Scaleway."""
@@ -86,3 +89,25 @@ def test_a_host_header_is_a_host_and_a_port_and_nothing_else() -> None:
     for header in (*bad, "localhost/x", "localhost\n", "[localhost]", "[127.0.0.1]", "evil.example", ""):
         assert not names_host([header], {"localhost"}), header
     assert not names_host(["localhost", "localhost"], {"localhost"})
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "rebound.example"])
+def test_a_remote_only_connection_does_not_reach_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """No byte arrives, even if a name resolves to this machine only when the connection is made."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        port = service.getsockname()[1]
+        here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
+        service.setblocking(False)
+        for remote_only in (True, False):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            line = ClientConnection("gamma", host=host, port=port, pins=None, context=context, remote_only=remote_only)
+            expected = "not an address" if remote_only else "TLS"
+            with pytest.raises(Exception, match=expected) as caught:
+                line.open(time.monotonic() + 0.3)
+            line.close()
+            if remote_only:
+                assert isinstance(caught.value, ConnectionLostError)
+                with pytest.raises(BlockingIOError):
+                    service.accept()
+        service.accept()[0].close()

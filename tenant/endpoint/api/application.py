@@ -73,16 +73,12 @@ async def _http_error(http: Request, error: Exception) -> Response:
     detail = "there is no such route; GET /openapi.json lists the routes" if error.status_code == 404 else error.detail
     answer = ApiError(error.status_code, str(detail)).response()
     answer.headers.update(error.headers or {})
-    if error.status_code == 405 and (methods := _methods(http)):
-        answer.headers["Allow"] = ", ".join(methods)
+    if error.status_code == 405:  # the methods of all routes of the path; starlette names those of one route
+        paths = http.app.openapi()["paths"].items()
+        matching = [operations for path, operations in paths if compile_path(path)[0].match(http.url.path)]
+        if methods := sorted({method.upper() for operations in matching for method in operations}):
+            answer.headers["Allow"] = ", ".join(methods)
     return answer
-
-
-def _methods(http: Request) -> list[str]:
-    """Return the methods of all routes of a path; starlette returns those of one route."""
-    paths = http.app.openapi()["paths"].items()
-    matching = [operations for path, operations in paths if compile_path(path)[0].match(http.url.path)]
-    return sorted({method.upper() for operations in matching for method in operations})
 
 
 async def _wrong_field(_: Request, error: Exception) -> Response:

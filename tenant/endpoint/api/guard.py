@@ -58,7 +58,12 @@ class Guard:
                     raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
                 if any(_origin_host(origin) != hosts[0] for origin in origins):
                     raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
-                client = self._client(scope["path"], headers)
+                scheme, _, key = headers.get("authorization", "").partition(" ")
+                given = sha256(key.strip().encode()).digest()
+                found = [known for known in self._digests if hmac.compare_digest(known, given)]
+                client = found[0].hex()[:16] if scheme.lower() == "bearer" and found else ""
+                if not client and scope["path"] not in self._settings.open_paths:
+                    raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
                 scope.setdefault("state", {})["client"] = client
                 if not self._places.take(client):
                     message = "too many requests of this key are in progress; try again later"
@@ -80,16 +85,6 @@ class Guard:
                     await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
         finally:
             self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
-
-    def _client(self, path: str, headers: Headers) -> str:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = sha256(key.strip().encode()).digest()
-        found = [known for known in self._digests if hmac.compare_digest(known, given)]
-        if scheme.lower() == "bearer" and found:
-            return found[0].hex()[:16]
-        if path in self._settings.open_paths:
-            return ""
-        raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body within limits of size and time. Returns a `receive` that passes the body to the application."""

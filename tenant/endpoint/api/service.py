@@ -159,30 +159,26 @@ class Service:
         """
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        left = self.context - len(prompt)
+        if limit is not None and limit > left:
+            raise ApiError(
+                400,
+                f"{len(prompt):,} tokens of prompt and {limit:,} new tokens exceed this model's context of "
+                f"{self.context:,}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
         return EngineRequest(
             id=new_id("request"),
             prompt=tuple(prompt),
             adapter=self.adapter(body.model),
             client=client,
-            max_tokens=self._new_tokens(len(prompt), limit, default=default),
+            max_tokens=min(default, left) if limit is None else limit,
             stop_tokens=self.ends,
             stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
             sampling=self._sampling(body, **sampling),
             fixed_length=self.fixed_length,
         )
-
-    def _new_tokens(self, prompt: int, limit: int | None, *, default: int) -> int:
-        left = self.context - prompt
-        if limit is None:
-            return min(default, left)
-        if limit > left:
-            raise ApiError(
-                400,
-                f"{prompt:,} tokens of prompt and {limit:,} new tokens exceed this model's context of {self.context:,}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        return limit
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:
         """Return the error for a prompt that exceeds the context."""

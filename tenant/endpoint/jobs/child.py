@@ -69,7 +69,11 @@ def main() -> None:
             # a killed endpoint may have left an earlier process of the same job behind
             if not lock(file.fileno(), patience_s=_EARLIER_PROCESS_S):
                 raise ConfigError("an earlier process of this job does not end; kill it")
-            _run(work, output, resume=_can_resume(output))
+            try:
+                last_checkpoint(output)
+            except ConfigError:  # none: delete what an earlier run has left
+                shutil.rmtree(output, ignore_errors=True)
+            _run(work, output, resume=output.exists())
     except SymbiosisError as error:
         _report(Report(error=one_line(str(error))))
         raise SystemExit(1) from None
@@ -95,16 +99,6 @@ def _run(work: Work, output: Path, *, resume: bool) -> None:
         on_progress=lambda step: _report(Report(step=step.done, total_steps=step.total, loss=step.loss)),
     )
     _report(Report(tokens=result.tokens))
-
-
-def _can_resume(output: Path) -> bool:
-    """Returns True if there is a checkpoint. Otherwise deletes what an earlier run has left."""
-    try:
-        last_checkpoint(output)
-        return True
-    except ConfigError:
-        shutil.rmtree(output, ignore_errors=True)
-        return False
 
 
 def _report(report: Report) -> None:

@@ -7,6 +7,7 @@ FOLDER/lock           locked by the job's process while it runs
 FOLDER/log            what the process wrote to stderr
 """
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -80,7 +81,13 @@ class StoredJob:
             job = msgspec.json.decode((folder / "job.json").read_bytes(), type=FineTuningJob)
         except (OSError, *UNDECODABLE):
             return None
-        return cls(folder, job, _events(folder / "events.jsonl")) if job.id == folder.name else None
+        if job.id != folder.name:
+            return None
+        events, path = [], folder / "events.jsonl"
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(*UNDECODABLE):  # the last line may be incomplete, after a crash
+                events.append(msgspec.json.decode(line, type=JobEvent))
+        return cls(folder, job, events)
 
     @property
     def adapter(self) -> Path:
@@ -100,14 +107,3 @@ class StoredJob:
         descriptor = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(event) + b"\n")
-
-
-def _events(path: Path) -> list[JobEvent]:
-    """Read events. The last line may be incomplete, after a crash."""
-    events = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            events.append(msgspec.json.decode(line, type=JobEvent))
-        except UNDECODABLE:
-            continue
-    return events

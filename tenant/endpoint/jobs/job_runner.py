@@ -228,7 +228,14 @@ class Jobs:
         return next((one for one in self._jobs.values() if one.job.status == "queued"), None)
 
     def _run(self, stored: StoredJob) -> None:
-        work = self._work(stored)
+        options = msgspec.structs.asdict(stored.job.asked)
+        work = Work(
+            model=str(self._model),
+            data=str(self.files.path(stored.job.asked.training_file)),
+            output=str(stored.adapter),
+            remote=self._remote,
+            options={name: options[name] for name in options if name not in ("training_file", "suffix")},
+        )
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(os.open(stored.folder / "log", flags, 0o600), "wb") as errors, self._changed:
             if self._closing or stored.job.status != "running":
@@ -251,7 +258,15 @@ class Jobs:
                 with contextlib.suppress(*UNDECODABLE):
                     last = msgspec.json.decode(line, type=Report)
                     if last.step is not None:
-                        stored.add_event(_step(last))
+                        loss = "" if last.loss is None else f", loss {last.loss:.4f}"
+                        event = JobEvent(
+                            created_at=int(time.time()),
+                            message=f"step {last.step} of {last.total_steps}{loss}",
+                            step=last.step,
+                            total_steps=last.total_steps,
+                            train_loss=last.loss,
+                        )
+                        stored.add_event(event)
         code = process.wait()
         with self._changed:
             self._process = None
@@ -262,17 +277,6 @@ class Jobs:
             paths = {Path(work.data): stored.job.asked.training_file, stored.folder: f"jobs/{stored.job.id}"}
             last = Report(error=public(last.error, {**paths, self._model: self.name}))
         self._end(stored, last)
-
-    def _work(self, stored: StoredJob) -> Work:
-        asked = stored.job.asked
-        options = msgspec.structs.asdict(asked)
-        return Work(
-            model=str(self._model),
-            data=str(self.files.path(asked.training_file)),
-            output=str(stored.adapter),
-            remote=self._remote,
-            options={name: options[name] for name in options if name not in ("training_file", "suffix")},
-        )
 
     def _end(self, stored: StoredJob, last: Report) -> None:
         job = stored.job
@@ -341,14 +345,3 @@ async def _checked(path: Path) -> str | None:
 
 def _event(message: str) -> JobEvent:
     return JobEvent(created_at=int(time.time()), message=message)
-
-
-def _step(report: Report) -> JobEvent:
-    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-    return JobEvent(
-        created_at=int(time.time()),
-        message=f"step {report.step} of {report.total_steps}{loss}",
-        step=report.step,
-        total_steps=report.total_steps,
-        train_loss=report.loss,
-    )

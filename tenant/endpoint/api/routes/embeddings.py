@@ -37,17 +37,15 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
     finally:
         running.cancel()
     count = sum(map(len, prompts))
+    data = []
+    for index, answer in enumerate(answers):
+        values = np.array(answer.vector, dtype=np.float64)
+        values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
+        in_base64 = body.encoding_format == "base64"
+        written = base64.b64encode(values.tobytes()).decode() if in_base64 else [float(value) for value in values]
+        data.append(Embedding(index=index, embedding=written))
     return Embeddings(
-        data=[
-            Embedding(index=index, embedding=_written(answer.vector, in_base64=body.encoding_format == "base64"))
-            for index, answer in enumerate(answers)
-        ],
+        data=data,
         model=body.model,
         usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
     )
-
-
-def _written(vector: tuple[float, ...], *, in_base64: bool) -> list[float] | str:
-    values = np.array(vector, dtype=np.float64)
-    values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
-    return base64.b64encode(values.tobytes()).decode() if in_base64 else [float(value) for value in values]

@@ -34,8 +34,17 @@ from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
 from tenant.tasks.adapter import CONFIG, TENSORS
-from tenant.tasks.coordinated import Batches, Costs, Request, by_length, by_task, coordinated, fixed, padded
-from tenant.tasks.costs import measure_costs
+from tenant.tasks.coordinated import (
+    Batches,
+    Costs,
+    Request,
+    by_length,
+    by_task,
+    coordinated,
+    fixed,
+    measure_costs,
+    padded,
+)
 from tenant.tasks.registry import Tasks
 
 _LONGEST, _TASKS = 128, 128  # longest request in tokens, and number of tasks in the queue, as in the paper's traffic

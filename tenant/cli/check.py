@@ -77,17 +77,17 @@ def check(
     kind = architecture(load_config(folder))
     load = partial(load_model, model, kind=kind)
     measured: Any
-    compare: Callable[..., Any]
+    compare: Callable[..., Any] = quantisation_error.compare_vectors
     table: Callable[..., Table]
     if text is None:
         assert inputs is not None
-        measured, compare = quantisation_error.read_inputs(inputs), quantisation_error.compare_outputs
+        measured = [quantisation_error.read_inputs(inputs)]
         table = partial(_similarity_table, of="outputs")
     else:
         check_reads_text(kind)
         tokenizer = load_tokenizer(model)
         causal = is_language_model(kind)
-        compare = quantisation_error.compare if causal else quantisation_error.compare_embeddings
+        compare = quantisation_error.compare if causal else compare
         table = _quality_table if causal else partial(_similarity_table, of="hidden states")
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     splits: dict[str, Any] = {}

@@ -1,8 +1,19 @@
-"""Opens the backend for the user's options."""
+"""Opens what a split model computes with, from the user's options: its backend, and its base weights on disk."""
 
+from functools import cached_property
 from pathlib import Path
 
-from symbiosis_priv.errors import CheckpointError, ConfigError
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import quantise
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.layers import Scope
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from tenant.masking.backend import Backend, RingBackend
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
@@ -51,3 +62,62 @@ def open_backend(options: Options, model: str | Path) -> Backend:
     )
     bits, headroom = opening.ring_bits, scheme.headroom_bits
     return RingBackend([facts.narrowed(bits, headroom_bits=headroom) for facts in preparation.facts], session)
+
+
+class BaseWeights:
+    """Reads base weights of offloaded layers from the public checkpoint on the tenant's disk.
+
+    Most methods need no base weight. Some need it once, at their start (PiSSA factorises it): they get the checkpoint's
+    weight, as PEFT does with the whole model. DoRA and MaskBert compute with it beside the providers' products: they
+    get the rounded weight, which the providers multiply by. A weight is used only if it quantises to the integers that
+    the federation's manifest pins.
+    """
+
+    def __init__(self, options: Options, model: Path) -> None:
+        self._options, self._model = options, model
+        self._checked: set[tuple[str, str]] = set()
+
+    def check(self) -> None:
+        """Raise `UnsupportedMethodError` if the checkpoint has only the tenant's own tensors."""
+        _ = self._store
+
+    def read(self, entry: GroupEntry, member: int, *, rounded: bool = False) -> Tensor:
+        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype; with `rounded`, the weight that providers
+        multiply by, in float32.
+
+        Raises:
+            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
+            CheckpointError: the weight is not that of the manifest.
+        """
+        with Checkpoint(self._store.path) as checkpoint:
+            key = (entry.digest, checkpoint.identity())
+        layers = self._store.floats((entry.members[member],) if key in self._checked else entry.members)
+        if key not in self._checked:
+            if quantise(layers, weight_bits=self._store.weight_bits).digest() != entry.digest:
+                raise CheckpointError(
+                    f"the weights of {entry.name} in {self._store.path} are not those that providers serve; pass "
+                    f"{self._options.option('checkpoint', 'FULL_CHECKPOINT')} with the federation's base model"
+                )
+            self._checked.add(key)
+            layers = [layers[member]]
+        if rounded:
+            group = quantise(layers, weight_bits=self._store.weight_bits)
+            return (group.weight * group.channel_scale[:, None]).to(torch.float32)
+        return layers[0].weight
+
+    @cached_property
+    def _store(self) -> WeightStore:
+        options = self._options
+        if options.federation is not None:
+            federation = load_federation(options.federation)
+            bits, scope = federation.weight_bits, federation.scope
+        else:
+            bits = DEFAULT_WEIGHT_BITS if options.weight_bits is None else options.weight_bits
+            scope = Scope(tied_head=options.tied_head)
+        store = WeightStore(resolve(options.checkpoint or self._model), weight_bits=bits, scope=scope)
+        if not store.is_complete():
+            raise UnsupportedMethodError(
+                f"this method reads base weights, and {store.path} has only the tenant's own tensors; pass "
+                f"{options.option('checkpoint', 'FULL_CHECKPOINT')}"
+            )
+        return store

@@ -32,8 +32,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, 
 from symbiosis_priv.limits import RingBits
 from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
-from tenant.model.base_weights import BaseWeights
-from tenant.model.connect import open_backend
+from tenant.model.connect import BaseWeights, open_backend
 from tenant.model.division import division
 from tenant.model.experts.modes import check_stored, choose_mode, offload, refuse_decoding
 from tenant.model.offloaded import NO_DISK, OffloadedParameter, set_dtype_and_device

@@ -46,17 +46,8 @@ _SHOWN = 200  # characters of another library's message that an error message qu
 _READ_FROM = "_read_from"  # attribute of a tokenizer: the states of the files that it was read from
 _GENERATION_SETTINGS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
-    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-    *(
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "length_penalty",
-    ),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "temperature", "top_k"),
+    *("top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty"),
 )
 """The settings that are read from generation_config.json: special tokens and sampling. Settings that change the number
 of rows sent per token are ignored (rule 10): with prompt lookup, for instance, row counts would show executors where a

@@ -12,10 +12,17 @@ A tied LM head may be offloaded as well (`untie_head`). Providers multiply by th
 tenant's embedding table, which stays for look-ups, must not change: it is frozen, and the head raises an error if the
 table was trained or resized.
 
+Under `torch.compile`, the product of a group is one node of the graph. Dynamo cannot trace sockets, threads and native
+code, and each call that it cannot trace breaks the graph. So `group_output` is marked `allow_in_graph`, and Dynamo does
+not trace into it. AOTAutograd and Inductor then run the Python code of `LayerGroup` with fake tensors. Siblings share
+one group call as in eager mode, and only the product becomes an operator, which runs when the graph runs. Operators
+take no Python objects, so an integer handle identifies a group.
+
 The bias is public. The product includes the checkpoint's bias, and a layer adds the difference that training has made.
 """
 
 import copy
+import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -31,8 +38,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.masking.backend import Backend
-from tenant.model import torch_compile
-from tenant.model.base_weights import BaseWeights
+from tenant.model.connect import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tenant.model.overlap import waiting
 
@@ -49,6 +55,10 @@ class AdapterRows(Protocol):
         """Receive the member's output `[r, o]`, with bias, for the rows that were sent."""
 
 
+_groups: weakref.WeakValueDictionary[int, "LayerGroup"] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
 class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights; None
     without a checkpoint."""
@@ -61,7 +71,8 @@ class LayerGroup:
         self.adapter_rows: weakref.WeakSet[AdapterRows] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
         self._thread_state = _ThreadState()
-        self.handle = torch_compile.register(self)
+        self.handle = next(_handles)
+        _groups[self.handle] = self
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
@@ -73,10 +84,8 @@ class LayerGroup:
         pending = state.pending
         if pending is None or not pending.is_for(x) or pending.parts[member] is None:
             parts: tuple[Tensor, ...]
-            if torch.is_grad_enabled():
-                parts = _GroupLinear.apply(x, self)  # type: ignore[no-untyped-call]
-            else:  # `apply` takes 60 µs, as long as the product of a small layer
-                parts = torch_compile.forward(self, x, output_dtype(x))
+            # `apply` takes 60 µs, as long as the product of a small layer
+            parts = _GroupLinear.apply(x, self) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
             if len(parts) == 1:  # there are no siblings
                 return parts[0]
             pending = state.pending = _Pending(x, list(parts))
@@ -175,10 +184,42 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def group_output(x: Tensor, handle: int, member: int) -> Tensor:
+    """Call `LayerGroup.output` of the group with this handle."""
+    return _groups[handle].output(x, member)
+
+
+def _computed(group: LayerGroup, x: Tensor) -> tuple[Tensor, ...]:
+    """Call `group.forward`: directly for a plain tensor, as an operator for the fake tensors of tracing."""
+    dtype = output_dtype(x)
+    return group.forward(x, dtype) if type(x) is Tensor else tuple(_forward(x, group.handle, dtype))
+
+
+@torch.library.custom_op("symbiosis_priv::group_forward", mutates_args=())
+def _forward(x: Tensor, handle: int, dtype: torch.dtype) -> list[Tensor]:
+    return list(_groups[handle].forward(x, dtype))
+
+
+@_forward.register_fake
+def _(x: Tensor, handle: int, dtype: torch.dtype) -> list[Tensor]:
+    return [x.new_empty(shape, dtype=dtype) for shape in _groups[handle].shapes(x)]
+
+
+@torch.library.custom_op("symbiosis_priv::group_backward", mutates_args=())
+def _backward(grads: list[Tensor], handle: int, dtype: torch.dtype) -> Tensor:
+    return _groups[handle].backward(tuple(grads), dtype)
+
+
+@_backward.register_fake
+def _(grads: list[Tensor], handle: int, dtype: torch.dtype) -> Tensor:
+    return grads[0].new_empty((*grads[0].shape[:-1], _groups[handle].inputs), dtype=dtype)
+
+
 class _GroupLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: LayerGroup) -> tuple[Tensor, ...]:
-        return torch_compile.forward(group, x, output_dtype(x))
+        return _computed(group, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup], output: tuple[Tensor, ...]) -> None:
@@ -188,7 +229,9 @@ class _GroupLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch_compile.backward(ctx.group, grads, ctx.dtype), None
+        if all(type(grad) is Tensor for grad in grads):
+            return ctx.group.backward(grads, ctx.dtype), None
+        return _backward(list(grads), ctx.group.handle, ctx.dtype), None  # while a graph is traced
 
 
 class RemoteLayer(nn.Module):
@@ -255,7 +298,7 @@ class RemoteLayer(nn.Module):
         return weight.t() if isinstance(self, Conv1D) else weight
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = torch_compile.output(input, self.group.handle, self.member)
+        y: Tensor = group_output(input, self.group.handle, self.member)
         for part in self.moved or ():
             y = y - part(input).to(y.dtype)
         if self.bias is not None and (self._bias_trained or self.bias.requires_grad):

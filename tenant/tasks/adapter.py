@@ -137,7 +137,12 @@ class Adapter:
         config: PeftConfig = peft.peft_config[NAME]
         method = getattr(config.peft_type, "value", str(config.peft_type))
         self.method, self.training, self.trainable = method, peft.training, trainable
-        self.layers = dict(_layers(skeleton))
+        self.layers: dict[str, Any] = {}
+        outer = "/"  # a name that no module has
+        for name, module in skeleton.named_modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(outer):
+                outer = f"{name}."
+                self.layers[name] = module
         if not self.layers:
             raise UnsupportedMethodError(
                 f"{method} adds no layer to the model (it changes the model's input, for instance), and rows of "
@@ -150,10 +155,16 @@ class Adapter:
             )
         for layer in self.layers.values():
             if isinstance(layer, BaseTunerLayer):
-                base: Any = layer.get_base_layer()
+                base = layer.get_base_layer()
                 base.forward = partial(_call_base, base)
             _keep_once(layer)
-        self._bytes = _bytes(tensor for tensor in self._tensors() if not _is_kept_once(tensor))
+        of_base: set[int] = set()
+        for layer in self.layers.values():
+            base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+            named = (*base.named_parameters(), *base.named_buffers())
+            of_base |= {id(tensor) for name, tensor in named if not name.startswith("moved.")}
+        every = (tensor for layer in self.layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
+        self._bytes = _bytes(one for one in every if id(one) not in of_base and not _is_kept_once(one))
         self.patterns: list[Patterns] = []
         for module in (module for layer in self.layers.values() for module in layer.modules()):
             if "patterns" in vars(module):
@@ -195,13 +206,6 @@ class Adapter:
 
     def _version(self) -> int:
         return sum(tensor._version for layer in self.layers.values() for tensor in layer.parameters())
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for layer in self.layers.values():
-            base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
-            named = (*base.named_parameters(), *base.named_buffers())
-            of_base = {id(tensor) for name, tensor in named if not name.startswith("moved.")}
-            yield from (tensor for tensor in (*layer.parameters(), *layer.buffers()) if id(tensor) not in of_base)
 
 
 @torch.inference_mode(False)  # the adapter may be trained later
@@ -264,14 +268,6 @@ def _call_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     for part in getattr(base, "moved", None) or ():  # as in `RemoteLayer.forward`
         y = y - part(x).to(y.dtype)
     return y
-
-
-def _layers(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
-    outer = "/"  # a name that no module has
-    for name, module in skeleton.named_modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(outer):
-            outer = f"{name}."
-            yield name, module
 
 
 # The skeleton

@@ -280,8 +280,12 @@ class ByPeft(Operator):
     def _input_of_base(self, x: Tensor) -> Tensor | None:
         if self._passes_on:
             return None
+
+        def stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _BaseLayerCalled(x)
+
         try:
-            with base_layer(_stop):
+            with base_layer(stop):
                 self._layer(x)
         except _BaseLayerCalled as asked:
             self._passes_on = asked.x is x
@@ -365,10 +369,6 @@ def _place_matters(
 class _BaseLayerCalled(BaseException):
     def __init__(self, x: Tensor) -> None:
         self.x = x
-
-
-def _stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise _BaseLayerCalled(x)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

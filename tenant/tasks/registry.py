@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,8 +242,10 @@ class Tasks:
         with self._held([name for name in dict.fromkeys(names) if name != BASE]) as loaded:
             for one in loaded.values():
                 one.train(self.model.training)
-            if self.model.training:
-                _recompute_in_batch(self.model)
+            for module in self.model.modules() if self.model.training else ():
+                checkpoint = vars(module).get("_gradient_checkpointing_func")
+                if checkpoint is not None and not isinstance(checkpoint, _CheckpointInBatch):
+                    vars(module)["_gradient_checkpointing_func"] = _CheckpointInBatch(checkpoint)
             entry = self, Batch(self._composition(names, loaded, block), self._rows_first)
             _active.set((*_active.get(), entry))
             try:
@@ -396,29 +397,24 @@ class Tasks:
         return self  # hooks of a copied model still refer to this object: the copy computes the base model
 
 
-def _recompute_in_batch(model: nn.Module) -> None:
-    """Make gradient checkpointing recompute layers with the batches of their forward pass, because `backward()` may run
-    in another context (another batch, or torch's thread for a GPU)."""
-    for module in model.modules():
-        checkpoint = vars(module).get("_gradient_checkpointing_func")
-        if checkpoint is not None and not isinstance(checkpoint, _CheckpointInBatch):
-            vars(module)["_gradient_checkpointing_func"] = _CheckpointInBatch(checkpoint)
-
-
 @dataclass(frozen=True)
 class _CheckpointInBatch:
+    """Gradient checkpointing that recomputes layers with the batches of their forward pass, because `backward()` may
+    run in another context (another batch, or torch's thread for a GPU)."""
+
     checkpoint: Callable[..., Any]
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(partial(_run_in, _active.get(), run), *args, **kwargs)
+        active = _active.get()
 
+        def run_in_batch(*args: Any, **kwargs: Any) -> Any:
+            token = _active.set(active)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                _active.reset(token)
 
-def _run_in(active: tuple[tuple[Tasks, Batch], ...], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    token = _active.set(active)
-    try:
-        return run(*args, **kwargs)
-    finally:
-        _active.reset(token)
+        return self.checkpoint(run_in_batch, *args, **kwargs)
 
 
 def _method(source: TaskFolder | PeftConfig) -> str:

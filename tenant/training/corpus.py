@@ -109,7 +109,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     Raises:
         ConfigError: the file is unreadable, empty or malformed. The message names the line.
     """
-    lines = list(_read_lines(path)) if _has_lines(path) else []
+    lines = list(_read_lines(path)) if path.suffix.lower() in _JSON_LINES else []
     if not lines or lines[0][1].form == "text":
         documents = [str(line.text) for _, line in lines] or read_documents(path)
         return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)], 0
@@ -132,11 +132,9 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
 def check(path: Path, *, model: Path | None = None) -> None:
     """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`, which names the
     line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no template."""
-    if _has_lines(path):
-        form = None
-        for _, line in _read_lines(path):
-            form = line.form
-        if form == "messages" and model is not None:
+    if path.suffix.lower() in _JSON_LINES:
+        forms = {line.form for _, line in _read_lines(path)}
+        if forms == {"messages"} and model is not None:
             check_template(model)
         return
     if not any(line.strip() for line in _lines(path)):
@@ -151,10 +149,6 @@ def check_template(model: Path) -> None:
         settings.exists() and read_json(settings).get("chat_template")
     ):
         raise ConfigError(_NO_TEMPLATE)
-
-
-def _has_lines(path: Path) -> bool:
-    return path.suffix.lower() in _JSON_LINES
 
 
 def _refuse_json(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks, integration_utils
@@ -88,7 +88,13 @@ def finetune(
         )
     tokenizer = load_tokenizer(folder)
     examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
-    record = _record(options, remote, examples)
+    tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
+    settings = {name: getattr(options, name) for name in RunRecord.__struct_fields__ if hasattr(options, name)}
+    record = RunRecord(
+        model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
+        data=hashlib.sha256(tokens).hexdigest(),
+        **settings | {"alpha": 2 * options.rank if options.alpha is None else options.alpha},
+    )
     start = last_checkpoint(output) if options.resume else None
     if start is not None:
         record.check_continues(read_record(start))
@@ -98,7 +104,15 @@ def finetune(
         backend = backend_of(model)
         try:
             set_seed(options.seed)
-            peft_model = _with_lora(model, options)
+            lora = LoraConfig(
+                task_type="CAUSAL_LM",
+                target_modules=_targets(model, options.target_modules),
+                r=record.rank,
+                lora_alpha=record.alpha,
+                lora_dropout=options.dropout,
+                fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+            )
+            peft_model = get_peft_model(model, lora)
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
             check_space(output, 4 * sum(one.nbytes for one in peft_model.parameters() if one.requires_grad))
             meter = TrainingMeter(peft_model, on_progress)
@@ -169,20 +183,6 @@ def _check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"--report-to {name}: {error}") from error
 
 
-def _with_lora(model: Any, options: FineTuning) -> PeftModel:
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        target_modules=_targets(model, options.target_modules),
-        r=options.rank,
-        lora_alpha=_alpha(options),
-        lora_dropout=options.dropout,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-    )
-    peft_model = get_peft_model(model, lora)
-    assert isinstance(peft_model, PeftModel)
-    return peft_model
-
-
 def _targets(model: Any, chosen: str) -> str | list[str]:
     """Check the chosen module names. Raises `ConfigError` if a name matches no linear of the model: PEFT ignores such a
     name without a warning if another name matches."""
@@ -198,20 +198,6 @@ def _targets(model: Any, chosen: str) -> str | list[str]:
             f"chooses all but the LM head"
         )
     return names
-
-
-def _alpha(options: FineTuning) -> int:
-    return 2 * options.rank if options.alpha is None else options.alpha
-
-
-def _record(options: FineTuning, remote: RemoteConfig, examples: Sequence[Example]) -> RunRecord:
-    tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
-    return RunRecord(
-        model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
-        data=hashlib.sha256(tokens).hexdigest(),
-        **{name: getattr(options, name) for name in RunRecord.__struct_fields__ if hasattr(options, name)}
-        | {"alpha": _alpha(options)},
-    )
 
 
 def _arguments(output: Path, options: FineTuning) -> TrainingArguments:

@@ -35,9 +35,7 @@ def open_model(
     if adapter is not None:
         warn_of_other_template(adapter, tokenizer)
     model = load_language_model(model_path, remote=remote, dtype=dtype, tokenizer=tokenizer)
-    if adapter is None:
-        return model, tokenizer
-    return load_adapter(model, adapter), tokenizer
+    return model if adapter is None else load_adapter(model, adapter), tokenizer
 
 
 def generate(
@@ -139,8 +137,10 @@ class _Generation:
                 streamer.end()
             raise
         new = output.sequences[0].tolist()[len(prompt) :]
-        if decoding.fixed_length:
-            new = _up_to(_end_tokens(model, tokenizer), new)
+        if decoding.fixed_length:  # the text ends at the first end token, of the model or of the tokenizer
+            ends = model.generation_config.eos_token_id
+            ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+            new = list(takewhile(lambda token: token not in ends, new))
         self._keep([*prompt, *new], output.get("past_key_values"))
         text = str(tokenizer.decode(new, skip_special_tokens=True))
         if stream and streamer is None:
@@ -155,13 +155,3 @@ class _Generation:
             if behind:  # generated after the end of an answer of fixed length
                 cache.crop(-behind)
             self._cache, self._read = cache, tokens[:-1]
-
-
-def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:
-    return list(takewhile(lambda token: token not in ends, tokens))
-
-
-def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """Return the token ids that end a text: those of the model and that of the tokenizer."""
-    ends = model.generation_config.eos_token_id
-    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}

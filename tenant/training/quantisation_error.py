@@ -84,47 +84,26 @@ class Similarity:
 
 
 @torch.no_grad()
-def compare_embeddings(
-    reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
-) -> Similarity:
-    """Run both models on blocks of token ids, at least one, and compare the last hidden states."""
-    return _similarity(reference, model, blocks, _hidden, progress)
-
-
-@torch.no_grad()
-def compare_outputs(
-    reference: Any, model: Any, inputs: Mapping[str, Tensor], *, progress: Callable[[int, int], None] | None = None
-) -> Similarity:
-    """Run both models on the same inputs (pixels, sound) and compare their first outputs: logits, or hidden states.
-
-    Args:
-        inputs: arguments of the models' forward pass, by name.
-        progress: called with (1, 1) at the end.
-
-    Raises:
-        ConfigError: the model does not run on these inputs.
-    """
-    return _similarity(reference, model, [inputs], _first_output, progress)
-
-
-def read_inputs(file: Path) -> dict[str, Tensor]:
-    """Read the inputs for `compare_outputs` from a safetensors file. Raises `ConfigError` if the file cannot be
-    read."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
-
-
-def _similarity(
+def compare_vectors(
     reference: Any,
     model: Any,
-    inputs: Sequence[Any],
-    vectors: Callable[[Any, Any], Tensor],
-    progress: Callable[[int, int], None] | None,
+    inputs: Sequence[list[int] | Mapping[str, Tensor]],
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Similarity:
+    """Run both models on the same inputs and compare their vectors.
+
+    Args:
+        inputs: at least one input. Of token ids, the last hidden states are compared; of arguments of the models'
+            forward pass by name (pixels, sound), the first outputs: logits, or hidden states.
+        progress: called with (inputs done, number of inputs).
+
+    Raises:
+        ConfigError: the model does not run on these arguments.
+    """
     cosines = []
     for done, one in enumerate(inputs, start=1):
+        vectors: Callable[[Any, Any], Tensor] = _hidden if isinstance(one, list) else _first_output
         want, got = vectors(reference, one), vectors(model, one)
         same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
         cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)).flatten())
@@ -132,6 +111,15 @@ def _similarity(
             progress(done, len(inputs))
     found = torch.cat(cosines)
     return Similarity(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
+
+
+def read_inputs(file: Path) -> dict[str, Tensor]:
+    """Read the inputs for `compare_vectors` from a safetensors file. Raises `ConfigError` if the file cannot be
+    read."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
 
 
 def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -74,10 +74,7 @@ class ResumableTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self._random = _RandomState()
         self.add_callback(self._random)
-        self._output = output
-        self._record = record
-        self._interrupts = interrupts
-        self._overlap = overlap
+        self._output, self._record, self._interrupts, self._overlap = output, record, interrupts, overlap
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
         """Train, and save the adapter in the output folder.

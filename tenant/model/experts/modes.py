@@ -39,7 +39,7 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     """Choose where the experts of a model run, and log the choice and its cost. `wanted` is the user's choice, or None.
     Raises `UnsupportedModelError` if the model has no experts, or providers do not serve those that the choice
     offloads."""
-    experts = experts_of(model)
+    experts: dict[str, Any] = {**experts_of(model)}
     if not experts:
         if wanted not in (None, "local"):
             raise UnsupportedModelError(
@@ -47,7 +47,11 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
             )
         return "local"
     served = {entry.members[0].rpartition(".")[0] for entry in entries if entry.experts > 1}
-    staying = [name for name in experts if not any(_same(name, other) for other in served)]
+
+    def same(name: str, other: str) -> bool:  # a served module's name may lack the base model's prefix or have another
+        return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
+
+    staying = [name for name in experts if not any(same(name, other) for other in served)]
     if staying and wanted not in (None, "local"):
         kind = type(experts[staying[0]]).__name__
         raise UnsupportedModelError(
@@ -58,7 +62,10 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     if staying:
         mode, reason = "local", "providers do not serve these experts"
     else:
-        price = max(_price(module) for module in experts.values())
+        price = 0.0  # experts per chosen expert; infinite if a configuration lacks the number of chosen experts
+        for one in experts.values():
+            chosen = next((getattr(one.config, n) for n in _CHOSEN if hasattr(one.config, n)), None)
+            price = max(price, one.num_experts / chosen if isinstance(chosen, int) and chosen else math.inf)
         mode = wanted or ("all" if price <= SMALL_FACTOR else "local")
         reason = f"sending every row to every expert (experts='all') costs x{price:.3g} products and bytes"
     size = sum(p.numel() * p.element_size() for module in experts.values() for p in module.parameters()) / 2**30
@@ -67,17 +74,6 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     if mode == "counts":
         log.warning("experts='counts': providers see how many rows of each request go to each expert (docs/experts.md)")
     return mode
-
-
-def _same(name: str, other: str) -> bool:
-    """Returns True for names of one module. A served module's name may lack the base model's prefix or have another."""
-    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
-
-
-def _price(experts: Any) -> float:
-    """Return experts per chosen expert; infinite if the configuration lacks the number of chosen experts."""
-    chosen = next((getattr(experts.config, n) for n in _CHOSEN if hasattr(experts.config, n)), None)
-    return experts.num_experts / chosen if isinstance(chosen, int) and chosen else math.inf
 
 
 def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -> None:

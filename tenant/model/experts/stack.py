@@ -24,9 +24,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.discovery.linears import called, stacks_in
-from tenant.model import torch_compile
 from tenant.model.offloaded import OffloadedWeight, describe_reader
-from tenant.model.remote_linear import LayerGroup, output_dtype
+from tenant.model.remote_linear import LayerGroup, group_output, output_dtype
 from tenant.options import Experts
 
 
@@ -74,7 +73,7 @@ class OffloadedStack(OffloadedWeight):
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by the whole stack, without LoRA: float `[t, d]` to float `[t, o]`."""
-        y: Tensor = torch_compile.output(x, self.group.handle, 0)
+        y: Tensor = group_output(x, self.group.handle, 0)
         return y
 
     def like(self, nothing: Tensor) -> Self:

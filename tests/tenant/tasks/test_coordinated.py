@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.errors import TaskError
 from tenant.model.loading import load_model
-from tenant.tasks.coordinated import Batches, Costs, Request, by_length, by_task, coordinated, fixed, padded
-from tenant.tasks.costs import measure_costs
+from tenant.tasks.coordinated import (
+    Batches,
+    Costs,
+    Request,
+    by_length,
+    by_task,
+    coordinated,
+    fixed,
+    measure_costs,
+    padded,
+)
 from tenant.tasks.registry import Tasks
 
 METHODS = ("LORA", "IA3")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from symbiosis_priv.errors import CheckpointError, NonFiniteError, UnsupportedMethodError
 from tenant import MaskBertConfig, RemoteConfig, backend_of, rounded_model
-from tenant.model.base_weights import BaseWeights
+from tenant.model.connect import BaseWeights
 from tenant.model.loading import load_adapter, load_model
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.lora import weights_at_hand

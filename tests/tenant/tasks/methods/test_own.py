@@ -11,7 +11,7 @@ from peft import PeftConfig, PeftModel, PeftType, get_peft_model
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
-from tenant.model.base_weights import BaseWeights
+from tenant.model.connect import BaseWeights
 from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.own_tensors import write_slim
 from tenant.tasks.methods.layer import add

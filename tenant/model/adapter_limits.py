@@ -131,7 +131,12 @@ class MemoryLimit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         to = kwargs.get("device")
-        if _takes_tensors(args, kwargs) or (to is not None and torch.device(to).type == "meta"):
+        # most operations take a tensor first, and this test is faster than flattening the arguments
+        sized = bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
+        if not sized:  # a copy of a tensor from the meta device takes memory that the tensor does not take
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            sized = any(to is None or not tensor.is_meta for tensor in tensors)
+        if sized or (to is not None and torch.device(to).type == "meta"):
             return func(*args, **kwargs)
         call = repr((func, args, kwargs))
         if call not in self._sizes:
@@ -156,17 +161,6 @@ class MemoryLimit(TorchDispatchMode):
             self._live.append((StorageWeakRef(made.untyped_storage()), size))
             self._held += size
         return made
-
-
-def _takes_tensors(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if the result's size follows from tensors that take memory. A copy of a tensor from the meta device
-    takes memory that the tensor does not take."""
-    # most operations take a tensor first, and this test is faster than flattening the arguments
-    if args and isinstance(args[0], Tensor) and not args[0].is_meta:
-        return True
-    copies = kwargs.get("device") is not None
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return any(not (tensor.is_meta and copies) for tensor in tensors)
 
 
 def _bytes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:

@@ -25,16 +25,20 @@ def since(before: Ledger, now: Ledger) -> Ledger:
 
 def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
     """Return the rows (label, figure) of a table. Figures per token are totals divided by `tokens`."""
+
+    def per_token(total: float) -> float:
+        return total / tokens if tokens else 0.0
+
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
     takeovers = ledger.takeovers > 0
     wraps = f"{ledger.rows_corrected:,} corrected, {ledger.rows_repeated:,} sent again"
     return [
-        ("round trips to executors", f"{trips:,} ({_ratio(trips, tokens):.2f} per token)"),
+        ("round trips to executors", f"{trips:,} ({per_token(trips):.2f} per token)"),
         ("round trips to helpers", f"{helper_trips:,}"),
-        ("to executors, per token", size(_ratio(up, tokens))),
-        ("from executors, per token", size(_ratio(down, tokens))),
-        ("effects from helpers, per token", size(_ratio(ledger.bytes_from_helpers, tokens))),
+        ("to executors, per token", size(per_token(up))),
+        ("from executors, per token", size(per_token(down))),
+        ("effects from helpers, per token", size(per_token(ledger.bytes_from_helpers))),
         ("answer rows verified", f"{ledger.answers_verified:,}"),
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
@@ -61,7 +65,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def _ratio(part: float, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -76,7 +76,8 @@ class OffloadedParameter(nn.Parameter):
         asked = args[0] if args and isinstance(args[0], OffloadedParameter) else None
         if asked is not None and name in _SIZES:
             return _SIZES[name](asked._whole, *args[1:], **kwargs)
-        if _unfreezes(name, args, kwargs):
+        grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if name in ("requires_grad_", "requires_grad.__set__") and grad:
             raise UnsupportedMethodError(cls._no_training())
         known = is_metadata(name) or name in _COPIES or name in _SWITCHES
         if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedParameter)):
@@ -162,13 +163,6 @@ class OffloadedConv1DWeight(OffloadedWeight):
         *("Lora", "AdaLora", "Bottleneck", "DiffPruning", "FourierFT", "Gralora", "IA3", "MaskBert", "Pvera"),
         *("RandLora", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
-
-
-def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True if a call on a tensor enables its gradient."""
-    if name not in ("requires_grad_", "requires_grad.__set__"):
-        return False
-    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
 # A word in the name of a calling function or module, the description of that caller, and what works instead.

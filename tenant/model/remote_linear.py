@@ -76,24 +76,21 @@ class LayerGroup:
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
-        with torch._C.DisableTorchFunction():  # a torch function mode of the caller would delay each call
-            return self._output(x, member)
-
-    def _output(self, x: Tensor, member: int) -> Tensor:
         state = self._thread_state
-        pending = state.pending
-        if pending is None or not pending.is_for(x) or pending.parts[member] is None:
-            parts: tuple[Tensor, ...]
-            # `apply` takes 60 µs, as long as the product of a small layer
-            parts = _GroupLinear.apply(x, self) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
-            if len(parts) == 1:  # there are no siblings
-                return parts[0]
-            pending = state.pending = _Pending(x, list(parts))
-        part, pending.parts[member] = pending.parts[member], None
-        if all(p is None for p in pending.parts):
-            state.pending = None
-        assert part is not None
-        return part
+        with torch._C.DisableTorchFunction():  # a torch function mode of the caller would delay each call
+            pending = state.pending
+            if pending is None or not pending.is_for(x) or pending.parts[member] is None:
+                parts: tuple[Tensor, ...]
+                # `apply` takes 60 µs, as long as the product of a small layer
+                parts = _GroupLinear.apply(x, self) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
+                if len(parts) == 1:  # there are no siblings
+                    return parts[0]
+                pending = state.pending = _Pending(x, list(parts))
+            part, pending.parts[member] = pending.parts[member], None
+            if all(p is None for p in pending.parts):
+                state.pending = None
+            assert part is not None
+            return part
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Return the shape of each member's output for input `x`."""

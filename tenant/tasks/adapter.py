@@ -307,28 +307,14 @@ class _StandIn(nn.Module):
         return copy.deepcopy(self.original(), memo)  # PEFT copies a head to train it (`modules_to_save`)
 
 
-class _Linear(_StandIn, nn.Linear):
-    pass
-
-
-class _Conv1D(_StandIn, Conv1D):
-    pass
-
-
-class _RemoteLinear(_StandIn, RemoteLinear):  # type: ignore[misc]
-    pass
-
-
-class _RemoteConv1D(_StandIn, RemoteConv1D):  # type: ignore[misc]
-    pass
+_STAND_INS: dict[type[nn.Module], Any] = {
+    kind: type(f"_{kind.__name__}", (_StandIn, kind), {}) for kind in (RemoteConv1D, RemoteLinear, Conv1D, nn.Linear)
+}
 
 
 def _stand_in(module: nn.Module) -> _StandIn:
     transposed = isinstance(module, Conv1D)
-    if isinstance(module, RemoteLayer):
-        kind: type[_StandIn] = _RemoteConv1D if transposed else _RemoteLinear
-    else:
-        kind = _Conv1D if transposed else _Linear
+    kind = next(stand_in for kind, stand_in in _STAND_INS.items() if isinstance(module, kind))
     twin: Any = kind.__new__(kind)
     nn.Module.__init__(twin)
     vars(twin).update({name: value for name, value in vars(module).items() if name not in vars(twin)})

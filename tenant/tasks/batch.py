@@ -94,7 +94,12 @@ class Composition:
             if layer is None:
                 rest.append(task)
             else:
-                groups[self._key(task, name), len(rows) if self._block is None else None].append(task)
+                adapter = self._adapters[task]
+                if adapter.trainable or adapter.training:
+                    key = operator_key(layer)
+                elif (key := adapter.keys.get(name)) is None:
+                    key = adapter.keys[name] = operator_key(layer)
+                groups[key, len(rows) if self._block is None else None].append(task)
         members = tuple(map(tuple, groups.values()))
         places = self._places.get((members, device))
         if places is None:
@@ -107,14 +112,6 @@ class Composition:
             ]
             parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
         return _Plan(parts, places.rest, places.order)
-
-    def _key(self, task: str, name: str) -> Hashable:
-        adapter = self._adapters[task]
-        if adapter.trainable or adapter.training:
-            return operator_key(adapter.layers[name])
-        if name not in adapter.keys:
-            adapter.keys[name] = operator_key(adapter.layers[name])
-        return adapter.keys[name]
 
     def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
         def tensor(numbers: Sequence[int]) -> Tensor:

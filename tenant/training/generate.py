@@ -140,7 +140,7 @@ class _Generation:
         if decoding.fixed_length:  # the text ends at the first end token, of the model or of the tokenizer
             ends = model.generation_config.eos_token_id
             ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
-            new = list(takewhile(lambda token: token not in ends, new))
+            new = _up_to(ends, new)
         self._keep([*prompt, *new], output.get("past_key_values"))
         text = str(tokenizer.decode(new, skip_special_tokens=True))
         if stream and streamer is None:
@@ -155,3 +155,7 @@ class _Generation:
             if behind:  # generated after the end of an answer of fixed length
                 cache.crop(-behind)
             self._cache, self._read = cache, tokens[:-1]
+
+
+def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:
+    return list(takewhile(lambda token: token not in ends, tokens))

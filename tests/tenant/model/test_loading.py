@@ -81,8 +81,13 @@ from tenant.tasks import Tasks
 from tests.tenant.scripted import ScriptedProvider
 
 IDS = torch.arange(1, 21).view(2, 10)
+SIMULATE = RemoteConfig(masking="simulate")
 Write = Callable[[Federation], Path]
 Hostile = Callable[..., Path]
+
+
+def add_entries(file: Path, entries: dict[str, Any]) -> None:
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | entries))
 
 
 @pytest.fixture
@@ -92,8 +97,7 @@ def hostile(llama: Path, tmp_path: Path) -> Hostile:
     def write(folder: str = "hostile", **entries: Any) -> Path:
         path = tmp_path / folder
         shutil.copytree(llama, path)
-        config = json.loads((path / "config.json").read_bytes())
-        (path / "config.json").write_text(json.dumps(config | entries))
+        add_entries(path / "config.json", entries)
         return path
 
     return write
@@ -227,19 +231,17 @@ def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(
 
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 96}
     AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=8)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_groups": 100}))
+    add_entries(tmp_path / "config.json", {"num_hidden_groups": 100})
     monkeypatch.setattr(modeling_albert, "AlbertLayerGroup", Counted)
     monkeypatch.setattr(known_values, "_BUDGET", 1000)
     with pytest.raises(UnsupportedModelError, match="too many operations"):
-        AutoModelForMaskedLM.from_pretrained(tmp_path, quantization_config=RemoteConfig(masking="simulate"))
+        AutoModelForMaskedLM.from_pretrained(tmp_path, quantization_config=SIMULATE)
     assert 0 < built < 100
 
 
 def test_the_callers_configuration_is_used(llama: Path) -> None:
-    config = RemoteConfig(masking="simulate")
-    model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
-    assert model.hf_quantizer.quantization_config is config
+    model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=SIMULATE)
+    assert model.hf_quantizer.quantization_config is SIMULATE
 
 
 def test_saved_files_do_not_contain_the_masking_options(llama: Path, federation: Path, tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_an_index_cannot_point_to_another_folder(
         weight_map = dict.fromkeys(checkpoint.names(), f"{prefix}/model.safetensors")
     name = "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
     (outer / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for remote in (RemoteConfig(masking="simulate"), RemoteConfig(federation=federation)):
+    for remote in (SIMULATE, RemoteConfig(federation=federation)):
         with pytest.raises(CheckpointError, match="outside its folder"):
             AutoModelForCausalLM.from_pretrained(outer, variant=variant, quantization_config=remote)
     assert executor.hellos == []
@@ -299,7 +301,7 @@ def test_config_json_cannot_point_to_another_folder(hostile: Hostile, llama: Pat
     path = hostile(transformers_weights="inner/model.safetensors")
     shutil.copytree(llama, path / "inner")
     with pytest.raises(CheckpointError, match="transformers_weights"):
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=SIMULATE)
 
 
 def test_files_that_are_replaced_during_loading_are_refused(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ def test_files_that_are_replaced_during_loading_are_refused(hostile: Hostile, mo
 
     monkeypatch.setattr("tenant.model.hf.open_backend", open_and_swap)
     with pytest.raises(CheckpointError, match="changed while"):
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=SIMULATE)
 
 
 # Code in a folder
@@ -428,8 +430,7 @@ def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, 
     with torch.no_grad():
         expected = adapted(input_ids=IDS).logits
         assert torch.equal(load_adapter(load_model(llama), tmp_path)(input_ids=IDS).logits, expected)
-    config = json.loads((tmp_path / "adapter_config.json").read_bytes())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    add_entries(tmp_path / "adapter_config.json", change)
     model = load_model(llama)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match="adapter_config"):
@@ -444,8 +445,7 @@ def test_tensors_that_peft_makes_and_drops_do_not_add_up(
     monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 32 << 20)
     adapted: Any = get_peft_model(load_model(llama), GloraConfig(target_modules="all-linear"))
     adapted.save_pretrained(str(tmp_path))
-    config = json.loads((tmp_path / "adapter_config.json").read_bytes())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"r": 1 << 16}))
+    add_entries(tmp_path / "adapter_config.json", {"r": 1 << 16})
     model = load_model(llama)
     before = resident()
     with pytest.raises(CheckpointError, match="does not fit"):
@@ -476,9 +476,8 @@ def adapter(llama: Path, tmp_path: Path) -> Hostile:
         torch.manual_seed(4)
         lora: Any = get_peft_model(load_model(llama), LoraConfig(r=4, target_modules=T, init_lora_weights=False))
         lora.save_pretrained(str(tmp_path / "adapter"))
-        path = tmp_path / "adapter" / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
-        return path.parent
+        add_entries(tmp_path / "adapter" / "adapter_config.json", entries)
+        return tmp_path / "adapter"
 
     return write
 
@@ -520,7 +519,7 @@ def test_an_adapter_replaces_no_tensor_of_the_base_model(
     stored = dict(adapted.named_parameters(remove_duplicate=False))[f"base_model.model.{key}"].detach()
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
-    model = load_model(biased, remote=RemoteConfig(masking="simulate"))
+    model = load_model(biased, remote=SIMULATE)
     before = model(IDS).logits
     save_file(tensors | {f"base_model.model.{key}": stored + 1}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="replace"):
@@ -540,7 +539,7 @@ def test_a_task_does_not_load_the_biases_of_the_model_that_all_tasks_share(biase
     adapted.save_pretrained(str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    model = load_model(biased, remote=RemoteConfig(masking="simulate"))
+    model = load_model(biased, remote=SIMULATE)
     before = {name: p.clone() for name, p in model.named_parameters() if name.endswith("bias")}
     tasks = Tasks(model)
     tasks.register("biases", tmp_path)
@@ -570,12 +569,12 @@ def test_a_damaged_sparse_adapter_is_refused(name: str, llama: Path, tmp_path: P
     config, entries, tensor, change = DAMAGED[name]
     made: Any = get_peft_model(load_model(llama), copy.deepcopy(config))
     made.save_pretrained(str(tmp_path))
-    path, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+    file = tmp_path / "adapter_model.safetensors"
+    add_entries(tmp_path / "adapter_config.json", entries)
     save_file({n: change(t) if n.endswith(tensor) else t for n, t in load_file(file).items()}, file)
 
     def use() -> None:
-        model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+        model = load_model(llama, remote=SIMULATE)
         load_adapter(model, tmp_path)(input_ids=IDS)
 
     with pytest.raises(SymbiosisError):
@@ -659,7 +658,7 @@ def test_an_adapter_that_lacks_tensors_is_refused_and_not_made_up(
 ) -> None:
     """PEFT only warns, and leaves the tensors without values: memory that was never written would enter the rows."""
     folder = adapter(**change)
-    model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+    model = load_model(llama, remote=SIMULATE)
     with pytest.raises(CheckpointError, match=r"it lacks|is not complete: .* lacks"):
         load_adapter(model, folder)
     tasks = Tasks(model)
@@ -677,7 +676,7 @@ def test_biases_of_lora_and_an_adapted_embedding_work(config: dict[str, Any], ll
     lora = LoraConfig(**settings)
     made: Any = get_peft_model(copy.deepcopy(exact), lora)
     made.save_pretrained(str(tmp_path))
-    model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+    model = load_model(llama, remote=SIMULATE)
     tasks = Tasks(model)
     tasks.register("own", tmp_path)
     with torch.no_grad():
@@ -693,7 +692,7 @@ def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Pa
     with pytest.raises(
         CheckpointError, match=r"not a complete LlamaForSequenceClassification: score\.weight would be random"
     ):
-        load_model(llama, kind=AutoModelForSequenceClassification, remote=RemoteConfig(masking="simulate"))
+        load_model(llama, kind=AutoModelForSequenceClassification, remote=SIMULATE)
     with pytest.raises(CheckpointError, match="cannot be loaded as AutoModelForCausalLM"):
         load_model(hostile(hidden_size=65), remote=None)
 
@@ -779,7 +778,7 @@ def test_an_adapter_may_take_as_much_memory_for_a_split_model_as_for_a_whole_one
     """FourierFT indexes all weights of a layer. No product is asked for to find the layers."""
     file = tmp_path / "adapter_model.safetensors"
     save_file({"a": torch.zeros(1)}, file)
-    split, whole = load_model(llama, remote=RemoteConfig(masking="simulate")), load_model(llama)
+    split, whole = load_model(llama, remote=SIMULATE), load_model(llama)
     with mock.patch.object(backend_of(split), "multiply") as multiply:
         assert vars(MemoryLimit(split, file))["_limit"] == vars(MemoryLimit(whole, file))["_limit"]
     multiply.assert_not_called()

@@ -34,11 +34,6 @@ SIMULATE = RemoteConfig(masking="simulate")
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Path) -> Path:
-    return tiny
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("finetune") / "notes.txt"
     path.write_text("\n\n".join(private_text(seed=0, records=6)))
@@ -49,7 +44,7 @@ Run = Callable[..., FineTuned]
 
 
 @pytest.fixture
-def run(model: Path, text: Path) -> Run:
+def run(tiny: Path, text: Path) -> Run:
     def run(output: Path, *, at: int | None = None, event: Callable[[], None] = lambda: None, **changes: Any) -> Any:
         """`event` is called when step `at` is logged."""
 
@@ -60,16 +55,16 @@ def run(model: Path, text: Path) -> Run:
                 event()
 
         options = replace(OPTIONS, **changes)
-        return finetune(model, text, output, remote=SIMULATE, options=options, on_progress=progress)
+        return finetune(tiny, text, output, remote=SIMULATE, options=options, on_progress=progress)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, text: Path) -> Path:
+def whole(tiny: Path, text: Path) -> Path:
     """An adapter from an uninterrupted run."""
     output = text.parent / "whole"
-    finetune(model, text, output, remote=SIMULATE, options=OPTIONS)
+    finetune(tiny, text, output, remote=SIMULATE, options=OPTIONS)
     return output
 
 
@@ -169,16 +164,8 @@ def full_disk(room: int) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_last_complete_checkpoint(run: Run, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "adapter"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-
-    try:
-        with pytest.raises(StorageError, match=r"checkpoint-4.*make room") as raised:
-            run(output, at=3, event=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with ExitStack() as full, pytest.raises(StorageError, match=r"checkpoint-4.*make room") as raised:
+        run(output, at=3, event=lambda: full.enter_context(full_disk(1000)))
     saved = output / "checkpoint-2"
     assert raised.value.__notes__ == [
         f"saved before: {saved}; free some disk space, then the same command with --resume continues from it"
@@ -190,10 +177,10 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(run: Run, whole: Path, 
 
 
 @pytest.fixture(scope="module")
-def begun(model: Path, text: Path) -> Path:
+def begun(tiny: Path, text: Path) -> Path:
     """The output folder of a run with one step."""
     output = text.parent / "begun"
-    finetune(model, text, output, remote=SIMULATE, options=replace(OPTIONS, steps=1))
+    finetune(tiny, text, output, remote=SIMULATE, options=replace(OPTIONS, steps=1))
     return output
 
 
@@ -214,7 +201,7 @@ def test_a_full_disk_is_found_before_the_first_step(run: Run, begun: Path, tmp_p
 
 
 def test_a_resumed_run_uses_the_options_of_its_start(
-    run: Run, begun: Path, tmp_path: Path, text: Path, model: Path
+    run: Run, begun: Path, tmp_path: Path, text: Path, tiny: Path
 ) -> None:
     output = Path(shutil.copytree(begun, tmp_path / "adapter"))
     with pytest.raises(ConfigError, match=r"rank 4, now 8, alpha 8, now 16, learning rate 0.01, now 0.1"):
@@ -222,7 +209,7 @@ def test_a_resumed_run_uses_the_options_of_its_start(
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().upper())
     with pytest.raises(ConfigError, match="other data"):
-        finetune(model, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
+        finetune(tiny, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
     assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
 
 
@@ -280,13 +267,13 @@ def test_a_checkpoint_loads_nothing_beside_the_adapter(run: Run, begun: Path, tm
     assert equal(honest, hostile)
 
 
-def test_pairs_of_unequal_length_are_padded(run: Run, model: Path, tmp_path: Path) -> None:
+def test_pairs_of_unequal_length_are_padded(run: Run, tiny: Path, tmp_path: Path) -> None:
     lines = tmp_path / "pairs.jsonl"
     lines.write_text(
         '{"prompt": "2+2=", "completion": "4"}\n{"prompt": "The weather is", "completion": " fine, and"}\n'
     )
     options = replace(OPTIONS, steps=1, sequence_length=12, pad_to_multiple_of=13)
-    result = finetune(model, lines, tmp_path / "adapter", remote=SIMULATE, options=options)
+    result = finetune(tiny, lines, tmp_path / "adapter", remote=SIMULATE, options=options)
     assert result.tokens % 13 == 0
     assert result.loss_before > 0
     assert not result.held_out
@@ -319,23 +306,23 @@ def adapter_for(config: Any, folder: Path, *, targets: str | list[str] = "all-li
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 64}])
-def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], model: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], tiny: Path, tmp_path: Path) -> None:
     """Deeper (PEFT ignores the other layers), shallower (PEFT starts with random values), or with other widths."""
-    adapter = adapter_for(AutoConfig.from_pretrained(model, **change), tmp_path / "adapter", targets=["down_proj"])
+    adapter = adapter_for(AutoConfig.from_pretrained(tiny, **change), tmp_path / "adapter", targets=["down_proj"])
     with pytest.raises(
         CheckpointError, match=r"(does not fit this model|is not complete).*load the base model"
     ) as raised:
-        load_adapter(load_model(model, remote=SIMULATE), adapter)
+        load_adapter(load_model(tiny, remote=SIMULATE), adapter)
     assert len(str(raised.value)) < 800  # not every tensor's name
 
 
-def test_an_adapter_of_another_family_is_refused(model: Path, save_gpt2: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_adapter_of_another_family_is_refused(tiny: Path, save_gpt2: Callable[..., Path], tmp_path: Path) -> None:
     gpt2 = AutoConfig.from_pretrained(save_gpt2(vocab_size=97, n_embd=32, n_layer=1, bos_token_id=1, eos_token_id=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # fan_in_fan_out
         adapter = adapter_for(gpt2, tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"does not fit this model.*load the base model"):
-        load_adapter(load_model(model, remote=SIMULATE), adapter)
+        load_adapter(load_model(tiny, remote=SIMULATE), adapter)
 
 
 @pytest.mark.parametrize(
@@ -348,11 +335,11 @@ def test_an_adapter_of_another_family_is_refused(model: Path, save_gpt2: Callabl
     ],
 )
 def test_a_folder_that_is_not_a_checkpoint_is_a_clear_error(
-    name: str, message: str, model: Path, text: Path, tmp_path: Path
+    name: str, message: str, tiny: Path, text: Path, tmp_path: Path
 ) -> None:
     """The message is not about a missing tokenizer."""
     with pytest.raises(CheckpointError, match=message):
-        finetune(name.format(folder=model), text, tmp_path / "adapter", remote=SIMULATE)
+        finetune(name.format(folder=tiny), text, tmp_path / "adapter", remote=SIMULATE)
 
 
 def test_padded_batches_show_only_rounded_lengths() -> None:

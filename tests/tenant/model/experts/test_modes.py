@@ -26,25 +26,18 @@ def load(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
 
 
-def test_experts_at_a_low_price_are_offloaded_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write("Mixtral", tmp_path, num_experts_per_tok=1)
+@pytest.mark.parametrize(
+    ("experts", "said"), [(4, ["experts='all'", "x4"]), (8, ["experts='local'", "x8", "memory"])], ids=["low", "high"]
+)
+def test_experts_are_offloaded_by_default_at_a_low_price_only(
+    experts: int, said: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write("Mixtral", tmp_path, num_local_experts=experts, num_experts_per_tok=1)
     with caplog.at_level(logging.INFO, "tenant.model.experts.modes"):
         model = load(path)
     with backend_of(model):
-        assert "experts='all'" in caplog.text
-        assert "x4" in caplog.text
-        assert any(isinstance(parameter, OffloadedStack) for parameter in model.parameters())
-
-
-def test_experts_at_a_high_price_stay_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write("Mixtral", tmp_path, num_local_experts=8, num_experts_per_tok=1)
-    with caplog.at_level(logging.INFO, "tenant.model.experts.modes"):
-        model = load(path)
-    with backend_of(model):
-        assert "experts='local'" in caplog.text
-        assert "x8" in caplog.text
-        assert "memory" in caplog.text
-        assert not any(isinstance(parameter, OffloadedStack) for parameter in model.parameters())
+        assert all(words in caplog.text for words in said)
+        assert any(isinstance(parameter, OffloadedStack) for parameter in model.parameters()) == (experts == 4)
 
 
 def test_experts_outside_the_interface_stay_or_are_refused_by_name(tmp_path: Path) -> None:

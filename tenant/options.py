@@ -85,19 +85,15 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Options of a session.
+    """Options of a session; those that are not listed here are as in `Options`.
 
     Args:
         masking: the name of a `SessionScheme`.
-        deadline_s: maximum duration of one request, reconnecting included.
         deadline_option: the option that sets `deadline_s`, for messages.
         pool_memory: bytes for pads that are drawn ahead.
-        row_bucket: row counts are rounded up to a multiple of this before anything is sent.
-        ring_bits: bits of the integers on the wire (`tenant.options`).
         part_bytes: products of more than twice this size, rows and answers together, are sent in parts of about this
             size, over several connections.
         tolerance: when a provider counts as late, and how long a failed provider is not asked.
-        wiretap: an observer of every frame (tests, reviewers), or None.
     """
 
     masking: str = "pad"

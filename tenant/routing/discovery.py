@@ -103,14 +103,14 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
     # changes only if an executor comes or goes.
     candidates.sort(key=lambda peer: peer.name)
     places: Counter[Hashable] = Counter()
-    in_turn = list[tuple[int, Peer]]()
+    rank: dict[str, int] = {}
     for peer in candidates:
         company = federation.company_of(peer.operator)
-        in_turn.append((places[company], peer))
+        rank[peer.name] = places[company]
         places[company] += 1
-    in_turn.sort(key=lambda pair: pair[0])
-    refused |= {peer.name: f"there are {MAX_FOUND} already" for _, peer in in_turn[MAX_FOUND:]}
-    return Discovered(tuple(sorted((peer for _, peer in in_turn[:MAX_FOUND]), key=lambda peer: peer.name)), refused)
+    in_turn = sorted(candidates, key=lambda peer: rank[peer.name])
+    refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in in_turn[MAX_FOUND:]}
+    return Discovered(tuple(sorted(in_turn[:MAX_FOUND], key=lambda peer: peer.name)), refused)
 
 
 class Discovery:

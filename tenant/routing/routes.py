@@ -39,9 +39,6 @@ _WORTH_A_MOVE = 0.75  # rows move to another executor if it costs less than this
 _MOST_PARTIES = 4096  # limit of cached decisions on rule 8, and of remembered parties from registries
 _USUAL_EFFECT = 1 << 20  # bytes, to compare the costs of helpers
 
-Admits = Callable[[Peer, tuple[Peer, ...]], bool]
-"""`Federation.admissible`, cached."""
-
 
 class Routes:
     """The providers of a session, and the decision which of them is asked. Thread-safe.
@@ -252,26 +249,47 @@ class Routes:
         self, index: GroupIndex, executor: KnownProvider | None = None, *, without: Collection[Peer] = ()
     ) -> list[KnownProvider]:
         """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
-        there are not enough. `executor` will see the rows; None for any executor that serves the group."""
+        there are not enough. `executor` will see the rows; None for any executor that serves the group, or if none has
+        answered yet.
+
+        All of them are admissible with one executor: with the first in order of preference that has enough healthy
+        helpers, else with the first that has enough. Helpers come first that have answered and whose breaker is closed;
+        then those that are admissible with more executors, so that rows can move to another executor without a new pad;
+        then those with a low cost. A helper without a measurement costs 0, so slow helpers are kept as spares.
+        """
         if self._federation.pad_helpers is None:
             return [provider for provider in self.helpers if provider.peer not in without]
-        able = self.able(index)
-        present = self._present.get((index, True))
+        able, present = self.able(index), self._present.get((index, True))
+
+        def order(provider: KnownProvider) -> tuple[bool, bool, int, float]:
+            refused = sum(not self._admits(other.peer, (provider.peer,)) for other in able)
+            cost = provider.health.seconds_for(_USUAL_EFFECT) or 0.0
+            return not provider.is_open, provider.welcome is None, refused, cost
+
+        helpers = [
+            provider
+            for provider in sorted(self.helpers, key=order)
+            if (provider.welcome is None or provider.serves(index))
+            and provider.peer not in without
+            and provider.peer not in self.quarantined
+        ]
         there = [provider for provider in able if provider.is_open] or able
-        return choose_holders(
-            [
-                provider
-                for provider in self.helpers
-                if (provider.welcome is None or provider.serves(index))
-                and provider.peer not in without
-                and provider.peer not in self.quarantined
-            ],
-            [executor] if executor else sorted(there, key=lambda provider: provider is not present),
-            able,
-            count=self.helpers_per_pad,
-            federation=self._federation,
-            admits=self._admits,
-        )
+        targets = [executor] if executor else sorted(there, key=lambda provider: provider is not present)
+        most: list[KnownProvider] = []
+        for target in targets or (None,):
+            taken: list[KnownProvider] = []
+            for provider in helpers:
+                if (
+                    len(taken) < self.helpers_per_pad
+                    and (target is None or self._admits(target.peer, (provider.peer,)))
+                    and not any(self._federation.one_company(provider.peer, other.peer) for other in taken)
+                ):
+                    taken.append(provider)
+            if len(taken) == self.helpers_per_pad and all(provider.is_open for provider in taken):
+                return taken
+            if len(taken) > len(most):
+                most = taken
+        return most
 
     def can_replace(self, index: GroupIndex, holders: Collection[Peer]) -> bool:
         """Returns True if healthy helpers can make a pad without these helpers."""
@@ -412,57 +430,3 @@ class Routes:
         self._lock, self.all_up = threading.Lock(), False
         for provider in (*self.executors, *self.helpers):
             provider.in_flight = 0
-
-
-def choose_holders(
-    helpers: Sequence[KnownProvider],
-    targets: Sequence[KnownProvider],
-    executors: Sequence[KnownProvider],
-    *,
-    count: int,
-    federation: Federation,
-    admits: Admits,
-) -> list[KnownProvider]:
-    """Choose holders for the first target that has enough healthy helpers, else for the first that has enough.
-
-    The holders belong to different companies, and all of them are admissible with the target. Helpers come first that
-    have answered and whose breaker is closed; then those that are admissible with more of the other executors, so that
-    rows can move to another executor without a new pad; then those with a low cost. The cost of a helper without a
-    measurement counts as 0, so slow helpers are kept as spares.
-
-    Args:
-        targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; whether
-            an executor may see the rows is then decided later.
-        executors: executors that could take over the rows.
-        federation: decides which parties are one company.
-        admits: returns True if an executor may see rows under pads of these holders.
-
-    Returns:
-        The holders; fewer than `count` if there are not enough.
-    """
-
-    def order(provider: KnownProvider) -> tuple[bool, bool, int, float]:
-        refused = sum(not admits(executor.peer, (provider.peer,)) for executor in executors)
-        return (
-            not provider.is_open,
-            provider.welcome is None,
-            refused,
-            provider.health.seconds_for(_USUAL_EFFECT) or 0.0,
-        )
-
-    sorted_helpers = sorted(helpers, key=order)
-    most: list[KnownProvider] = []
-    for target in targets or (None,):
-        taken: list[KnownProvider] = []
-        for provider in sorted_helpers:
-            if (
-                len(taken) < count
-                and (target is None or admits(target.peer, (provider.peer,)))
-                and not any(federation.one_company(provider.peer, other.peer) for other in taken)
-            ):
-                taken.append(provider)
-        if len(taken) == count and all(provider.is_open for provider in taken):
-            return taken
-        if len(taken) > len(most):
-            most = taken
-    return most

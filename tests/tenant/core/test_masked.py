@@ -314,7 +314,7 @@ def test_routing_cannot_overrule_the_gate(
         pad_helpers=1,
     )
     monkeypatch.setattr(Routes, "_admissible", lambda self, executors, holders: list(executors))
-    monkeypatch.setattr("tenant.routing.routes.choose_holders", lambda helpers, *args, **kwargs: [helpers[0]])
+    monkeypatch.setattr(Routes, "holders", lambda self, *args, **kwargs: [self.helpers[0]])
     monkeypatch.setattr(Routes, "_best", lambda self, open_ones, *args: next(iter(open_ones), None))
     with pytest.raises(RoleConflictError):
         session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))

@@ -252,7 +252,7 @@ def test_no_block_is_ordered_for_an_executor_of_the_helpers_company(
 ) -> None:
     """Planted: routing ignores rule 8. The gate stops the order; without the gate, the helper would receive it."""
     executor, other, helper, spare = (new_provider() for _ in range(4))
-    monkeypatch.setattr("tenant.routing.routes.choose_holders", lambda helpers, *args, **kwargs: [helpers[0]])
+    monkeypatch.setattr(Routes, "holders", lambda self, *args, **kwargs: [self.helpers[0]])
 
     def product(stopped: str, effects: int) -> None:
         session = new_session(

@@ -163,8 +163,7 @@ class Channel:
         Raises:
             ConnectionLostError: the address refuses connections.
             DeadlineExceededError: there is no connection within the channel's deadline.
-            ProviderError: the provider refused.
-            ProtocolError: the provider does not serve the pinned model.
+            ProviderError, ProtocolError: the provider refused, or does not serve the pinned model.
         """
         return self._retry(partial(self.connect, wanted=wanted), wanted=wanted, refused_s=refused_s)
 
@@ -237,11 +236,8 @@ class Channel:
         return self._once(lambda deadline: self._repeat(frames, nonce, rows, deadline, meanwhile), deadline)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
-        """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant.
-
-        Raises:
-            TransportError, ProviderError, ProtocolError: there is no permit.
-        """
+        """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant. Raises
+        `TransportError`, `ProviderError` or `ProtocolError` if there is none."""
 
         def ask(deadline: float) -> wire.Permit:
             self._connect(deadline)

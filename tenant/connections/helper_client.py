@@ -132,6 +132,10 @@ class HelperClient:
             channel = min(self.channels[ahead * _CHANNELS :][:_CHANNELS], key=lambda channel: channel.worker.unfinished)
             return channel.worker.submit(self._effect, channel, wanted, relay, target)
 
+    def fetch(self, wanted: MaskRows, first_row: int, rows: int) -> Promise[Tensor | None]:
+        """Request the effect of some of the rows now, without relay."""
+        return self.submit(wanted.part(first_row, rows), ahead=False)
+
     def _effect(
         self, channel: Channel, wanted: MaskRows, relay: wire.Effect | None, target: RelayInstruction | None
     ) -> Tensor | None:

@@ -10,14 +10,11 @@ second keystream (`tenant.core.pads`).
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.network.block_statement import block_id
-from tenant.connections.helper_client import HelperClient, MaskRows
+from tenant.connections.helper_client import MaskRows
 from tenant.core.pads import EffectSource, Pad, PadOrder, RelayedBlock, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
-from tenant.worker import Promise
 
 
 class OneTimePads(SessionScheme):
@@ -60,11 +57,6 @@ class PadSource(EffectSource):
                     second=self._keystream(helper.seed, index, direction, counts, second=True),
                     until=target.until,
                 )
-                share = share._replace(block=block, fetch=partial(_fetch, helper, wanted))
+                share = share._replace(block=block, fetch=partial(helper.fetch, wanted))
             shares.append(share)
         return Pad(rows, tuple(shares))
-
-
-def _fetch(helper: HelperClient, wanted: MaskRows, first_row: int, rows: int) -> Promise[Tensor | None]:
-    """Request the effect of some rows of a pad, without relay."""
-    return helper.submit(wanted.part(first_row, rows), ahead=False)

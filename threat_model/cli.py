@@ -28,10 +28,7 @@ from tenant.cli.options import loading, takes
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
-    from symbiosis_priv.federation import Peer
-    from threat_model.conformance import Oracle, PropertyResult, Subject
-
-_IDENTITY = "providers serve only tenants with a certificate (mutual TLS)"
+    from threat_model.conformance import PropertyResult, Subject
 
 
 def threat_model(
@@ -146,11 +143,7 @@ def verify(
     if federation is not None and single.address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
-    subjects = (
-        _federation(federation, model, floats=floats, seed=chosen, deadline=deadline)
-        if federation is not None
-        else _single(single, model, floats=floats, seed=chosen, deadline=deadline)
-    )
+    subjects = _subjects(federation, single, model, floats=floats, seed=chosen, deadline=deadline)
     from threat_model.conformance import passed
 
     begun = time.monotonic()
@@ -177,79 +170,71 @@ def verify(
     raise typer.Exit(0 if passed(results) else 1)
 
 
-def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadline: float) -> list[Subject]:
-    from symbiosis_priv.federation import load_federation
+def _subjects(
+    path: Path | None, single: Single, model: str | None, *, floats: bool, seed: int, deadline: float
+) -> list[Subject]:
+    """The providers of a federation file, or the single one."""
+    from symbiosis_priv.federation import Peer, load_federation
+    from symbiosis_priv.network.addresses import parse_address
 
-    federation = load_federation(path)
-    require_identity(Identity(federation.tenant_certificate, federation.tenant_key), kind=Kind.TENANT)
+    digest = None
+    if path is not None:
+        federation = load_federation(path)
+        executors, helpers, digest = federation.executors, federation.helpers, federation.model_digest
+        own = Identity(federation.tenant_certificate, federation.tenant_key)
+        weight_bits, scope = federation.weight_bits, federation.scope
+    else:
+        if single.address is None:
+            raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
+        if single.certificate is None or model is None:
+            raise ConfigError(
+                "--address needs --certificate PROVIDER.pem, and --model CHECKPOINT to compare its answers with"
+            )
+        if single.tenant_certificate is None or single.tenant_key is None:
+            raise ConfigError(
+                "--address needs --tenant-certificate and --tenant-key: providers serve only tenants with a "
+                "certificate (mutual TLS). Make a request with `symbiosis-priv keys request`, and ask the executor's "
+                "operator to sign it"
+            )
+        host, port = parse_address(single.address)
+        load_pin(single.certificate)
+        own = Identity(single.tenant_certificate, single.tenant_key)
+        executors, helpers = (Peer(single.address, "unknown", single.role, host, port, single.certificate),), ()
+        weight_bits, scope = single.weight_bits, Scope(tied_head=single.tied_head, experts=not single.no_experts)
+    require_identity(own, kind=Kind.TENANT)
     if model is not None:
         resolve(model)
     with interrupts.loading("torch"):
-        from threat_model.conformance import Dialler, Subject
+        from symbiosis_priv.checkpoints.weights import WeightStore
+        from tenant.core.blame import DEFAULT_COLUMNS
+        from tenant.preparation.keys import prepare
+        from threat_model.conformance import CheckpointOracle, Dialler, Oracle, PreparedOracle, Subject
 
-    scope, digest = federation.scope, federation.model_digest
-    oracle = _oracle(model, weight_bits=federation.weight_bits, scope=scope, digest=digest, seed=seed)
-
-    def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
-        own = federation.tenant_certificate, federation.tenant_key
-        return Subject(Dialler(peer, *own, deadline), oracle, executors, require_floats=floats)
-
-    executors = [subject(peer) for peer in federation.executors]
-    return executors + [subject(peer, executors) for peer in federation.helpers]
-
-
-def _single(single: Single, model: str | None, *, floats: bool, seed: int, deadline: float) -> list[Subject]:
-    from symbiosis_priv.federation import Peer
-    from symbiosis_priv.network.addresses import parse_address
-
-    if single.address is None:
-        raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
-    if single.certificate is None or model is None:
-        raise ConfigError(
-            "--address needs --certificate PROVIDER.pem, and --model CHECKPOINT to compare its answers with"
-        )
-    if single.tenant_certificate is None or single.tenant_key is None:
-        raise ConfigError(
-            f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Make a request with `symbiosis-priv "
-            f"keys request`, and ask the executor's operator to sign it"
-        )
-    host, port = parse_address(single.address)
-    load_pin(single.certificate)
-    require_identity(Identity(single.tenant_certificate, single.tenant_key), kind=Kind.TENANT)
-    resolve(model)
-    with interrupts.loading("torch"):
-        from threat_model.conformance import Dialler, Subject
-
-    peer = Peer(
-        name=single.address, operator="unknown", role=single.role, host=host, port=port, certificate=single.certificate
-    )
-    scope = Scope(tied_head=single.tied_head, experts=not single.no_experts)
-    oracle = _oracle(model, weight_bits=single.weight_bits, scope=scope, digest=None, seed=seed)
-    dialler = Dialler(peer, certificate=single.tenant_certificate, key=single.tenant_key, deadline_s=deadline)
-    return [Subject(dialler, oracle, require_floats=floats)]
-
-
-def _oracle(model: str | None, *, weight_bits: int, scope: Scope, digest: str | None, seed: int) -> Oracle:
-    from symbiosis_priv.checkpoints.weights import WeightStore
-    from tenant.core.blame import DEFAULT_COLUMNS
-    from tenant.preparation.keys import prepare
-    from threat_model.conformance import CheckpointOracle, PreparedOracle
-
+    oracle: Oracle
     if model is None:
         assert digest is not None  # --address requires --model
         try:
-            return PreparedOracle(prepare(None, digest=digest, columns=DEFAULT_COLUMNS))
+            oracle = PreparedOracle(prepare(None, digest=digest, columns=DEFAULT_COLUMNS))
         except CheckpointError as error:
             raise ConfigError(
                 f"no session has prepared model {digest} on this machine: add --model CHECKPOINT, your own copy "
                 f"of what the providers should serve"
             ) from error
-    store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
-    with terminal.progress_bar("quantising") as progress:
-        own = store.manifest(progress=progress).digest
-    if digest not in (None, own):
-        raise CheckpointError(f"{model} is model {own}, but the federation pins {digest}: these cannot be compared")
-    return CheckpointOracle(store, seed=seed)
+    else:
+        store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
+        with terminal.progress_bar("quantising") as progress:
+            found = store.manifest(progress=progress).digest
+        if digest not in (None, found):
+            raise CheckpointError(
+                f"{model} is model {found}, but the federation pins {digest}: these cannot be compared"
+            )
+        oracle = CheckpointOracle(store, seed=seed)
+
+    def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
+        return Subject(Dialler(peer, own.certificate, own.key, deadline), oracle, executors, require_floats=floats)
+
+    asked = [subject(peer) for peer in executors]
+    return asked + [subject(peer, asked) for peer in helpers]
 
 
 _STYLE = {

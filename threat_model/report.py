@@ -308,10 +308,9 @@ def pool_charts(suite: Suite) -> list[str]:
         series: dict[str, list[tuple[float, float]]] = {}
         for cell in pool_cells(suite, attack.name):
             assert cell.outcome is not None  # pool_cells
-            name = f"noise × {cell.scheme.options['masking_options']['noise_scale']:g}"
-            series.setdefault(name, []).append(
-                (float(cell.scheme.options["masking_options"]["pool_size"]), cell.outcome.success)
-            )
+            pool = cell.scheme.options["masking_options"]
+            points = series.setdefault(f"noise × {pool['noise_scale']:g}", [])
+            points.append((float(pool["pool_size"]), cell.outcome.success))
         charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
     return charts
 
@@ -357,18 +356,11 @@ def roc_charts(suite: Suite) -> list[str]:
 def attack_charts(suite: Suite) -> list[str]:
     charts = []
     for attack in suite.attacks:
-        values = [
-            Bar(
-                c.scheme.name,
-                c.outcome.success,
-                c.outcome.interval.low,
-                c.outcome.interval.high,
-                c.outcome.chance,
-                _LOOKS[c.verdict][2],
-            )
-            for c in suite.cells
-            if c.attack is attack and c.outcome
-        ]
+        values = []
+        for c in suite.cells:
+            if c.attack is attack and (o := c.outcome):
+                ends = o.interval.low, o.interval.high
+                values.append(Bar(c.scheme.name, o.success, *ends, o.chance, _LOOKS[c.verdict][2]))
         if values:
             charts.append(figures.bars(f"{attack.name}: {attack.metric}", values, _RATE))
     return charts

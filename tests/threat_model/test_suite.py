@@ -121,16 +121,6 @@ def test_executor_and_all_helpers_together_read_pads_and_find_nothing_to_pool_on
     assert quick.cell(f"collusion, {direction}", "local").verdict is Verdict.ABSENT
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
-    cell = quick.cell(f"one helper is honest, {direction}", PADS.name)
-    assert cell.promised
-    assert cell.verdict is Verdict.HIDDEN
-    assert cell.outcome is not None
-    assert cell.outcome.trials > 1000
-    assert cell.outcome.hits == 0
-
-
 @pytest.mark.parametrize("scheme", [PADS, PADS_3], ids=lambda s: s.name)
 def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme: AttackedScheme) -> None:
     """The executor and any k - 1 of k helpers distinguish nothing and read no row; with all k they succeed at both."""
@@ -149,7 +139,9 @@ def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme
             told = outcome(Coalition(direction), pooled)
             assert told.trials == 1024
             assert not told.broken
-            assert outcome(Collusion(direction), pooled).hits == 0
+            read = outcome(Collusion(direction), pooled)
+            assert read.hits == 0
+            assert read.trials > 1000
         assert outcome(Coalition(direction), helpers).success == 1.0
         assert outcome(Collusion(direction), helpers).success == 1.0
 
@@ -228,18 +220,8 @@ def test_the_threat_model_names_every_attack_and_no_other() -> None:
     # names in italics that are not prose are attacks or properties
     known = {TokensFromRoutes.name} | {p.name for p in PROPERTIES}
     known |= {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS}
-    prose = {
-        "Leaks.",
-        "Measured.",
-        "Measured:",
-        "Not covered.",
-        "Proved.",
-        "Proved:",
-        "name",
-        "which",
-        "Also refuted by",
-    }
-    prose |= {"whatever the true value is"}
+    prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:"}
+    prose |= {"name", "which", "Also refuted by", "whatever the true value is"}
     italics = {" ".join(text.split()) for text in re.findall(r"(?<![*\w])\*(?!\s)([^*|`]+)(?<!\s)\*(?![*\w])", page)}
     assert italics <= known | prose, italics - known - prose
     for attack in ATTACKS:

@@ -3,6 +3,7 @@
 The provider runs in this process, behind its gateway and TLS. Faults are planted in its model or its executor.
 """
 
+import itertools
 import json
 import shutil
 import sys
@@ -296,10 +297,16 @@ def mixture(place: Place) -> Place:
     return replace(place, checkpoint=path)
 
 
+@pytest.fixture
+def judge_experts(mixture: Place) -> Judge:
+    """`judge` for a provider of the mixture."""
+    oracle = CheckpointOracle(mixture.store, seed=0)
+    return partial(mixture.judge, oracle=oracle, config=mixture.config(floats=False))
+
+
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_an_honest_provider_of_experts_passes(mixture: Place, role: wire.Role) -> None:
-    oracle, config = CheckpointOracle(mixture.store, seed=0), mixture.config(floats=False)
-    outcomes = mixture.judge(oracle=oracle, role=role, config=config)
+def test_an_honest_provider_of_experts_passes(judge_experts: Judge, role: wire.Role) -> None:
+    outcomes = judge_experts(role=role)
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
     assert outcomes["experts"].verdict == "holds"
 
@@ -316,34 +323,27 @@ def test_without_the_checkpoint_stacks_of_experts_are_not_judged(mixture: Place,
     assert "--model" in str(outcomes["experts"].reason)
 
 
-def neighbours(counts: Counts) -> Counts:
-    """The counts of the next expert, for every expert."""
-    return (*counts[1:], counts[0])
-
-
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_rows_multiplied_by_another_expert_are_found(
-    mixture: Place, tamper: Callable[[Callable[..., Tensor]], None], role: wire.Role
+    judge_experts: Judge, tamper: Callable[[Callable[..., Tensor]], None], role: wire.Role
 ) -> None:
     def fault(honest: Product, rows: Tensor, *, counts: Counts | None, **which: Any) -> Tensor:
-        return honest(rows) if counts is None else honest(rows, counts=neighbours(counts))
+        return honest(rows) if counts is None else honest(rows, counts=(*counts[1:], counts[0]))
 
     tamper(fault)
-    oracle, config = CheckpointOracle(mixture.store, seed=0), mixture.config(floats=False)
-    outcomes = mixture.judge("experts", "every-layer", "binding", oracle=oracle, role=role, config=config)
+    outcomes = judge_experts("experts", "every-layer", "binding", role=role)
     assert broken(outcomes) == {"experts"}
     assert any("rows of every expert" in line for line in violation_of(outcomes["experts"]).lines())
 
 
-def test_a_reply_with_other_counts_is_found(mixture: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_other_counts_is_found(judge_experts: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     answering = wire.Result.answering
 
     def forgetful(request: wire.Binding, **more: Any) -> wire.Result:
         return answering(msgspec.structs.replace(request, counts=None), **more)
 
     monkeypatch.setattr(wire.Result, "answering", forgetful)
-    oracle, config = CheckpointOracle(mixture.store, seed=0), mixture.config(floats=False)
-    outcomes = mixture.judge("binding", oracle=oracle, config=config)
+    outcomes = judge_experts("binding")
     assert broken(outcomes) == {"binding"}
     assert "counts" in str(outcomes["binding"].violation)
 
@@ -351,18 +351,25 @@ def test_a_reply_with_other_counts_is_found(mixture: Place, monkeypatch: pytest.
 # Planted faults
 
 
-def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = WeightStore.matrix
+@pytest.fixture
+def alter(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
+    """`alter(group, output, column)`: the provider's weight there is larger by one unit."""
+
+    def alter(group: int, output: int, column: int) -> None:
+        def altered(self: WeightStore, index: int) -> RingMatrix:
+            weight = self.group(index).weight.clone()
+            if index == group:
+                weight[output, column] += 1
+            return RingMatrix(weight, weight_bits=self.weight_bits)
+
+        monkeypatch.setattr(WeightStore, "matrix", altered)
+
+    return alter
+
+
+def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, alter: Callable[..., None]) -> None:
     group, output, column = 2, 17, 29
-
-    def altered(self: WeightStore, index: int) -> RingMatrix:
-        if index != group:
-            return honest(self, index)
-        weight = self.group(index).weight.clone()
-        weight[output, column] += 1
-        return RingMatrix(weight, weight_bits=self.weight_bits)
-
-    monkeypatch.setattr(WeightStore, "matrix", altered)
+    alter(group, output, column)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.verdict == "broken"
     assert outcome.culprit == "executor"
@@ -376,13 +383,8 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monke
     assert got - expected == case.rows[0, column]  # one unit
 
 
-def test_one_weight_altered_by_one_unit_is_found_at_a_helper(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def altered(self: WeightStore, index: int) -> RingMatrix:
-        weight = self.group(index).weight.clone()
-        weight[-1, -1] -= index == 3
-        return RingMatrix(weight, weight_bits=self.weight_bits)
-
-    monkeypatch.setattr(WeightStore, "matrix", altered)
+def test_one_weight_altered_by_one_unit_is_found_at_a_helper(judge: Judge, alter: Callable[..., None]) -> None:
+    alter(3, -1, -1)
     assert broken(judge("every-layer", "digest", role="helper")) == {"every-layer"}
 
 
@@ -419,54 +421,58 @@ def test_another_model_under_the_pinned_digest(judge: Judge, place: Place, monke
     assert found == {"every-layer", "ring-exact", "float", "bias-free"}
 
 
-def test_rounding_in_the_ring(judge: Judge, tamper: Callable[..., None]) -> None:
-    def rounds(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        y = honest(rows)
-        return y & ~1 if arithmetic == "ring" else y
+@pytest.mark.parametrize(
+    ("fault", "names", "found"),
+    [
+        pytest.param(
+            lambda honest, rows, *, arithmetic, **which: honest(rows) & ~1 if arithmetic == "ring" else honest(rows),
+            "digest ring-exact float bias-free bias-difference binding",
+            "ring-exact",
+            id="rounding in the ring",
+        ),
+        pytest.param(
+            lambda honest, rows, *, arithmetic, **which: honest(
+                rows if arithmetic == "ring" else rows.to(torch.bfloat16).to(torch.float32)
+            ),
+            "ring-exact float bias-free linear resend",
+            "float bias-free",
+            id="rounding on the float path",
+        ),
+        pytest.param(
+            lambda honest, rows, *, arithmetic, **which: honest(
+                rows, arithmetic="float" if arithmetic == "float_bias_free" else arithmetic
+            ),
+            "ring-exact float bias-free bias-difference",
+            "bias-free bias-difference",
+            id="the bias on the bias-free path",
+        ),
+        pytest.param(
+            lambda honest, rows, *, arithmetic, **which: honest(rows) + (arithmetic == "ring"),
+            "linear binding",
+            "linear",
+            id="an affine ring product",
+        ),
+    ],
+)
+def test_wrong_products(judge: Judge, tamper: Callable[..., None], fault: Product, names: str, found: str) -> None:
+    tamper(fault)
+    assert broken(judge(*names.split())) == set(found.split())
 
-    tamper(rounds)
-    found = broken(judge("digest", "ring-exact", "float", "bias-free", "bias-difference", "binding"))
-    assert found == {"ring-exact"}
 
-
-def test_a_float_ring_product_is_found(judge: Judge, tamper: Callable[..., None]) -> None:
+def test_a_float_ring_product_is_found(judge: Judge, place: Place, tamper: Callable[..., None]) -> None:
     """Right for small rows, wrong for large ones: a kernel that is exact only up to 2^24."""
 
-    def single(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        y = honest(rows)
-        return y.to(torch.float32).to(torch.int64).to(torch.int32) if arithmetic == "ring" else y
-
-    tamper(single)
-    outcomes = judge("ring-exact", "every-layer")
+    tamper(lambda honest, rows, **which: honest(rows).to(torch.float32).to(torch.int64).to(torch.int32))
+    outcomes = judge("ring-exact", "every-layer", config=place.config(floats=False))
     assert broken(outcomes) == {"ring-exact", "every-layer"}
     case = case_of(outcomes["ring-exact"])
     assert len(case.rows.nonzero()) == 1  # shrunk: one row, one column
     assert len(case.rows) == 1
 
 
-def test_rounding_on_the_float_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def half(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        return honest(rows) if arithmetic == "ring" else honest(rows.to(torch.bfloat16).to(torch.float32))
-
-    tamper(half)
-    found = broken(judge("ring-exact", "float", "bias-free", "linear", "resend"))
-    assert found == {"float", "bias-free"}
-
-
-def test_the_bias_on_the_bias_free_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def biased(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        return honest(rows, arithmetic="float" if arithmetic == "float_bias_free" else arithmetic)
-
-    tamper(biased)
-    found = broken(judge("ring-exact", "float", "bias-free", "bias-difference"))
-    assert found == {"bias-free", "bias-difference"}
-
-
 def test_no_bias_on_the_biased_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def unbiased(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        return honest(rows, arithmetic="ring" if arithmetic == "ring" else "float_bias_free")
-
-    tamper(unbiased)
+    without = {"ring": "ring", "float": "float_bias_free", "float_bias_free": "float_bias_free"}
+    tamper(lambda honest, rows, *, arithmetic, **which: honest(rows, arithmetic=without[arithmetic]))
     outcomes = judge("ring-exact", "float", "bias-free", "bias-difference")
     assert broken(outcomes) == {"float", "bias-difference"}
     assert not case_of(outcomes["bias-difference"]).rows.any()  # shrunk to a row of zeros, whose answer is the bias
@@ -486,14 +492,6 @@ def test_rows_that_affect_each_other(judge: Judge, tamper: Callable[..., None]) 
     assert broken(outcomes) >= {"independent-rows"}
     assert "resend" not in broken(outcomes)
     assert len(case_of(outcomes["independent-rows"]).rows) == 2
-
-
-def test_an_affine_ring_product(judge: Judge, tamper: Callable[..., None]) -> None:
-    def affine(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        return honest(rows) + (arithmetic == "ring")
-
-    tamper(affine)
-    assert "linear" in broken(judge("linear", "binding"))
 
 
 def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,16 +522,9 @@ def test_wrong_narrow_payloads_only(judge: Judge, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_that_depends_on_the_one_before(judge: Judge, tamper: Callable[..., None]) -> None:
-    count = 0
-
-    def stateful(honest: Product, rows: Tensor, **which: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return honest(rows) + count
-
-    tamper(stateful)
-    outcome = judge("resend")["resend"]
-    assert outcome.verdict == "broken"
+    answers = itertools.count(1)
+    tamper(lambda honest, rows, **which: honest(rows) + next(answers))
+    assert judge("resend")["resend"].verdict == "broken"
 
 
 def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,10 +617,7 @@ def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> N
 
 
 def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
-    def many(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
-        return honest(rows) + (arithmetic == "ring" and len(rows) > 500)
-
-    tamper(many)
+    tamper(lambda honest, rows, *, arithmetic, **which: honest(rows) + (arithmetic == "ring" and len(rows) > 500))
     outcomes = judge("every-layer", "ring-exact", "row-counts")
     assert broken(outcomes) == {"row-counts"}
     assert len(case_of(outcomes["row-counts"]).rows) == 501  # the smallest row count
@@ -738,7 +726,8 @@ def test_the_oracle_is_the_integer_product(oracle: CheckpointOracle, data: st.Da
     direction = data.draw(testing.directions())
     width, _ = oracle.widths(index, direction)
     rows = data.draw(testing.ring_rows(width=width, count=2))
-    weight = oracle._group(index).integers.T if direction == FORWARD else oracle._group(index).integers
+    integers, _, _ = oracle.group(index)
+    weight = integers.T if direction == FORWARD else integers
     column = data.draw(st.integers(0, weight.shape[1] - 1))
     for row, got in zip(rows.tolist(), oracle.ring_product(index, direction, rows), strict=True):
         exact = sum(x * int(w) for x, w in zip(row, weight[:, column], strict=True))
@@ -774,22 +763,22 @@ def test_a_federation_from_the_command_line(local: LocalFederation, place: Place
     assert ("helper", "effect-agreement") in tested
 
 
+def fails(local: LocalFederation, name: str, model: Path, **options: Any) -> None:
+    """Verify one provider by its address; the command ends with status 1."""
+    keys = local.directory / "keys"
+    files = {"tenant_certificate": keys / "tenant.pem", "tenant_key": keys / "tenant.key"}
+    with pytest.raises(typer.Exit) as end:
+        verify_command(
+            address=local.address(name), certificate=keys / f"{name}.pem", model=str(model), **files, **options
+        )
+    assert end.value.exit_code == 1
+
+
 def test_one_provider_by_address_and_the_wrong_checkpoint(
     local: LocalFederation, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = local.directory / "keys"
     report = tmp_path / "verify.json"
-    with pytest.raises(typer.Exit) as end:
-        verify_command(
-            address=local.address("executor"),
-            certificate=keys / "executor.pem",
-            tenant_certificate=keys / "tenant.pem",
-            tenant_key=keys / "tenant.key",
-            model=str(place.other),
-            examples=10,
-            json_file=report,
-        )
-    assert end.value.exit_code == 1
+    fails(local, "executor", place.other, examples=10, json_file=report)
     shown = capsys.readouterr().out
     assert "breaks digest" in shown
     assert "breaks every-layer" in shown
@@ -802,17 +791,7 @@ def test_one_provider_by_address_and_the_wrong_checkpoint(
 def test_the_wrong_role_is_reported_once_with_the_fix(
     local: LocalFederation, place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = local.directory / "keys"
-    with pytest.raises(typer.Exit) as end:
-        verify_command(
-            address=local.address("helper"),
-            certificate=keys / "helper.pem",
-            tenant_certificate=keys / "tenant.pem",
-            tenant_key=keys / "tenant.key",
-            model=str(place.checkpoint),
-            examples=3,
-        )
-    assert end.value.exit_code == 1
+    fails(local, "helper", place.checkpoint, examples=3)
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("does not serve this tenant as executor") == 1
     assert "--role helper" in shown

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -139,11 +139,12 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
     with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
         preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
         detections = []
-        for kind in _lies(lab, rng):
-            liars = [Tamper(kind.role, kind.lies[trial % len(kind.lies)]) for trial in range(repeats)]
-            ways = (DIRECTIONS[trial % 2] for trial in range(repeats))
-            caught = sum(_session(lab, preparation, liar, way, rng)[0] for liar, way in zip(liars, ways, strict=True))
-            detections.append(Detection(kind.name, caught, repeats, kind.valuation))
+        for kind, role, lies, valuation in _lies(lab, rng):
+            caught = 0
+            for trial in range(repeats):
+                liar = Tamper(role, lies[trial % len(lies)])
+                caught += _session(lab, preparation, liar, DIRECTIONS[trial % 2], rng)[0]
+            detections.append(Detection(kind, caught, repeats, valuation))
         for what, refused in (
             ("hostile folder", attack_folders(lab)),
             ("lying registry", attack_registry(lab.federation)),
@@ -156,14 +157,8 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
         return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Lies of one role, which are counted together and used in turn."""
-
-    name: str
-    role: wire.Role
-    lies: Sequence[Lie]
-    valuation: int | None = None
+_Kind = tuple[str, wire.Role, list[Lie], int | None]
+"""The name of some lies that are used in turn, the role of the liar, the lies, and the valuation of their error."""
 
 
 def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
@@ -203,14 +198,14 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
         answer[0, 0] += _signed(1 << 31)
 
     return [
-        *(_Kind(f"error of valuation {v}", "executor", [error(v)], valuation=v) for v in range(32)),
-        _Kind("error as large as the range", "executor", [near_range]),
-        _Kind("the same error in every session", "executor", [repeated]),
-        _Kind("rows swapped", "executor", [swap]),
-        _Kind("another layer's product", "executor", [other_layer]),
-        _Kind("replayed answer", "executor", [replay]),
-        _Kind("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
-        _Kind("helper: replayed effects", "helper", [replay]),
+        *((f"error of valuation {v}", "executor", [error(v)], v) for v in range(32)),
+        ("error as large as the range", "executor", [near_range], None),
+        ("the same error in every session", "executor", [repeated], None),
+        ("rows swapped", "executor", [swap], None),
+        ("another layer's product", "executor", [other_layer], None),
+        ("replayed answer", "executor", [replay], None),
+        ("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)], None),
+        ("helper: replayed effects", "helper", [replay], None),
     ]
 
 
@@ -224,13 +219,11 @@ def _session(
     weight = lab.public.quantised(index).weight.long()
     truth = x @ (weight.t() if direction == FORWARD else weight)
     options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0, wiretap=liar)
-    session = Session(lab.federation, preparation, options=options)
-    try:
-        session.product(index, direction, x.to(torch.int32))
-    except (VerificationError, QuarantinedError):
-        return True, truth
-    finally:
-        session.close()
+    with closing(Session(lab.federation, preparation, options=options)) as session:
+        try:
+            session.product(index, direction, x.to(torch.int32))
+        except (VerificationError, QuarantinedError):
+            return True, truth
     return False, truth
 
 
@@ -266,7 +259,7 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
     rows = expand(random_key(), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()
     passed: Counter[tuple[int, int]] = Counter()
-    cases = [(columns, valuation) for columns in (1, 2) for valuation in (31, 30, 29, 28)]
+    cases = list(itertools.product((1, 2), (31, 30, 29, 28)))
     for _, columns in itertools.product(range(trials), (1, 2)):
         # one key for an error of each valuation: the trials of one valuation have independent keys
         keys = BlameKeys.fresh(columns=columns)
@@ -276,7 +269,7 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
             place = int(torch.randint(answer.numel(), (), generator=rng))
             wrong.view(-1)[place] += _signed(1 << valuation)
             passed[columns, valuation] += keys.accepts(group, FORWARD, rows=rows, answer=wrong)
-    return [Forgery(columns, valuation, passed[columns, valuation], trials) for columns, valuation in cases]
+    return [Forgery(*case, passed[case], trials) for case in cases]
 
 
 def _signed(value: int) -> int:
@@ -323,29 +316,21 @@ def attack_relays(lab: Lab, preparation: Preparation) -> dict[str, bool]:
         "an executor's block is another one": ("executor", subtract | {fetch: _changed(nonce=bytes(16))}),
         "an executor changes the block": ("executor", subtract | {fetch: _changed()}),
     }
-    found = {}
+    federation, options = load_federation(lab.relayed), SessionOptions(masking="pad", deadline_s=20, pool_memory=0)
+    rows = torch.arange(3 * preparation.facts[0].inputs(FORWARD), dtype=torch.int32).view(3, -1) % 97 - 48
+    found = dict.fromkeys(lies, False)
     for name, (liar, replacements) in lies.items():
         with ExitStack() as stack:
             for target, lie in replacements.items():
                 stack.enter_context(mock.patch(target, lie))
-            found[name] = _blamed(lab, preparation) == liar
+            session = stack.enter_context(closing(Session(federation, preparation, options=options)))
+            deadline = time.monotonic() + _PATIENCE_S
+            try:
+                while not session.ledger().rows_relayed and time.monotonic() < deadline:
+                    session.product(GroupIndex(0), FORWARD, rows)
+            except VerificationError as error:
+                found[name] = error.provider == liar
     return found
-
-
-def _blamed(lab: Lab, preparation: Preparation) -> str | None:
-    """The providers that a refused product names; None if a relayed product was accepted."""
-    options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0)
-    session = Session(load_federation(lab.relayed), preparation, options=options)
-    rows = torch.arange(3 * preparation.facts[0].inputs(FORWARD), dtype=torch.int32).view(3, -1) % 97 - 48
-    deadline = time.monotonic() + _PATIENCE_S
-    try:
-        while not session.ledger().rows_relayed and time.monotonic() < deadline:
-            session.product(GroupIndex(0), FORWARD, rows)
-    except VerificationError as error:
-        return error.provider
-    finally:
-        session.close()
-    return None
 
 
 def _changed(**fields: bytes) -> Callable[..., KeptBlock]:

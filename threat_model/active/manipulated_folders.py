@@ -26,7 +26,7 @@ from tenant.model.loading import load_adapter_tensors, load_language_model, load
 from tenant.preparation.keys import prepare
 from threat_model.lab import Lab
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -48,7 +48,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "a quantization_config that turns masking off": lambda folder: _edit(folder, quantization_config=unmasked),
         "the same, nested": lambda folder: _edit(folder, audio_config={"quantization_config": unmasked}),
         "a kernel to fetch and run": lambda folder: _edit(folder, attn_implementation="somebody/kernel"),
-        "an adapter beside the model": lambda folder: _write(folder / "adapter_config.json", "{}"),
+        "an adapter beside the model": lambda folder: (folder / "adapter_config.json").write_text("{}"),
         "another config.json": lambda folder: _edit(folder, rms_norm_eps=0.25),
         "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
         "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
@@ -94,7 +94,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         shadow.mkdir()
         save_file({}, shadow / "adapter_model.safetensors")
         said = {"peft_type": "SHADOW", "shadow_model": str(lab.store.path)}
-        _write(shadow / "adapter_config.json", json.dumps(said))
+        (shadow / "adapter_config.json").write_text(json.dumps(said))
         refused["an adapter that names another model to load"] = _refused(partial(vet_adapter, shadow))
 
         # a tenant that continues with the tensors of a training checkpoint which replaces a norm
@@ -118,13 +118,11 @@ def _copy(lab: Lab, folder: Path, change: Change = lambda folder: None) -> Path:
 
 
 def _refused(work: Callable[[], object]) -> bool:
-    """Returns True if the tenant refuses some work."""
+    """Returns True if the tenant refuses some work. An accidental error of a library is not a refusal."""
     try:
         work()
-    except SymbiosisError:
-        return True
-    except Exception:  # an accidental error of a library is not a refusal
-        return False
+    except Exception as error:
+        return isinstance(error, SymbiosisError)
     return False
 
 
@@ -133,10 +131,6 @@ def _load(lab: Lab, folder: Path, cache: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote, trust_remote_code=False)
     backend_of(model).close()
     return model
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _repeat_text(folder: Path) -> None:

@@ -11,8 +11,9 @@ fingerprint treats it as an unknown certificate.
 """
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -37,47 +38,6 @@ _LONG = 0x80  # DER encodes lengths of at least this value in additional bytes
 _INTERNAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "100.100.100.200", "224.0.0.1")
 
 
-@dataclass(frozen=True)
-class _Scene:
-    """An authority, and executors whose certificates it has issued."""
-
-    federation: Federation
-    folder: Path
-    authority: Identity
-    executor: Identity
-    revoked: Identity
-
-    def identity(self, name: str, *, operator: str, authority: Identity | None = None) -> Identity:
-        return issue(
-            self.folder / operator,
-            authority=authority or self.authority,
-            kind=Kind.PROVIDER,
-            name=name,
-            operator=operator,
-            days=_DAYS,
-        )
-
-    def descriptor(
-        self,
-        identity: Identity,
-        *,
-        address: tuple[str, int] = ("localhost", _PORT),
-        after_s: float = 0.0,
-        draining: bool = False,
-    ) -> bytes:
-        return describe(
-            identity,
-            address=address,
-            model_digest=self.federation.model_digest,
-            weight_bits=self.federation.weight_bits,
-            layers=LayerRange(0, 0),
-            capacity=1.0,
-            issued=round(MS * (_NOW + after_s)),
-            lifetime_s=_LIFE_S,
-            draining=draining,
-        )
-
-
 def attack_registry(federation: Federation) -> dict[str, bool]:
     """Attack a tenant with dishonest listings. Returns True for each attack that the tenant refused, by name.
 
@@ -89,24 +49,70 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        authority = create_authority(folder, name="federation", days=_DAYS)
-        executor, revoked = (
-            issue(folder, authority=authority, kind=Kind.PROVIDER, name=name, operator=f"{name} AG", days=_DAYS)
-            for name in ("newcomer", "leaver")
-        )
-        steering = issue(
-            folder, authority=authority, kind=Kind.PROVIDER, name="steering", operator="St", hosts=_INTERNAL, days=_DAYS
-        )
+        authority, own = (create_authority(folder / name, name="federation", days=_DAYS) for name in ("real", "own"))
+
+        def identity(name: str, *, operator: str, signer: Identity = authority, **more: Any) -> Identity:
+            where = folder / operator
+            return issue(where, authority=signer, kind=Kind.PROVIDER, name=name, operator=operator, days=_DAYS, **more)
+
+        def descriptor(
+            identity: Identity,
+            *,
+            address: tuple[str, int] = ("localhost", _PORT),
+            after_s: float = 0.0,
+            draining: bool = False,
+        ) -> bytes:
+            return describe(
+                identity,
+                address=address,
+                model_digest=federation.model_digest,
+                weight_bits=federation.weight_bits,
+                layers=LayerRange(0, 0),
+                capacity=1.0,
+                issued=round(MS * (_NOW + after_s)),
+                lifetime_s=_LIFE_S,
+                draining=draining,
+            )
+
+        executor, revoked = (identity(name, operator=f"{name} AG") for name in ("newcomer", "leaver"))
+        steering = identity("steering", operator="St", hosts=_INTERNAL)
         revoked_list = folder / "revoked.txt"
         revoke(revoked_list, [revoked.certificate])
         registries = Registries(("localhost:7500",), authority.certificate, revoked_list)
         asking = replace(federation, registries=registries)
         remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
-        scene = _Scene(asking, folder, authority, executor, revoked)
-        if _accepted(asking, [scene.descriptor(executor)]) != {"newcomer"}:
+        if _accepted(asking, [descriptor(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not accepted")
-        steered = any(_accepted(remote, [scene.descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)
-        refused = {name: not _accepted(asking, listed) for name, listed in _listings(scene).items()}
+        steered = any(_accepted(remote, [descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)
+
+        pinned, helper = federation.executors[0], federation.helpers[0]
+        good = descriptor(executor)
+        # the certificate and the signature may contain the two bytes of the port, too
+        port = good.rindex(_PORT.to_bytes(2, "big"), 0, good.index(federation.model_digest.encode()))
+        altered = good[:port] + (_PORT + 1).to_bytes(2, "big") + good[port + 2 :]
+        forged = identity("newcomer", operator="Nobody", signer=own)
+        impostor = identity("impostor", operator="Impostor AG")
+        twin_revoked = twin_of(revoked, folder / "twin")
+        listings = {
+            "an executor that another authority vouches for": [descriptor(forged)],
+            "an executor with another port than it has signed": [altered],
+            "an executor of a helper's company": [descriptor(identity("innocent", operator=helper.operator))],
+            "an executor by the name of a pinned one": [descriptor(identity(pinned.name, operator="Impostor AG"))],
+            # another name of the same machine
+            "an executor at the address of a pinned helper": [descriptor(impostor, address=("localhost", helper.port))],
+            "an executor that was revoked": [descriptor(revoked)],
+            "an executor that was revoked, its certificate's signature written another way": [descriptor(twin_revoked)],
+            "a host that the executor's certificate does not name": [
+                descriptor(executor, address=("elsewhere.example", _PORT))
+            ],
+            "a descriptor of an hour ago": [descriptor(executor, after_s=-3600)],
+            "a descriptor of the future": [descriptor(executor, after_s=3600)],
+            "an executor that has left, by what it said before": [
+                descriptor(executor, after_s=1, draining=True),
+                descriptor(executor),
+            ],
+        }
+        refused = {name: not _accepted(asking, listed) for name, listed in listings.items()}
         return refused | {"an address of the tenant's own machine, link or cloud": not steered}
 
 
@@ -118,63 +124,19 @@ def _accepted(federation: Federation, listed: list[bytes]) -> set[str]:
     return {peer.name for peer in discovery.update()}
 
 
-def _listings(scene: _Scene) -> dict[str, list[bytes]]:
-    """What the registry lists, by the name of the attack."""
-    own = create_authority(scene.folder / "own", name="federation", days=_DAYS)
-    executor, pinned, helper = scene.executor, scene.federation.executors[0], scene.federation.helpers[0]
-    good = scene.descriptor(executor)
-    # the certificate and the signature may contain the two bytes of the port, too
-    port = good.rindex(_PORT.to_bytes(2, "big"), 0, good.index(scene.federation.model_digest.encode()))
-    altered = good[:port] + (_PORT + 1).to_bytes(2, "big") + good[port + 2 :]
-    forged = scene.identity("newcomer", operator="Nobody", authority=own)
-    namesake = scene.identity(pinned.name, operator="Impostor AG")
-    impostor = scene.identity("impostor", operator="Impostor AG")
-    twin_revoked = twin_of(scene.revoked, scene.folder / "twin")
-    return {
-        "an executor that another authority vouches for": [scene.descriptor(forged)],
-        "an executor with another port than it has signed": [altered],
-        "an executor of a helper's company": [scene.descriptor(scene.identity("innocent", operator=helper.operator))],
-        "an executor by the name of a pinned one": [scene.descriptor(namesake)],
-        # another name of the same machine
-        "an executor at the address of a pinned helper": [
-            scene.descriptor(impostor, address=("localhost", helper.port))
-        ],
-        "an executor that was revoked": [scene.descriptor(scene.revoked)],
-        "an executor that was revoked, its certificate's signature written another way": [
-            scene.descriptor(twin_revoked)
-        ],
-        "a host that the executor's certificate does not name": [
-            scene.descriptor(executor, address=("elsewhere.example", _PORT))
-        ],
-        "a descriptor of an hour ago": [scene.descriptor(executor, after_s=-3600)],
-        "a descriptor of the future": [scene.descriptor(executor, after_s=3600)],
-        "an executor that has left, by what it said before": [
-            scene.descriptor(executor, after_s=1, draining=True),
-            scene.descriptor(executor),
-        ],
-    }
-
-
-def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
-    """The same certificate with the second valid signature of its issuer, (r, n - s) in place of (r, s).
-
-    Args:
-        curve: curve of the issuer's key.
-    """
+def twin_of(identity: Identity, folder: Path) -> Identity:
+    """An identity with the same key and the twin of its certificate: the second valid signature of its issuer, whose
+    key is on P-256, in place of the first one."""
+    certificate = load_certificates(identity.certificate)[0]
     whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
     signature = certificate.signature
     algorithm = whole[whole.index(signed) + len(signed) : -len(_tlv(_BIT_STRING, b"\0" + signature))]
     r, s = decode_dss_signature(signature)
-    other = _tlv(_BIT_STRING, b"\0" + encode_dss_signature(r, curve.group_order - s))
-    return x509.load_der_x509_certificate(_tlv(_SEQUENCE, signed + algorithm + other))
-
-
-def twin_of(identity: Identity, folder: Path) -> Identity:
-    """An identity with the same key and the twin of its certificate. The issuer's key is on P-256."""
-    certificate = twin(load_certificates(identity.certificate)[0], curve=ec.SECP256R1())
+    other = _tlv(_BIT_STRING, b"\0" + encode_dss_signature(r, ec.SECP256R1().group_order - s))
+    twin = x509.load_der_x509_certificate(_tlv(_SEQUENCE, signed + algorithm + other))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / identity.certificate.name
-    path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    path.write_bytes(twin.public_bytes(Encoding.PEM))
     return Identity(path, identity.key)
 
 

@@ -59,7 +59,6 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
 
     name = "adapter by least squares"
     family = "adapter"
-    party = "executor"
     decisive = True
     sees = "forward rows of generations"
     source = "Symbiosis Figure 8"
@@ -107,13 +106,23 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
 def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (module, inputs `[n, d]`, vectors that span its outputs `[n, k, o]`) for every linear that this attack can
     read."""
+    config = public.model.config
+    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
     for layer in range(public.layers):
         block = f"model.layers.{layer}."
         qkv, out, gate, down = (
             _requests(view, public.group_of(block + name))
             for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         )
-        yield block + "self_attn.v_proj", *_at_first_positions(view, rows, public, layer)
+        # at the first positions
+        x, o = (
+            torch.cat(
+                [rows.rows[e.order][::length] for e, _, length in prefills(view, public.group_of(name, layer=layer))]
+            )
+            for name in ("v_proj", "o_proj")
+        )
+        v = o.view(len(o), groups, heads // groups, -1).mean(dim=2).flatten(1)
+        yield block + "self_attn.v_proj", x, v[:, None]
         before = _directions(public, rows, qkv, block + "input_layernorm")
         between = _directions(public, rows, gate, block + "post_attention_layernorm")
         yield block + "self_attn.o_proj", rows.of(out), torch.stack([before, between], dim=1)
@@ -124,7 +133,13 @@ def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> 
         else:
             continue  # a tied head is not offloaded
         after = _requests(view, following)
-        kept = _last_positions(down, after)
+        # the rows that continue to the next group: all rows, or the last row of each sequence before the head
+        last, start = [], 0
+        for all_rows, some in zip(down, after, strict=True):
+            length = len(all_rows.rows) // len(some.rows)
+            last.append(torch.arange(start + length - 1, start + len(all_rows.rows), length))
+            start += len(all_rows.rows)
+        kept = torch.cat(last)
         parts = [between[kept], _directions(public, rows, after, norm)]
         yield block + "mlp.down_proj", rows.of(down)[kept], torch.stack(parts, dim=1)
 
@@ -137,27 +152,6 @@ def _directions(public: Public, rows: Subtraction, requests: list[Exchange], nor
     """Unit vectors along the inputs of an RMS norm whose outputs were sent; float64 `[n, d]`."""
     scale: Tensor = public.model.get_submodule(norm).weight.double()  # type: ignore[assignment]
     return normalize(rows.of(requests) / scale, dim=1)
-
-
-def _last_positions(requests: list[Exchange], heads: list[Exchange]) -> Tensor:
-    """Indices of the rows that continue to the next group: all rows, or the last row of each sequence before the
-    head."""
-    kept, start = [], 0
-    for all_rows, some in zip(requests, heads, strict=True):
-        length = len(all_rows.rows) // len(some.rows)
-        kept.append(torch.arange(start + length - 1, start + len(all_rows.rows), length))
-        start += len(all_rows.rows)
-    return torch.cat(kept)
-
-
-def _at_first_positions(view: ExecutorView, rows: Subtraction, public: Public, layer: int) -> tuple[Tensor, Tensor]:
-    qkv, out = (public.group_of(name, layer=layer) for name in ("v_proj", "o_proj"))
-    x = torch.cat([rows.rows[e.order][::length] for e, _, length in prefills(view, qkv)])
-    o = torch.cat([rows.rows[e.order][::length] for e, _, length in prefills(view, out)])
-    config = public.model.config
-    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
-    v = o.view(len(o), groups, heads // groups, -1).mean(dim=2).flatten(1)
-    return x, v[:, None]
 
 
 def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:

@@ -83,7 +83,7 @@ class Attack(ABC, Generic[V, G]):
 
     name: str
     family: str
-    party: ClassVar[Party]
+    party: ClassVar[Party] = "executor"
     sees: ClassVar[str]
     source: ClassVar[str]
     metric: ClassVar[str]
@@ -101,9 +101,8 @@ class Attack(ABC, Generic[V, G]):
 
 
 class LabelsAttack(Attack[V, Labels]):
-    """An attack of an executor that guesses tokens or labels."""
+    """An attack that guesses tokens or labels."""
 
-    party = "executor"
     metric = "tokens"
     chance = "the same guesses at random rows"
 

@@ -16,7 +16,7 @@ from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack
 from threat_model.attacks.exchanges import unstack
-from threat_model.attacks.statistics_of_masks import Distinguisher, RowScores
+from threat_model.attacks.statistics_of_masks import Distinguisher
 from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
@@ -88,7 +88,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
         return Outcome(hits, n, chance, binomial_tail(hits, n, chance))
 
 
-class Coalition(DirectedAttack[CollusionView, RowScores]):
+class Coalition(DirectedAttack[CollusionView, Tensor]):
     """A two-row distinguisher for a coalition that knows all shares except one. The coalition is also told which row of
     a share belongs to which request, which a real coalition does not know.
     """
@@ -105,7 +105,7 @@ class Coalition(DirectedAttack[CollusionView, RowScores]):
         super().__init__(direction)
         self._inner = Distinguisher(direction)
 
-    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> RowScores | None:
+    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Tensor | None:
         game = view.executor.games.get(self.direction)
         if game is None or not view.helpers:
             return None
@@ -118,7 +118,7 @@ class Coalition(DirectedAttack[CollusionView, RowScores]):
         left = replace(game, known=known, unknown=unknown)
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 
-    def score(self, guess: RowScores, truth: Truth) -> Outcome:
+    def score(self, guess: Tensor, truth: Truth) -> Outcome:
         return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
 
 

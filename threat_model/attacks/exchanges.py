@@ -13,20 +13,17 @@ from threat_model.attacks.base import DirectedAttack, GuessedRows, RowsAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Exchange, ExecutorView
 
-# Relayed effects: the executor subtracts blocks from its product, and solves for rows whose product is the
-# difference.
-#
-# If a helper relayed bare effects, the difference would be the product of the rows, and a matrix with at least as
-# many outputs as inputs gives the rows back. A block is `e + m`, so the difference is the product less the second
-# keystreams.
-
 
 class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
-    """The smallest rows whose products are nearest to the answers without blocks."""
+    """The smallest rows whose products are nearest to the answers without blocks.
+
+    If a helper relayed bare effects, the executor's product less the blocks would be the product of the rows, and a
+    matrix with at least as many outputs as inputs gives the rows back. A block is `e + m`, so the difference is the
+    product less the second keystreams.
+    """
 
     name = "product less blocks"
     family = "noise removal"
-    party = "executor"
     sees = "masked rows, relayed blocks, and its products less the blocks"
     source = "threat model, relay"
 

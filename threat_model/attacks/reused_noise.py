@@ -37,7 +37,6 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
 
     name = "candidate subtraction"
     family = "noise removal"
-    party = "executor"
     decisive = True
     sees = "rows, and noises whose effect it was asked for"
     source = "against Symbiosis §3.8"
@@ -63,7 +62,6 @@ class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Executo
 
     name = "zero and padding rows"
     family = "noise removal"
-    party = "executor"
     sees = "rows, no noise"
     source = "threat model, paper-pool"
 
@@ -133,7 +131,6 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
 
     name = "differencing"
     family = "noise removal"
-    party = "executor"
     sees = "rows, no noise"
     source = "rule 3; two-time pad"
     metric = "claimed differences within 1 %"

@@ -25,17 +25,6 @@ Facts = Mapping[str, object]
 _HEADER_MOST, _TOLERANCE = 250, 0.1
 
 
-def facts_of(truth: Truth) -> dict[str, object]:
-    """The facts that these attacks look for."""
-    return {
-        "training steps": truth.steps,
-        "prompts": list(truth.batches),
-        "tokens generated": list(truth.generated),
-        "tokens generated in all": sum(truth.generated),
-        "sequences": truth.batches[-1][0] if truth.batches else 0,
-    }
-
-
 class _SideChannel:
     family = "side channel"
     metric = "facts right"
@@ -44,7 +33,13 @@ class _SideChannel:
 
     def score(self, guess: Facts, truth: Truth) -> Outcome:
         """Score the claimed facts: a claim that is true is a hit."""
-        real = facts_of(truth)
+        real: Facts = {
+            "training steps": truth.steps,
+            "prompts": truth.batches,
+            "tokens generated": truth.generated,
+            "tokens generated in all": sum(truth.generated),
+            "sequences": truth.batches[-1][0] if truth.batches else 0,
+        }
         right = sum(real[name] == value for name, value in guess.items())
         return Outcome(right, len(guess), 0.0, 0.0 if right == len(guess) else 1.0)
 
@@ -53,7 +48,6 @@ class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
     """Counts requests and rows."""
 
     name = "shapes, executor"
-    party = "executor"
     sees = "row counts, directions, order"
     source = "rule 9"
 

@@ -6,7 +6,7 @@ rejects at its own level, and no distinguisher has an advantage. These attacks m
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class SeedRecovery(RowsAttack[ExecutorView]):
 
     name = "seed of the generator"
     family = "generator"
-    party = "executor"
     sees = "rows, in order"
     source = "rule 1"
 
@@ -108,16 +107,15 @@ def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
     # the sampler multiplies in float32 and rounds intermediate values, and so does this code
     angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
     off_angle = torch.cos(_GRID * (angles - angle).abs().amin(dim=0))
-    square = cosine.square() + sine.square()
-    return torch.stack([(off_angle + _radius_on_grid(square / scale**2)).sum(dim=(1, 2)) for scale in scales])
-
-
-def _radius_on_grid(square: Tensor) -> Tensor:
-    # 1 - u of the radius is exp(-r^2/2); rounding of r hides it unless r is small
-    inner = torch.exp((-0.5 * square).clamp(min=-700))  # torch takes ten times as long where the result would be 0
-    sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
-    steps = inner * _GRID
-    return torch.cos(2 * math.pi * (steps - steps.floor())) * sharp
+    found = []
+    for scale in scales:
+        # 1 - u of the radius is exp(-r^2/2); rounding of r hides it unless r is small. torch takes ten times as long
+        # where the exponential would be 0
+        inner = torch.exp((-0.5 * (cosine.square() + sine.square()) / scale**2).clamp(min=-700))
+        sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
+        steps = inner * _GRID
+        found.append((off_angle + torch.cos(2 * math.pi * (steps - steps.floor())) * sharp).sum(dim=(1, 2)))
+    return torch.stack(found)
 
 
 _LEVEL = 0.01
@@ -130,7 +128,6 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
 
     name = "uniformity of bytes"
     family = "statistics"
-    party = "executor"
     sees = "rows, and relayed blocks"
     source = "Knuth, TAOCP 2, 3.3"
     metric = "tests that reject at 1 %"
@@ -175,30 +172,22 @@ def _serial_tests(words: Tensor) -> list[float]:
     return [2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())) for a, b in pairs]
 
 
-@dataclass(frozen=True, eq=False)
-class RowScores:
-    """Scores of the unknown rows; a score above zero means "the second row"."""
-
-    scores: Tensor
-
-
-class Distinguisher(DirectedAttack[ExecutorView, RowScores]):
+class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
     """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows.
 
     In the distinguishing game, the adversary picks two rows, and the tenant masks one of them at random, thousands of
-    times.
+    times. A guess has a score for each unknown row; above zero means "the second row".
     """
 
     name = "two-row distinguisher"
     family = "statistics"
-    party = "executor"
     decisive = True
     sees = "rows of a game with two rows that it chose, half of them labelled"
     source = "indistinguishability under chosen plaintext"
     metric = "rows told apart"
     chance = "1/2"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> RowScores | None:
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Tensor | None:
         game = view.games.get(self.direction)
         if game is None:
             return None
@@ -207,12 +196,13 @@ class Distinguisher(DirectedAttack[ExecutorView, RowScores]):
         known, unknown = (known - centre) / spread, (unknown - centre) / spread
         target = game.labels.double() * 2 - 1
         gram = known.t() @ known + _RIDGE * len(known) * torch.eye(known.shape[1], dtype=torch.float64)
-        return RowScores(unknown @ torch.linalg.solve(gram, known.t() @ target))
+        scores: Tensor = unknown @ torch.linalg.solve(gram, known.t() @ target)
+        return scores
 
-    def score(self, guess: RowScores, truth: Truth) -> Outcome:
+    def score(self, guess: Tensor, truth: Truth) -> Outcome:
         coins = truth.coins[self.direction]
-        right, n = int(((guess.scores > 0) == coins).sum()), len(coins)
-        false, true = roc(guess.scores, coins)
+        right, n = int(((guess > 0) == coins).sum()), len(coins)
+        false, true = roc(guess, coins)
         area = sum((b - a) * (t + u) / 2 for a, b, t, u in zip(false, false[1:], true, true[1:], strict=False))
         interval = clopper_pearson(right, n)
         figures = {

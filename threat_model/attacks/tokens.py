@@ -7,7 +7,6 @@ label's row of the head.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,21 +145,11 @@ _RIDGE, _SHRINKAGE = 0.01, 0.05
 _PROMPTS = 80  # prompts that the attack on a deeper layer reads; its time grows with them
 
 
-def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
-    """The token of the vocabulary row with the largest cosine, which a secret scale does not change: rows `[r, d]` to
-    int64 `[r]`, by request. A row of zeros is read as the token whose own row is zero (padding)."""
-    table = normalize(public.vocabulary_rows.double(), dim=1)
-    empty = (table == 0).all(dim=1).to(table.dtype)  # padding
-    cosines = {
-        o: normalize(r, dim=1) @ table.t() + torch.outer((r == 0).all(dim=1).to(r.dtype), empty)
-        for o, r in rows.items()
-        if o in orders
-    }
-    return {o: c.argmax(dim=1) for o, c in cosines.items()}
-
-
 class FirstLayerTokens(FirstLayerAttack):
-    """Subtracts candidates from a row, and guesses the token whose normed embedding has the largest cosine with it."""
+    """Subtracts candidates from a row, and guesses the token whose normed embedding has the largest cosine with it.
+
+    A secret scale does not change the cosine. A row of zeros is read as the token whose own row is zero (padding).
+    """
 
     name = "tokens, first layer"
     family = "text"
@@ -169,8 +158,14 @@ class FirstLayerTokens(FirstLayerAttack):
     source = "threat model, none"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
-        wanted = {e.order for e in view.of(group=FIRST, direction=FORWARD)}
-        return nearest_tokens(subtract_candidates(view).rows, public, wanted)
+        table = normalize(public.vocabulary_rows.double(), dim=1)
+        padding = (table == 0).all(dim=1).to(table.dtype)
+        left, guessed = subtract_candidates(view).rows, {}
+        for order in (e.order for e in view.of(group=FIRST, direction=FORWARD) if e.order in left):
+            empty = (left[order] == 0).all(dim=1).to(table.dtype)
+            cosine = normalize(left[order], dim=1) @ table.t() + torch.outer(empty, padding)
+            guessed[order] = cosine.argmax(dim=1)
+        return guessed
 
 
 class DeepLayerTokens(LabelsAttack[ExecutorView]):
@@ -199,7 +194,15 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
         rows = prompts.flatten(0, 1)
         none = torch.eye(rows.shape[1], dtype=rows.dtype)
         guessed = _read(prompts, public, group, drift=none, metric=none)
-        drift, metric = _drift(normalize(public.inputs_at(group, guessed).double(), dim=-1).flatten(0, 1), rows)
+        known = normalize(public.inputs_at(group, guessed).double(), dim=-1).flatten(0, 1)
+        # ridge regression from public activations to seen ones, and the root of the inverse covariance of the rest
+        n, width = known.shape
+        ridge = _RIDGE * n / width * none
+        drift = none + torch.linalg.solve(known.t() @ known + ridge, known.t() @ (rows - known))
+        rest = rows - known @ drift
+        covariance = rest.t() @ rest / n
+        covariance += _SHRINKAGE * covariance.diagonal().mean() * none
+        metric = torch.linalg.cholesky(torch.linalg.inv(covariance))
         return {exchange.order: _read(prompts, public, group, drift=drift, metric=metric).flatten()}
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
@@ -222,18 +225,6 @@ def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Te
         guessed = torch.cat([prefixes[which], distance.argmin(dim=1, keepdim=True)], dim=1)
         prefixes, which = guessed.unique(dim=0, return_inverse=True)  # many prompts begin alike, so results are cached
     return prefixes[which]
-
-
-def _drift(public: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ridge regression from public activations `[n, d]` to seen ones, and the root of the inverse covariance
-    of the rest."""
-    n, width = public.shape
-    one = torch.eye(width, dtype=public.dtype)
-    drift = one + torch.linalg.solve(public.t() @ public + _RIDGE * n / width * one, public.t() @ (seen - public))
-    rest = seen - public @ drift
-    covariance = rest.t() @ rest / n
-    covariance += _SHRINKAGE * covariance.diagonal().mean() * one
-    return drift, torch.linalg.cholesky(torch.linalg.inv(covariance))
 
 
 class _GradientAttack(LabelsAttack[ExecutorView]):
@@ -294,43 +285,33 @@ class TokensFromRoutes(LabelsAttack[ExecutorView]):
     source = "docs/experts.md; MoEcho, arXiv 2508.15036"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        steps = list(decoding_steps(view))
-        if not steps:
-            return None
+        passes: list[list[Exchange]] = []
+        for exchange in view.of(direction=FORWARD):
+            if exchange.group == 0:
+                passes.append([])
+            if passes:
+                passes[-1].append(exchange)
         frequency = torch.bincount(public.corpus, minlength=public.vocabulary).double() + _SMOOTHING
         prior = (frequency / frequency.sum()).log()
         chosen = route_frequencies(public)
         guesses = {}
-        for first, routes in steps:
+        for first, *others in (one for one in passes if len(one[0].rows) == 1):  # passes with one token
             score = prior.clone()
-            for layer, counts in enumerate(routes):
-                went = torch.tensor(counts) > 0
-                score += torch.where(went, chosen[layer].log(), (-chosen[layer]).log1p()).sum(dim=1)
-            guesses[first.order] = score.argmax().reshape(1)
-        return guesses
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        """Score the guessed tokens of single rows."""
-        real = {order: call.tokens for order, call in truth.calls.items() if call.tokens is not None}
-        return score_labels(guess, {order: tokens for order, tokens in real.items() if len(tokens) == 1})
-
-
-def decoding_steps(view: ExecutorView) -> Iterator[tuple[Exchange, Sequence[Counts]]]:
-    """The first request of every pass with one token, and the counts of each layer of experts, if there are any."""
-    passes: list[list[Exchange]] = []
-    for exchange in view.of(direction=FORWARD):
-        if exchange.group == 0:
-            passes.append([])
-        if passes:
-            passes[-1].append(exchange)
-    for first, *others in passes:
-        if len(first.rows) == 1:
             seen: dict[int, Counts] = {}
             for exchange in others:
                 counts = exchange.fields["counts"]
                 if isinstance(counts, tuple):
                     seen.setdefault(exchange.group, counts)
-            yield first, list(seen.values())[::2]  # a layer has two requests with the same counts
+            for layer, counts in enumerate(list(seen.values())[::2]):  # a layer has two requests with the same counts
+                went = torch.tensor(counts) > 0
+                score += torch.where(went, chosen[layer].log(), (-chosen[layer]).log1p()).sum(dim=1)
+            guesses[first.order] = score.argmax().reshape(1)
+        return guesses or None
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        """Score the guessed tokens of single rows."""
+        real = {order: call.tokens for order, call in truth.calls.items() if call.tokens is not None}
+        return score_labels(guess, {order: tokens for order, tokens in real.items() if len(tokens) == 1})
 
 
 @functools.lru_cache(maxsize=1)  # the same for every mode

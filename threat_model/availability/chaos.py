@@ -8,7 +8,6 @@ The undisturbed run comes second. It is a simulation: the same arithmetic withou
 """
 
 import contextlib
-import itertools
 import math
 import random
 import statistics
@@ -19,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -98,8 +97,7 @@ class RunResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """The name of a killed provider, and the time by `time.monotonic`."""
 
     name: str
@@ -108,24 +106,19 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:
-    """A disturbed run and the undisturbed run.
+    """A disturbed run, compared with the undisturbed run.
 
     Args:
+        identical: True if both runs have the same bits.
         pauses_s: longest time without an executor's answer around each kill.
         usual_s: longest time without an executor's answer before the first kill.
     """
 
     disturbed: RunResult
-    undisturbed: RunResult
+    identical: bool
     kills: Sequence[Kill]
     pauses_s: Sequence[float]
     usual_s: float
-
-    @property
-    def identical(self) -> bool:
-        """True if both runs have the same bits."""
-        one, other = self.disturbed.bits, self.undisturbed.bits
-        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
     def rows(self, *, generations: int, every_s: float) -> Iterator[Row]:
         """Yield a row of the report for each role of the killed providers."""
@@ -166,12 +159,13 @@ def run_chaos(
             disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
     on_event(f"the undisturbed run of {disturbed.steps} steps")
     simulated = RemoteConfig(masking="simulate", cache=directory / "cache")
-    undisturbed = _do(model, simulated, work, goes_on=lambda step: step < disturbed.steps)
+    one = disturbed.bits
+    other = _do(model, simulated, work, goes_on=lambda step: step < disturbed.steps).bits
     ends = [*(kill.at for kill in kills[1:]), math.inf][: len(kills)]
     pauses = [answers.longest_pause(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
     return Chaos(
         disturbed=disturbed,
-        undisturbed=undisturbed,
+        identical=one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one),
         kills=kills,
         pauses_s=pauses,
         usual_s=answers.longest_pause(since=0.0, until=kills[0].at if kills else math.inf),
@@ -184,41 +178,33 @@ def _do(model: Path, remote: RemoteConfig, work: TenantWork, *, goes_on: Callabl
         torch.manual_seed(0)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
         peft: Any = get_peft_model(base, lora)
-        began = time.monotonic()
-        losses = list(_train(peft, goes_on))
+        began, losses = time.monotonic(), list[float]()
+        optimizer = torch.optim.AdamW((p for p in peft.parameters() if p.requires_grad), lr=1e-3)
+        peft.train()
+        while goes_on(len(losses)):
+            ids = _tokens(len(losses), _BATCH, _LENGTH)
+            loss = peft(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
         bits = {"losses": torch.tensor(losses, dtype=torch.float64, device="cpu")}
         bits |= {name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad}
-        bits |= {f"text {seed}": _continue(peft, seed) for seed in range(work.generations)}
+        peft.eval()
+        for seed in range(work.generations):
+            prompt = _tokens(seed, 1, _PROMPT)
+            with torch.no_grad():
+                bits[f"text {seed}"] = peft.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=_NEW_TOKENS,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
         return RunResult(
             steps=len(losses), bits=bits, ledger=ledger_of(peft) or Ledger(), seconds=time.monotonic() - began
         )
-
-
-def _train(model: Any, goes_on: Callable[[int], bool]) -> Iterator[float]:
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    model.train()
-    for step in itertools.takewhile(goes_on, itertools.count()):
-        ids = _tokens(step, _BATCH, _LENGTH)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
-
-
-@torch.no_grad()
-def _continue(model: Any, seed: int) -> Tensor:
-    model.eval()
-    prompt = _tokens(seed, 1, _PROMPT)
-    text: Tensor = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=_NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return text
 
 
 def _tokens(seed: int, rows: int, columns: int) -> Tensor:

@@ -177,22 +177,14 @@ def serve_requests(
             stopped.set()
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """The loss of a rank and the restart of its group.
+class _Loss(NamedTuple):
+    """The times at which a group lost a rank and was ready again, whether the provider's log names the rank, and how
+    the resources of the provider and its ranks have grown."""
 
-    Args:
-        at, back: times at which the group lost the rank and at which the group was ready again.
-        named: True if the provider's log names the rank.
-        before, after: resources of the provider and its ranks.
-    """
-
-    what: str
     at: float
     back: float
     named: bool
-    before: Resources
-    after: Resources
+    left: Resources
 
 
 def measure_ranks(
@@ -205,9 +197,6 @@ def measure_ranks(
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """A row for each number of groups and each loss.
-
-    Args:
-        sharding: the executors, and the tenants that send requests to them.
 
     Raises:
         DeadlineExceededError: a group did not restart in time.
@@ -240,7 +229,7 @@ def measure_ranks(
             for child in children:
                 child.send(None)
             answers = [answer for child in children for answer in child.receive(timeout_s=PATIENCE_S)]
-            yield _row(loss, answers, sharding, executors=executors)
+            yield {"lost": what, "groups": executors, **_row(loss, answers, sharding)}
 
 
 def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> _Loss:
@@ -252,7 +241,13 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, logged = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "the provider has just answered"
-    before, pids, known = resources([gateway]), _ranks(gateway), sessions(gateway)
+    before, known = resources([gateway]), sessions(gateway)
+    pids = {}
+    for pid in descendants([gateway]):
+        with contextlib.suppress(OSError):
+            name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+            if name == "rank":  # see `provider.shards.rank_group.show_rank`
+                pids[int(number)] = pid
     last = max(pids)
     if apart:  # the lowest priority for the provider and for the processes that it will start
         for task in Path(f"/proc/{gateway}/task").iterdir():
@@ -272,20 +267,18 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     back = time.monotonic()
     time.sleep(seconds)
     named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[logged:]) is not None
-    return _Loss(what, at, back, named, before, resources([gateway]))
+    left = Resources(*(now - then for now, then in zip(resources([gateway]), before, strict=True)))
+    return _Loss(at, back, named, left)
 
 
-def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, executors: int) -> Row:
+def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding) -> Row:
     before = [a for a in answers if loss.at - sharding.seconds <= a.asked and a.answered < loss.at]
     meanwhile = [a for a in answers if a.answered >= loss.at and a.asked < loss.back]
     if not before or not meanwhile:
         raise ProtocolError("too few answers to compare: measure for longer (--seconds)")
     usual, during = ([1000 * (a.answered - a.asked) for a in some] for some in (before, meanwhile))
     (usual_p50, usual_p99), (during_p50, during_p99) = (np.percentile(ms, [50, 99]).tolist() for ms in (usual, during))
-    left = Resources(*(now - then for now, then in zip(loss.after, loss.before, strict=True)))
     return {
-        "lost": loss.what,
-        "groups": executors,
         "ranks": sharding.ranks,
         "tenants": sharding.tenants,
         "back_after_s": loss.back - loss.at,
@@ -298,23 +291,12 @@ def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding, *, exe
         "answers": len(before) + len(meanwhile),
         "wrong": sum(not a.right for a in (*before, *meanwhile)),
         "named": "yes" if loss.named else "NO",
-        "left_processes": left.processes,
-        "left_threads": left.threads,
-        "left_files": left.files,
-        "left_mib": left.bytes / _MIB,
+        "left_processes": loss.left.processes,
+        "left_threads": loss.left.threads,
+        "left_files": loss.left.files,
+        "left_mib": loss.left.bytes / _MIB,
     }
 
 
 def _requests(status: dict[str, Any]) -> int:
     return sum(tenant["counts"]["requests"] for tenant in status["tenants"])
-
-
-def _ranks(gateway: int) -> dict[int, int]:
-    """The process id of each rank."""
-    found = {}
-    for pid in descendants([gateway]):
-        with contextlib.suppress(OSError):
-            name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
-            if name == "rank":  # see `provider.shards.rank_group.show_rank`
-                found[int(number)] = pid
-    return found

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.quantise import quantise
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip, segments
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
@@ -34,6 +34,9 @@ Array = NDArray[Any]
 
 UNIT_ROUNDOFF = 2.0**-24
 _SMALLEST_NORMAL = 2.0**-126
+_Group = tuple[Array, Array, Array | None]
+"""Integers int16 and weights float32, both `[o, d]`; bias float64 `[o]` or None."""
+
 _BYTES_PER_WEIGHT = 6  # bytes of a weight in int16 and in float32
 _MEMORY = 512 << 20
 
@@ -130,7 +133,7 @@ class CheckpointOracle(Oracle):
     def ring_product(self, index: int, direction: Direction, rows: Tensor, counts: Counts | None = None) -> Array:
         """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. With `counts`, W is the matrix of each
         row's own expert."""
-        weight = self._group(index).integers
+        weight, _, _ = self.group(index)
         if counts is None:
             return _ring_product(weight, direction, rows)
         matrices = np.split(weight, len(counts), axis=0 if self.entry(index).joined == "outputs" else 1)
@@ -162,33 +165,36 @@ class CheckpointOracle(Oracle):
         self, index: int, direction: Direction, rows: Tensor, *, arithmetic: Arithmetic
     ) -> tuple[Array, Array]:
         """The product in float64 and the error bound of a float32 product, both `[r, o]`."""
-        group = self._group(index)
-        matrix = (group.weight.T if direction == FORWARD else group.weight).astype(np.float64)
+        _, weight, bias = self.group(index)
+        matrix = (weight.T if direction == FORWARD else weight).astype(np.float64)
         x = rows.numpy().astype(np.float64)
         product, size = x @ matrix, np.abs(x) @ np.abs(matrix)
         terms = np.count_nonzero(x, axis=1)[:, None] + 1.0
-        if direction == FORWARD and arithmetic == "float" and group.bias is not None:
-            product, size, terms = product + group.bias, size + np.abs(group.bias), terms + 1.0
+        if direction == FORWARD and arithmetic == "float" and bias is not None:
+            product, size, terms = product + bias, size + np.abs(bias), terms + 1.0
         nu = terms * UNIT_ROUNDOFF
         flushed = terms * _SMALLEST_NORMAL * max(1.0, np.abs(matrix).max())
         return product, nu / (1.0 - nu) * size + flushed
 
     def bias(self, index: int) -> Array:
         """float64 `[o]`; zeros for members without one."""
-        bias = self._group(index).bias
+        _, _, bias = self.group(index)
         return np.zeros(self.entry(index).stacked_outputs) if bias is None else bias
 
     def has_bias(self, index: int) -> bool:
-        return self._group(index).bias is not None
+        return self.group(index)[2] is not None
 
-    def _group(self, index: int) -> _Group:
+    def group(self, index: int) -> _Group:
+        """The group's weights, quantised here."""
         if index in self._kept:
             return self._kept[index]
         layers = self._store.layers(index)
         quantised = quantise(layers, weight_bits=self._store.weight_bits)
         if quantised.digest() != self.entry(index).digest:
             raise CheckpointError(f"{self._store.path} changed since its manifest was made; start again")
-        group = _Group.of(quantised, torch.cat([layer.weight.to(torch.float32) for layer in layers]))
+        weight = torch.cat([layer.weight.to(torch.float32) for layer in layers])
+        bias = None if quantised.bias is None else quantised.bias.to(torch.float64).numpy()
+        group = quantised.weight.numpy(), weight.numpy(), bias
         for other in self._kept.keys() - set(self.sampled):  # the check of every layer needs one group at a time
             del self._kept[other]
         self._kept[index] = group
@@ -216,18 +222,11 @@ class PreparedOracle(Oracle):
             return None
         # The shrunk requests tell the provider which checks failed, so these keys must not be used again.
         self._preparation.forget_keys()
-        row = next(
-            r
-            for r in range(len(rows))
-            if not keys.accepts(
-                group,
-                direction,
-                rows=rows[r : r + 1],
-                answer=answer[r : r + 1],
-                counts=None if counts is None else clip(counts, r, 1),
-            )
-        )
-        return Difference(row)
+        for r in range(len(rows)):
+            one = None if counts is None else clip(counts, r, 1)
+            if not keys.accepts(group, direction, rows=rows[r : r + 1], answer=answer[r : r + 1], counts=one):
+                return Difference(r)
+        raise AssertionError("a product is wrong in one row at least")
 
     def has_bias(self, index: int) -> bool:
         return self._preparation.facts[index].bias is not None
@@ -238,20 +237,6 @@ def _ring_product(weight: Array, direction: Direction, rows: Tensor) -> Array:
     x = rows.numpy().astype(np.int64)
     high, low = (half.astype(np.float64) @ matrix for half in (x >> 16, x & 0xFFFF))
     return ((high.astype(np.int64) << 16) + low.astype(np.int64)).astype(np.int32)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """`integers` int16 and `weight` float32, both `[o, d]`; `bias` float64 `[o]` or None."""
-
-    integers: Array
-    weight: Array
-    bias: Array | None
-
-    @classmethod
-    def of(cls, quantised: QuantisedGroup, weight: Tensor) -> _Group:
-        bias = None if quantised.bias is None else quantised.bias.to(torch.float64).numpy()
-        return cls(quantised.weight.numpy(), weight.numpy(), bias)
 
 
 def first_difference(got: Tensor | Array, expected: Tensor | Array, *, bound: Array | None = None) -> Difference | None:

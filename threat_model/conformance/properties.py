@@ -344,27 +344,16 @@ PROPERTIES: tuple[Property, ...] = (
     check_digest,
     check_layers,
     check_every_layer,
-    Property("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR, _exact(requests)),
-    Property(
-        "effect-exact",
-        "An effect is the product of the rows that its seed expands to, bit for bit.",
-        HELPER,
-        _exact(requests),
+    claim("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)(_exact(requests)),
+    claim("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)(
+        _exact(requests)
     ),
     check_agreement,
-    Property(
-        "float",
-        "A float answer, bias included, is within its error bound.",
-        EXECUTOR,
-        _exact(partial(products, arithmetics=("float",))),
-        floats=True,
+    claim("float", "A float answer, bias included, is within its error bound.", EXECUTOR, floats=True)(
+        _exact(partial(products, arithmetics=("float",)))
     ),
-    Property(
-        "bias-free",
-        "A bias-free float answer is within its error bound.",
-        EXECUTOR,
-        _exact(partial(products, arithmetics=("float_bias_free",))),
-        floats=True,
+    claim("bias-free", "A bias-free float answer is within its error bound.", EXECUTOR, floats=True)(
+        _exact(partial(products, arithmetics=("float_bias_free",)))
     ),
     check_bias_difference,
     check_linear,

@@ -7,7 +7,6 @@ adapters.
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +37,6 @@ class Public:
     corpus: Tensor
     pad_token: int
     siblings: tuple[tuple[int, ...], ...]
-
-    @property
-    def path(self) -> Path:
-        """The folder of the checkpoint."""
-        return self.store.path
 
     @property
     def manifest(self) -> Manifest:
@@ -108,29 +102,24 @@ class Public:
         Returns:
             float32 `[b, v, d]`.
         """
-        known = self._next_inputs.setdefault(group, {})
+        known = self.tried.setdefault(group, {})
         wanted = [tuple(prefix) for prefix in prefixes.tolist()]
         new = [place for place, prefix in enumerate(wanted) if prefix not in known]
         if new:
-            found = self._compute_next_inputs(group, prefixes[new])
+            tokens, past = torch.arange(self.vocabulary), DynamicCache()
+            with torch.no_grad():
+                if prefixes.shape[1]:
+                    self._until(group, input_ids=prefixes[new], past_key_values=past)
+                    past.batch_repeat_interleave(len(tokens))
+                seen = self._until(group, input_ids=tokens.repeat(len(new))[:, None], past_key_values=past)
+            found = seen.view(len(new), len(tokens), -1)
             known |= zip((wanted[place] for place in new), found, strict=True)
         return torch.stack([known[prefix] for prefix in wanted])
 
     @functools.cached_property
-    def _next_inputs(self) -> dict[int, dict[tuple[int, ...], Tensor]]:
+    def tried(self) -> dict[int, dict[tuple[int, ...], Tensor]]:
         """A cache, by group and prefix: attacks try the same prefixes several times, on several schemes."""
         return {}
-
-    def _compute_next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
-        batch, length = prefixes.shape
-        tokens = torch.arange(self.vocabulary)
-        with torch.no_grad():
-            past = DynamicCache()
-            if length:
-                self._until(group, input_ids=prefixes, past_key_values=past)
-                past.batch_repeat_interleave(len(tokens))
-            seen = self._until(group, input_ids=tokens.repeat(batch)[:, None], past_key_values=past)
-        return seen.view(batch, len(tokens), -1)
 
     def inputs_at(self, group: int, ids: Tensor) -> Tensor:
         """The inputs of a group for tokens `[b, t]`: float32 `[b, t, d]`."""

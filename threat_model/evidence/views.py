@@ -201,17 +201,12 @@ class Recorder:
         self.last_executed = -1
         """Order of the latest request to an executor. `Witness` files the true rows under this number."""
 
-    @property
-    def now(self) -> float:
-        """Seconds since the recording began."""
-        return time.monotonic() - self._started
-
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         with self._lock:
             self._record_packet(peer, message, payload, upward=True)
             if isinstance(message, wire.Binding):
                 copy = None if payload is None else payload.clone()
-                self._waiting[message.nonce] = (self._count, self.now, message, copy)
+                self._waiting[message.nonce] = (self._count, time.monotonic() - self._started, message, copy)
                 if isinstance(message, wire.Execute):
                     self.last_executed = self._count
                 self._count += 1
@@ -232,38 +227,25 @@ class Recorder:
             if payload is None:
                 return
             if isinstance(request, wire.Execute) and rows is not None:
+                blocks = None
+                if message.relayed:
+                    blocks = torch.zeros_like(payload)
+                    for part in request.blocks:
+                        block = self._blocks[part.block][part.start : part.start + part.rows]
+                        blocks[part.first : part.first + part.rows] += block
                 header = msgspec.structs.asdict(request)
                 kind = request.group, request.direction, request.arithmetic
-                blocks = self._subtracted(request, payload) if message.relayed else None
                 self._exchanges.append(Exchange(order, sent, *kind, rows, payload.clone(), header, blocks))
             elif isinstance(request, wire.Effect):
-                self._effects.append(
-                    EffectExchange(
-                        order,
-                        sent,
-                        peer.name,
-                        request.group,
-                        request.direction,
-                        request.rows,
-                        request.first_row,
-                        request.seed,
-                        payload.clone(),
-                        request.counts,
-                    )
-                )
-
-    def _subtracted(self, request: wire.Execute, answer: Tensor) -> Tensor:
-        blocks = torch.zeros_like(answer)
-        for part in request.blocks:
-            block = self._blocks[part.block][part.start : part.start + part.rows]
-            blocks[part.first : part.first + part.rows] += block
-        return blocks
+                where = request.group, request.direction, request.rows, request.first_row, request.seed
+                effect = EffectExchange(order, sent, peer.name, *where, payload.clone(), request.counts)
+                self._effects.append(effect)
 
     def _record_packet(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
         width = 0 if payload is None or not len(payload) else payload.shape[1]
         body = message.encoding.size(message.rows, width) if isinstance(message, wire.Binding) else 0
         size = len(wire.encode(message, payload_bytes=body)) + body
-        self._packets.append(Packet(self.now, f"{peer.host}:{peer.port}", upward, size))
+        self._packets.append(Packet(time.monotonic() - self._started, f"{peer.host}:{peer.port}", upward, size))
 
     def views(self, neighbour: NeighbourView) -> Views:
         with self._lock:

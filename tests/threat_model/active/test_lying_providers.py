@@ -35,6 +35,11 @@ def refused(report: ActiveReport, kind: str) -> bool:
     return bool(found) and all(d.caught == d.trials for d in found)
 
 
+def fallen(results: dict[str, bool]) -> set[str]:
+    """The attacks that the tenant did not refuse."""
+    return {name for name, refused in results.items() if not refused}
+
+
 def test_every_lie_is_caught(report: ActiveReport) -> None:
     for detection in report.detections:
         assert detection.caught == detection.trials, detection
@@ -77,7 +82,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
     monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fallen = {name for name, refused in attack_folders(lab).items() if not refused}
+        found = fallen(attack_folders(lab))
     assert {
         "a quantization_config that turns masking off",
         "a norm times 2",
@@ -87,7 +92,7 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
         "a channel scale in the cache",
         "verification keys of another user",
         "a training checkpoint with a norm of the base model",
-    } <= fallen
+    } <= found
 
 
 def test_lying_registries_are_refused_by_the_checks_of_descriptors(
@@ -99,8 +104,8 @@ def test_lying_registries_are_refused_by_the_checks_of_descriptors(
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
         patch.setattr("symbiosis_priv.certificates.reading.is_signed", lambda *_: True)
-        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
-    assert fallen == {
+        found = fallen(attack_registry(lab.federation))
+    assert found == {
         "an executor that another authority vouches for",
         "an executor with another port than it has signed",
     }
@@ -111,16 +116,15 @@ def test_lying_registries_are_refused_by_the_checks_of_descriptors(
             "tenant.routing.discovery",
         ):
             patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")
-        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
-    assert fallen == {"an executor that was revoked, its certificate's signature written another way"}
+        assert fallen(attack_registry(lab.federation)) == {
+            "an executor that was revoked, its certificate's signature written another way"
+        }
     with monkeypatch.context() as patch:
         patch.setattr("tenant.routing.discovery.is_internal", lambda host: False)
-        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
-    assert fallen == {"an address of the tenant's own machine, link or cloud"}
+        assert fallen(attack_registry(lab.federation)) == {"an address of the tenant's own machine, link or cloud"}
     monkeypatch.setattr("tenant.routing.discovery.in_common", lambda one, other: [])
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
-    fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
-    assert fallen == {
+    assert fallen(attack_registry(lab.federation)) == {
         "an executor of a helper's company",
         "an executor by the name of a pinned one",
         "an executor at the address of a pinned helper",

@@ -62,7 +62,6 @@ class Client:
     Args:
         helper: a helper whose blocks the provider accepts, and which the tenant has permitted.
         inputs, outputs: columns of a request's rows and of its answer's rows.
-        visits: number of connections of the abuser that connects and disconnects.
     """
 
     identity: Identity
@@ -71,7 +70,6 @@ class Client:
     digest: str
     inputs: int
     outputs: int
-    visits: int
 
     @functools.cached_property
     def _context(self) -> ssl.SSLContext:
@@ -151,9 +149,9 @@ def leave(abuser: Client) -> None:
             abuser.request(connection)
 
 
-def come_and_go(abuser: Client) -> None:
+def come_and_go(abuser: Client, *, visits: int) -> None:
     """Open and close one connection after the other."""
-    for _ in range(abuser.visits):
+    for _ in range(visits):
         with contextlib.suppress(OSError), abuser.connected():
             pass
 
@@ -206,7 +204,9 @@ def abuses(visits: int) -> dict[str, Abuse]:
             functools.partial(read_nothing, sends_rows=False), seen={"connections": _READERS}
         ),
         "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
-        f"{visits:,} connections": Abuse(come_and_go, seen={"connections": 1}, ends=True),
+        f"{visits:,} connections": Abuse(
+            functools.partial(come_and_go, visits=visits), seen={"connections": 1}, ends=True
+        ),
         f"{_SILENT_A_SECOND} silent connections a second": Abuse(
             say_nothing, seen={"pending handshakes": _SILENT_FROM}
         ),
@@ -270,7 +270,7 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
         "relay": {"from": [helper.certificate]},
     }
     with LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local:
-        bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden), visits=visits)
+        bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden))
         with contextlib.closing(bench.channel):
             bench.honest(seconds)  # the first requests load the weights
             for name, abuse in abuses(visits).items():
@@ -278,10 +278,8 @@ def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, 
 
 
 class _Bench:
-    def __init__(
-        self, local: LocalFederation, helper: Identity, revoked: Path, *, columns: tuple[int, int], visits: int
-    ) -> None:
-        self._local, self._helper, self._revoked, self._visits = local, helper, revoked, visits
+    def __init__(self, local: LocalFederation, helper: Identity, revoked: Path, *, columns: tuple[int, int]) -> None:
+        self._local, self._helper, self._revoked = local, helper, revoked
         self._federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
         honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
@@ -356,7 +354,7 @@ class _Bench:
 
     def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest
-        return Client(identity, self._helper, peer, digest, self._inputs, self._outputs, self._visits)
+        return Client(identity, self._helper, peer, digest, self._inputs, self._outputs)
 
     def _counted(self, abuser: Client, before: dict[str, Any]) -> dict[str, int]:
         """The increase of the provider's counters for an abuser and for unauthenticated connections since `before`."""

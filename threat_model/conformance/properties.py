@@ -25,10 +25,7 @@ from threat_model.conformance.trials import (
     Property,
     Run,
     arithmetics,
-    by_expert,
     claim,
-    effects,
-    products,
     requests,
 )
 
@@ -183,18 +180,19 @@ def check_bias_difference(subject: Subject, run: Run) -> None:
     bounds."""
     oracle = subject.oracle
     assert isinstance(oracle, CheckpointOracle)
-    if not any(map(oracle.has_bias, subject.sampled)):
+    biased = [index for index in subject.sampled if oracle.has_bias(index)]
+    if not biased:
         raise NotTested("no layer group has a bias")
 
     def check(case: Case) -> None:
-        biased = replace(case, arithmetic="float")
-        got = (subject.answer(biased).double() - subject.answer(case).double()).numpy()
-        bounds = [oracle.float_product(c.index, FORWARD, c.rows, arithmetic=c.arithmetic)[1] for c in (biased, case)]
+        other = replace(case, arithmetic="float")
+        got = (subject.answer(other).double() - subject.answer(case).double()).numpy()
+        bounds = [oracle.float_product(c.index, FORWARD, c.rows, arithmetic=c.arithmetic)[1] for c in (other, case)]
         bias = np.broadcast_to(oracle.bias(case.index), got.shape)
         what = "its two float answers do not differ by the bias"
         subject.expect_equal(got, bias, what, case, bound=bounds[0] + bounds[1])
 
-    run.for_all(products(subject, arithmetics=("float_bias_free",), biased=True), check)
+    run.for_all(requests(subject, among=biased, direction=FORWARD, arithmetics=("float_bias_free",)), check)
 
 
 @claim("experts", "Rows for single experts are multiplied by their own expert's matrix, in both directions.")
@@ -204,7 +202,7 @@ def check_experts(subject: Subject, run: Run) -> None:
         raise NotTested("no layer group is a stack of experts")
     if not subject.oracle.stacks:
         raise NotTested("needs the checkpoint (--model)")
-    run.for_all(by_expert(subject, stacks), lambda case: _right(subject, case))
+    run.for_all(requests(subject, among=stacks, by_expert=True), lambda case: _right(subject, case))
 
 
 @claim("narrow-ring", "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.")
@@ -232,7 +230,7 @@ def check_independent_rows(subject: Subject, run: Run) -> None:
 def check_linear(subject: Subject, run: Run) -> None:
     @st.composite
     def pairs(draw: DrawFn) -> tuple[Case, Tensor, int]:
-        case = draw(products(subject))
+        case = draw(requests(subject))
         other = draw(testing.ring_rows(width=case.rows.shape[1], count=len(case.rows)))
         return case, other, draw(st.sampled_from(testing.RING_CORNERS))
 
@@ -337,7 +335,7 @@ def check_agreement(subject: Subject, run: Run) -> None:
                 raise found
 
     limits = [executor.row_limit(i) for executor in subject.executors for i in subject.sampled]
-    run.for_all(effects(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
+    run.for_all(requests(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
 
 
 PROPERTIES: tuple[Property, ...] = (
@@ -350,10 +348,10 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     check_agreement,
     claim("float", "A float answer, bias included, is within its error bound.", EXECUTOR, floats=True)(
-        _exact(partial(products, arithmetics=("float",)))
+        _exact(partial(requests, arithmetics=("float",)))
     ),
     claim("bias-free", "A bias-free float answer is within its error bound.", EXECUTOR, floats=True)(
-        _exact(partial(products, arithmetics=("float_bias_free",)))
+        _exact(partial(requests, arithmetics=("float_bias_free",)))
     ),
     check_bias_difference,
     check_linear,

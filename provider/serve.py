@@ -196,10 +196,9 @@ def serve(
     SIGHUP and changed files make the provider read certificates, revocations and quotas again.
 
     Args:
-        source: file of the configuration; it is read again when it changes.
+        source, progress: see `Provider`.
         ready_file: file for the bound address, written when the provider is ready.
         stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.
-        progress: called during the first quantisation of a checkpoint.
     """
     logs.setup(config.log_level)
     _allow_descriptors(config)

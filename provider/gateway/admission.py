@@ -144,14 +144,8 @@ class ByteBudget:
             return len(self._waiting)
 
     def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> AbstractContextManager[None]:
-        """Wait for `size` bytes and hold them.
-
-        Args:
-            timeout: seconds.
-
-        Raises, when the context is entered:
-            Refusal: BUSY if the bytes do not become free in time, TOO_LARGE if the request exceeds the tenant's limit.
-        """
+        """Wait for `size` bytes and hold them. Entering the context raises `Refusal`: BUSY if the bytes do not become
+        free within `timeout` seconds, TOO_LARGE if the request exceeds the tenant's limit."""
         return _AT_ONCE if size <= self._small else self._granted(tenant, size, timeout)
 
     @contextmanager

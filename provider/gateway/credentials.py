@@ -92,11 +92,8 @@ class Credentials:
         )
 
     def identify(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
-        """The client of a connection whose handshake has ended.
-
-        Raises:
-            CertificateError: the client's certificate is neither a tenant's nor a helper's.
-        """
+        """The client of a connection whose handshake has ended. Raises `CertificateError` if its certificate is neither
+        a tenant's nor a helper's."""
         shown = connection.getpeercert(binary_form=True)
         if shown is None:
             raise CertificateError("the client showed no certificate: sign its request with `symbiosis-priv keys sign`")

@@ -122,14 +122,8 @@ _FORGET = "DELETE FROM logs WHERE name = ?"
 
 
 class _Log:
-    """An append-only log of this process, which holds a lock on the file. Not thread-safe.
-
-    Args:
-        database: the log is made beside this file.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """An append-only log of this process beside the database. The process holds a lock on the file. Not thread-safe.
+    Raises `OSError` if the file cannot be made."""
 
     def __init__(self, database: Path) -> None:
         while True:

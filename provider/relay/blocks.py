@@ -163,7 +163,6 @@ class BlockStore:
 
         Args:
             connection: carries the answer. Call `end` when it ends.
-            timeout: seconds.
 
         Returns:
             Each range of rows with the whole payload of its block. None if a block is missing or does not fit the
@@ -327,12 +326,8 @@ class Permits:
         return token, named
 
     def tenant_of(self, token: bytes, *, helper: str) -> TenantIdentity:
-        """The tenant that has permitted a helper.
-
-        Raises:
-            Refusal: there is no such permit, it does not name the helper, or the tenant's certificate is not accepted
-                any more.
-        """
+        """The tenant that has permitted a helper. Raises `Refusal` if there is no such permit, it does not name the
+        helper, or the tenant's certificate is not accepted any more."""
         with self._lock:
             self._expire()
             permit = self._permits.get(token)

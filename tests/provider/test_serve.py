@@ -106,7 +106,7 @@ def test_serve_until_told_to_stop(service: Service, exposed: Path, connect: Conn
     assert (lines[-1]["clean"], lines[-1]["requests"]) == (True, 2)
     done = [line for line in lines if line["event"] == "request"]
     served = [(line["tenant"].partition("@sha256:")[0], line["group"], line["rows"]) for line in done]
-    assert served == [("alice", 0, 3), ("carol", 0, 4)]
+    assert sorted(served) == [("alice", 0, 3), ("carol", 0, 4)]  # each thread writes its line after its answer
     assert "broken_frame" in [line.get("reason") for line in lines]
     assert {key for line in lines for key in line} <= LOG_FIELDS
     text = service.log_file.read_text().lower()

@@ -8,7 +8,7 @@ Theory of operation. A session draws one 256-bit secret. Everything else is deri
 
 Row r of a keystream occupies whole AES blocks of its own, starting at block `r * ceil(4 d / 16)`. So the tenant and the
 helper can make any row without the rows before it, and rows never overlap. Info strings are length-prefixed, so that no
-two derivations can collide. All masks come from here (rule 1). `tenant.core.secret` hands out each row index exactly
+two derivations can collide. All masks come from here (rule 1). `tenant.core.pads` hands out each row index exactly
 once.
 """
 

@@ -5,7 +5,7 @@ bytes. If there is no such executor, or if an effect is lost or late and another
 fresh pads and are sent again. A provider whose result is wrong is quarantined before the next request leaves;
 `tenant.core.blame` finds out who it is.
 
-`product.send_part` has the only loop. It makes a `Recovery` for a part when something has failed, and from then on the
+`session.send_part` has the only loop. It makes a `Recovery` for a part when something has failed, and from then on the
 `Recovery` chooses each executor, and holds all that the request remembers: failures, faults, pauses, the deadline.
 
 This module cannot weaken a promise: rows leave only as `MaskedRows` and through the gate, and results are checked.

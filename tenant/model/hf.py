@@ -35,7 +35,7 @@ from tenant.masking.registry import registered, scheme_named
 from tenant.model.connect import BaseWeights, open_backend
 from tenant.model.division import division
 from tenant.model.experts.modes import check_stored, choose_mode, offload, refuse_decoding
-from tenant.model.offloaded import NO_DISK, OffloadedParameter, set_dtype_and_device
+from tenant.model.offloaded import NO_DISK, OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
 from tenant.options import Experts, Options
 
@@ -168,7 +168,7 @@ class RemoteQuantizer(HfQuantizer):
             for module in model.modules()
             if not isinstance(module, RemoteLayer)
             for parameter in module.parameters(recurse=False)
-            if not isinstance(parameter, OffloadedParameter)
+            if not isinstance(parameter, OffloadedWeight)
         )
         for table in self._tables:
             table.requires_grad_(False)

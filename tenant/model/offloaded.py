@@ -42,9 +42,18 @@ NO_DISK = (
 )
 
 
-class OffloadedParameter(nn.Parameter):
-    """A frozen parameter without values. Raises `UnsupportedMethodError` if `shape` is a tensor: accelerate passes one
-    to offload the parameter to disk."""
+class OffloadedWeight(nn.Parameter):
+    """The weight of an offloaded `nn.Linear`: a frozen parameter without values. Other libraries read dtype and device
+    from parameters. Raises `UnsupportedMethodError` if `shape` is a tensor: accelerate passes one to offload the
+    parameter to disk."""
+
+    layer: ClassVar[str] = "nn.Linear"
+    adapters: ClassVar[tuple[str, ...]] = (
+        *("Lora", "AdaLora", "Beft", "BOFT", "Bottleneck", "C3A", "Delora", "DiffPruning", "FourierFT"),
+        *("Gralora", "HRA", "IA3", "Lily", "LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora"),
+        *("Road", "Shira", "Supertuning", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+    )
+    """The PEFT methods that work on this layer."""
 
     _is_hf_initialized = True  # transformers must not initialise the parameter
     _whole: torch.Size
@@ -73,14 +82,14 @@ class OffloadedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = called(func)
-        asked = args[0] if args and isinstance(args[0], OffloadedParameter) else None
+        asked = args[0] if args and isinstance(args[0], OffloadedWeight) else None
         if asked is not None and name in _SIZES:
             return _SIZES[name](asked._whole, *args[1:], **kwargs)
         grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if name in ("requires_grad_", "requires_grad.__set__") and grad:
             raise UnsupportedMethodError(cls._no_training())
         known = is_metadata(name) or name in _COPIES or name in _SWITCHES
-        if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedParameter)):
+        if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedWeight)):
             raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{name.partition('.')[0]})")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -91,47 +100,6 @@ class OffloadedParameter(nn.Parameter):
     def like(self, nothing: Tensor) -> Self:
         """Return the same parameter with the dtype and device of `nothing`, a tensor without elements."""
         return self._of(nothing, self._whole)
-
-    @classmethod
-    def _no_training(cls) -> str:
-        raise NotImplementedError
-
-    @classmethod
-    def _no_reading(cls) -> str:
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = twin = self.like(torch.empty(0, dtype=self.dtype, device=self.device))
-        return twin
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise UnsupportedMethodError(
-            "a split model cannot be pickled: its weights stay at the providers, its session in this process. Save the "
-            "adapter with model.save_pretrained(...), or model.state_dict(), and load it into a newly split model"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
-        return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
-
-
-def set_dtype_and_device(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Set dtype and device of a module's offloaded parameters, after the checkpoint was loaded."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if isinstance(parameter, OffloadedParameter):
-            setattr(module, name, parameter.like(torch.empty(0, dtype=dtype, device=device)))
-
-
-class OffloadedWeight(OffloadedParameter):
-    """The weight of an offloaded `nn.Linear`. It is a parameter because other libraries read dtype and device from
-    parameters."""
-
-    layer: ClassVar[str] = "nn.Linear"
-    adapters: ClassVar[tuple[str, ...]] = (
-        *("Lora", "AdaLora", "Beft", "BOFT", "Bottleneck", "C3A", "Delora", "DiffPruning", "FourierFT"),
-        *("Gralora", "HRA", "IA3", "Lily", "LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora"),
-        *("Road", "Shira", "Supertuning", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
-    )
-    """The PEFT methods that work on this layer."""
 
     @classmethod
     def _no_training(cls) -> str:
@@ -153,6 +121,26 @@ class OffloadedWeight(OffloadedParameter):
             f"linears, such as prompt tuning"
         )
         return f"{who} needs the base weight, which stays at the providers. {advice}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = self.like(torch.empty(0, dtype=self.dtype, device=self.device))
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedMethodError(
+            "a split model cannot be pickled: its weights stay at the providers, its session in this process. Save the "
+            "adapter with model.save_pretrained(...), or model.state_dict(), and load it into a newly split model"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
+        return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def set_dtype_and_device(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Set dtype and device of a module's offloaded parameters, after the checkpoint was loaded."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, OffloadedWeight):
+            setattr(module, name, parameter.like(torch.empty(0, dtype=dtype, device=device)))
 
 
 class OffloadedConv1DWeight(OffloadedWeight):

@@ -65,13 +65,17 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
     random, modes = turns.random_state(), _modes()
     workers = [Worker(f"part-{number}") for number in range(len(parts))]
     try:
-        with _gradients(trained, takers), turns.stopped_at_the_end():
-            jobs = [
-                worker.submit(contextvars.copy_context().run, taker.run, partial(work, part), modes)
-                for worker, taker, part in zip(workers, takers, parts, strict=True)
-            ]
-            for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
-                job.result()
+        with _gradients(trained, takers):
+            try:
+                jobs = [
+                    worker.submit(contextvars.copy_context().run, taker.run, partial(work, part), modes)
+                    for worker, taker, part in zip(workers, takers, parts, strict=True)
+                ]
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            finally:  # take the last turn, also after an error, so that no part computes any more
+                with turns.lock:
+                    turns.stopped = True
     finally:
         turns.set_random_state(random)
         for worker in workers:
@@ -108,16 +112,6 @@ class _Turns:
         self.lock = threading.Lock()
         self.stopped = False
         self._devices = sorted(devices, key=str)
-
-    @contextmanager
-    def stopped_at_the_end(self) -> Iterator[None]:
-        """Context manager: take the last turn at the end of the block, also after an error, so that no part computes
-        any more."""
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.stopped = True
 
     def random_state(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]

@@ -34,7 +34,7 @@ from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
 from tenant.model.loading import load_adapter
-from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
+from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods known to PEFT
 from tenant.tasks.methods.sparse import Patterns
@@ -167,9 +167,9 @@ class Adapter:
         self._bytes = _bytes(one for one in every if id(one) not in of_base and not _is_kept_once(one))
         self.patterns: list[Patterns] = []
         for module in (module for layer in self.layers.values() for module in layer.modules()):
-            if "patterns" in vars(module):
+            if isinstance(patterns := getattr(module, "patterns", None), Patterns):
                 cast(Any, module).pattern(NAME)  # now, so that its memory counts before the first batch
-                self.patterns.append(vars(module)["patterns"])
+                self.patterns.append(patterns)
         self._peft = peft if trainable else None
         self._saved = self._version() if on_disk else -1
 
@@ -280,7 +280,7 @@ def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 # another object for the same storage, so that PEFT switches no gradient of the model's own parameter
-                if isinstance(tensor, OffloadedParameter):
+                if isinstance(tensor, OffloadedWeight):
                     memo[id(tensor)] = copy.deepcopy(tensor)
                 elif isinstance(tensor, nn.Parameter):
                     memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)

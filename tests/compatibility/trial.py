@@ -22,7 +22,7 @@ from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant import RemoteConfig, rounded_model
 from tenant.model.loading import load_model
-from tenant.model.offloaded import OffloadedParameter
+from tenant.model.offloaded import OffloadedWeight
 from tenant.model.remote_linear import RemoteLayer
 from tenant.options import Experts
 from tests.compatibility.families import TEXT, small
@@ -98,7 +98,7 @@ class Trial:
 
     def share(self) -> float:
         """The share of the parameters that providers hold."""
-        kept: int = sum(p.numel() for p in self.model.parameters() if not isinstance(p, OffloadedParameter))
+        kept: int = sum(p.numel() for p in self.model.parameters() if not isinstance(p, OffloadedWeight))
         whole: int = sum(p.numel() for p in self.plain.parameters())
         return 1 - kept / whole
 
@@ -106,7 +106,7 @@ class Trial:
         """Matrices that stay with the tenant, the largest first, without the numbers of layers."""
         sizes: Counter[str] = Counter()
         for name, parameter in self.model.named_parameters():
-            if parameter.dim() > 1 and not isinstance(parameter, OffloadedParameter):
+            if parameter.dim() > 1 and not isinstance(parameter, OffloadedWeight):
                 sizes[re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight"))] += parameter.numel()
         return [name for name, _ in sizes.most_common()]
 

@@ -9,7 +9,6 @@ that is added to each bias, so several adapters share one model. PEFT's `LoraCon
 biases in place, works on split models as well.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,24 +115,21 @@ class BitFitTuner(MethodTuner):
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
         if peft_config.target_modules is None:
-            peft_config.target_modules = set(self._biased())
+            peft_config.target_modules = set()
+            inside: tuple[str, ...] = ()  # modules of other adapters
+            for name, module in self.model.named_modules():
+                if name.startswith(inside) and inside:
+                    continue
+                if isinstance(module, BaseTunerLayer):
+                    inside = (*inside, f"{name}.")
+                    module = module.get_base_layer()
+                if self.fits(module):
+                    peft_config.target_modules.add(name)
         if not peft_config.target_modules:
             raise UnsupportedMethodError(
                 f"{type(self.model).__name__} has no bias that BitFit can train; use LoRA with lora_bias=True"
             )
         return peft_config
-
-    def _biased(self) -> Iterator[str]:
-        """Yield the names of the model's modules with a bias, without modules of other adapters."""
-        inside: tuple[str, ...] = ()
-        for name, module in self.model.named_modules():
-            if name.startswith(inside) and inside:
-                continue
-            if isinstance(module, BaseTunerLayer):
-                inside = (*inside, f"{name}.")
-                module = module.get_base_layer()
-            if self.fits(module):
-                yield name
 
     @staticmethod
     def fits(module: nn.Module) -> bool:

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from symbiosis_priv.errors import CheckpointError
-from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.layer import use_instead
 from tenant.tasks.methods.start import OnOffloadedLayers
 
@@ -153,9 +152,12 @@ class _Sparse:
     """What both modules share: a change of the entries of a weight at places, integer `[n]` or `[2, n]`, in any
     order."""
 
-    patterns: Patterns
     in_features: int
     out_features: int
+
+    @cached_property
+    def patterns(self) -> Patterns:
+        return Patterns()
 
     def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
         """Return the places and entries of an adapter; None if the layer does not have the adapter."""
@@ -211,12 +213,10 @@ class RemoteShiraLinear(_Sparse, ShiraLinear):
 class RemoteShira(OnOffloadedLayers, ShiraModel):
     """SHiRA on offloaded layers too. The caller's mask function may read the weight."""
 
+    linear = RemoteShiraLinear
+
     def starts_from_weight(self, config: Any) -> bool:
         return bool(config.mask_type != "random")
-
-    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteShiraLinear
-        vars(module).setdefault("patterns", Patterns())
 
 
 class RemoteSupertuningLinear(_Sparse, SupertuningLinear):  # type: ignore[misc]
@@ -244,9 +244,7 @@ class RemoteSupertuningLinear(_Sparse, SupertuningLinear):  # type: ignore[misc]
 
 
 class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):
-    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteSupertuningLinear
-        vars(module).setdefault("patterns", Patterns())
+    linear = RemoteSupertuningLinear
 
 
 use_instead(PeftType.SHIRA, RemoteShira)

@@ -62,7 +62,10 @@ def base_weight(module: nn.Module) -> Tensor:
 
 
 class OnOffloadedLayers(BaseTuner):
-    """A mixin for PEFT's tuners: makes the base weight available while they make the adapter of an offloaded layer."""
+    """A mixin for PEFT's tuners: makes the base weight available while they make the adapter of an offloaded layer.
+    `linear` becomes the class of PEFT's finished module."""
+
+    linear: type[nn.Module] | None = None
 
     def starts_from_weight(self, config: Any) -> bool:
         """Returns True if a configuration needs the base weight."""
@@ -70,6 +73,8 @@ class OnOffloadedLayers(BaseTuner):
 
     def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
         """Adapt PEFT's finished module. `layer.weight` is the base weight, which PEFT may have changed."""
+        if self.linear is not None:
+            module.__class__ = self.linear
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         config, adapter, target, name, parent = args[:5]
@@ -137,11 +142,10 @@ def rotated(x: Tensor, u: Tensor, gram_schmidt: bool) -> Tensor:
 
 
 class RemoteHRA(OnOffloadedLayers, HRAModel):
+    linear = RemoteHRALinear
+
     def starts_from_weight(self, config: Any) -> bool:
         return False
-
-    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        module.__class__ = RemoteHRALinear  # a subclass that adds no attributes
 
 
 use_instead(PeftType.HRA, RemoteHRA)

@@ -87,7 +87,10 @@ class OffloadedWeight(nn.Parameter):
             return _SIZES[name](asked._whole, *args[1:], **kwargs)
         grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         if name in ("requires_grad_", "requires_grad.__set__") and grad:
-            raise UnsupportedMethodError(cls._no_training())
+            raise UnsupportedMethodError(
+                "the weight of an offloaded layer cannot be trained: it stays at the providers. Train an adapter on "
+                "that layer (such as LoRA), and enable the gradients of the tenant's own parameters only"
+            )
         known = is_metadata(name) or name in _COPIES or name in _SWITCHES
         if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedWeight)):
             raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{name.partition('.')[0]})")
@@ -100,13 +103,6 @@ class OffloadedWeight(nn.Parameter):
     def like(self, nothing: Tensor) -> Self:
         """Return the same parameter with the dtype and device of `nothing`, a tensor without elements."""
         return self._of(nothing, self._whole)
-
-    @classmethod
-    def _no_training(cls) -> str:
-        return (
-            "the weight of an offloaded layer cannot be trained: it stays at the providers. Train an adapter on that "
-            "layer (such as LoRA), and enable the gradients of the tenant's own parameters only"
-        )
 
     @classmethod
     def _no_reading(cls) -> str:

@@ -141,20 +141,18 @@ class _Generation:
             ends = model.generation_config.eos_token_id
             ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
             new = _up_to(ends, new)
-        self._keep([*prompt, *new], output.get("past_key_values"))
+        # the cache is kept if it has every token except the last, and only keys and values of attention: layers with a
+        # state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens
+        tokens, cache = [*prompt, *new], output.get("past_key_values")
+        plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+        if plain and decoding.beams == 1 and (behind := cache.get_seq_length() - len(tokens) + 1) >= 0:
+            if behind:  # generated after the end of an answer of fixed length
+                cache.crop(-behind)
+            self._cache, self._read = cache, tokens[:-1]
         text = str(tokenizer.decode(new, skip_special_tokens=True))
         if stream and streamer is None:
             print(text)
         return text
-
-    def _keep(self, tokens: list[int], cache: Any) -> None:
-        """Keep the cache if it has every token except the last, and only keys and values of attention. Layers with a
-        state (linear attention) cannot read several tokens after it, and prompt tuning adds tokens."""
-        plain = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
-        if plain and self._decoding.beams == 1 and (behind := cache.get_seq_length() - len(tokens) + 1) >= 0:
-            if behind:  # generated after the end of an answer of fixed length
-                cache.crop(-behind)
-            self._cache, self._read = cache, tokens[:-1]
 
 
 def _up_to(ends: set[int | None], tokens: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """The bodies of answers, as pydantic models. Most are those of OpenAI's API."""
 
+import uuid
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -306,3 +307,8 @@ class Health(BaseModel):
     """The answer of `/health`."""
 
     status: Literal["ok"] = "ok"
+
+
+def new_id(prefix: str) -> str:
+    """Return a new identifier of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"

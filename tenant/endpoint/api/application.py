@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from tenant.endpoint.api.endpoint import Endpoint, Settings
+from tenant.endpoint.api.endpoint import Endpoint, EndpointMetrics, Settings
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
 from tenant.endpoint.api.guard import Guard
-from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.routes import chat, completions, embeddings, models, responses
 from tenant.endpoint.api.service import Service
 

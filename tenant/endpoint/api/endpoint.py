@@ -1,13 +1,20 @@
 """The state that all routes share: the service, the settings and the metrics of one endpoint."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 
 from tenant.endpoint.api.http_server import CONNECTIONS
-from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.api.service import Service
+from tenant.endpoint.engine.requests import Done, Engine
+
+_PREFIX = "symbiosis_endpoint_"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,62 @@ class Settings:
     adapters: Path | None = None
     open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})
     streamed_paths: frozenset[str] = frozenset()
+
+
+class EndpointMetrics:
+    """Counts the requests of one endpoint, for Prometheus. Reveals nothing about the content of texts.
+
+    Args:
+        engine: its load is read at every scrape.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_LoadCollector(engine))
+        self._answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=self._registry)
+        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=self._registry)
+        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=self._registry)
+        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=self._registry)
+        self._first = Histogram(
+            _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=self._registry
+        )
+        self._whole = Histogram(
+            _PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=self._registry
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP answer. `route` is the path's pattern, not the client's path."""
+        self._answers.labels(route, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """Count the first token of a choice."""
+        self._first.observe(seconds)
+
+    def ended(self, done: Done, seconds: float) -> None:
+        """Count the end of a choice."""
+        self._finished.labels(done.finish).inc()
+        self._prompt.inc(done.prompt_tokens)
+        self._cached.inc(done.ledger.cached_tokens)
+        self._whole.observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _LoadCollector:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._engine.load()
+        yield GaugeMetricFamily(_PREFIX + "running", "requests that are computed", load.running)
+        yield GaugeMetricFamily(_PREFIX + "waiting", "requests that wait", load.waiting)
+        yield GaugeMetricFamily(_PREFIX + "memory_bytes", "keys and values", load.memory)
+        yield GaugeMetricFamily(_PREFIX + "memory_limit_bytes", "limit of keys and values", load.memory_limit)
+        yield CounterMetricFamily(_PREFIX + "steps", "forward passes", load.steps)
+        yield CounterMetricFamily(_PREFIX + "tokens", "new tokens", load.tokens)
+        yield CounterMetricFamily(_PREFIX + "rows", "masked rows sent", load.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
-from tenant.endpoint.api.endpoint import Settings
+from tenant.endpoint.api.endpoint import EndpointMetrics, Settings
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.metrics import EndpointMetrics
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,23 @@
-"""Passes requests from the event loop to the engine, and events back."""
+"""Passes requests from the event loop to the engine, and events back; sends answers whole or as server-sent events."""
 
 import asyncio
 import dataclasses
+import json
 import logging
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.answers import FinishReason, Ledger, PromptTokensDetails, Usage
+from tenant.endpoint.api.endpoint import EndpointMetrics, endpoint_of
 from tenant.endpoint.api.errors import ApiError, failed, refused
-from tenant.endpoint.api.metrics import EndpointMetrics
 from tenant.endpoint.engine.requests import (
     Done,
     Embedded,
@@ -34,6 +36,12 @@ T = TypeVar("T")
 
 _UNREAD = 1024  # events that a client may leave unread; with log probabilities, 4 KiB each
 _UNREAD_STEPS = 64  # ... and of a request with many choices, this number per choice
+_PING_S = 15  # between comments to a client that waits
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
+}
+"""`responses` of a route that may stream, for the OpenAPI document."""
 
 
 class Running:
@@ -201,11 +209,6 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def new_id(prefix: str) -> str:
-    """Return a new identifier of an answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
 def choices(request: EngineRequest, n: int) -> list[EngineRequest]:
     """Return `n` requests for the same prompt. Each has its own seed."""
     sampling, found = request.sampling, []
@@ -215,3 +218,55 @@ def choices(request: EngineRequest, n: int) -> list[EngineRequest]:
             changed["sampling"] = dataclasses.replace(sampling, seed=sampling.seed + index)
         found.append(dataclasses.replace(request, id=f"{request.id}-{index}", **changed))
     return found
+
+
+class Prepared(Protocol):
+    """A request whose fields have been checked, and its answer."""
+
+    requests: list[EngineRequest]
+
+    def whole(self, results: list[Collected], running: Running) -> BaseModel:
+        """Return the whole answer."""
+
+    def chunks(self, running: Running) -> AsyncIterator[BaseModel]:
+        """Yield the chunks of a stream."""
+
+
+async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None) -> Any:
+    """Run the requests, and return their answer."""
+    endpoint = endpoint_of(http)
+    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
+    if streamed:
+        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
+    try:
+        results = await while_connected(http, collected(running, len(prepared.requests)))
+    finally:
+        running.cancel()
+    return prepared.whole(results, running)
+
+
+def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:
+    """Return a response that sends each chunk when it is ready, and `[DONE]` at the end. An error is the last event.
+
+    Args:
+        running: cancelled when the client closes the connection.
+        drain_s: seconds that a stream may take to end when the server stops.
+    """
+
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        try:
+            async for chunk in chunks:
+                yield ServerSentEvent(chunk.model_dump_json(by_alias=True), event=getattr(chunk, "type", None))
+            yield ServerSentEvent("[DONE]")
+        except ApiError as error:
+            yield ServerSentEvent(json.dumps(error.body()))
+        finally:
+            running.cancel()
+
+    return EventSourceResponse(
+        events(),
+        sep="\n",
+        ping=_PING_S,
+        ping_message_factory=lambda: ServerSentEvent(comment="still working", sep="\n"),
+        shutdown_grace_period=drain_s,
+    )

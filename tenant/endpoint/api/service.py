@@ -11,10 +11,9 @@ import anyio.to_thread
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import Model
+from tenant.endpoint.api.answers import Model, new_id
 from tenant.endpoint.api.bodies import CompletionFields
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import new_id
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Pooling, Sampling
 from tenant.tasks import Tasks

@@ -2,16 +2,14 @@
 
 requests       requests to an engine, and their events
 sampling       chooses tokens
-text_stream    decodes tokens
 answer         chooses and decodes the tokens of one request
-kv             keys and values of a sequence
+kv             keys and values of a sequence, and of earlier requests
 attention      attention over the keys and values of sequences
 row_blocks     local functions of rows, with the same bits for a row in every step
 packed_model   one pass of a model over tokens of many sequences
 sequence       a request in progress, and its costs
 speculation    guesses of tokens, for fewer round trips
 turns          equal turns for clients and adapters
-prefixes       cached keys and values of earlier requests
 continuous     the engine that computes all requests together
 sequential     the engine for other models: one request at a time, with `generate()`
 engine_choice  chooses the engine

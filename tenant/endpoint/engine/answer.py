@@ -19,7 +19,10 @@ from tenant.endpoint.engine.requests import (
     TokenLogprob,
 )
 from tenant.endpoint.engine.sampling import Sampler
-from tenant.endpoint.engine.text_stream import TextStream
+
+_CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
+_PENDING = 16  # limit of tokens without a complete character; a character has at most 4 bytes, so more are not text
+_UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a complete one
 
 
 class GeneratedAnswer:
@@ -89,3 +92,64 @@ class GeneratedAnswer:
     def fail(self, error: SymbiosisError) -> None:
         """Report a failure."""
         self._sink(Failed(error=error))
+
+
+class TextStream:
+    """Decodes one token after another, and looks for the stop texts.
+
+    The returned texts together are the text of all tokens up to a stop text; special tokens have no text. This works
+    with every tokenizer of transformers. `tokenizers.DecodeStream` raises an exception for bytes that are not text,
+    which a model may generate.
+
+    Args:
+        prompt: the tokens before the answer.
+        stop: texts that end the answer and are not part of it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._before = list(prompt[-_CONTEXT:])
+        # the answer may complete a character of the prompt
+        self._returned = self._decoded(self._before).rstrip(_UNKNOWN)
+        self._pending: list[int] = []
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Add a token. Returns the text that has become certain: complete characters that do not begin a stop text."""
+        self._pending.append(token)
+        return self._passed(self._new())
+
+    def end(self) -> str:
+        """Return the rest of the text: incomplete characters, and the beginning of a stop text. Empty after a stop."""
+        return "" if self.stopped else self._passed(self._new(last=True), last=True)
+
+    def _new(self, *, last: bool = False) -> str:
+        text = self._decoded(self._before + self._pending)
+        new = text[len(self._returned) :]
+        if not last and len(self._pending) < _PENDING and (not new or text.endswith(_UNKNOWN)):
+            return ""
+        self._before, self._pending = self._pending, []
+        self._returned = self._decoded(self._before)
+        return new
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _passed(self, text: str, *, last: bool = False) -> str:
+        text = self._held + text
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        certain = len(text) - (0 if last else max((overlap_length(text, stop) for stop in self._stop), default=0))
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def overlap_length(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
+    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))

@@ -26,8 +26,8 @@ from symbiosis_priv.errors import (
 )
 from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.attention import ROWS
+from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, Output, PackedModel
-from tenant.endpoint.engine.prefixes import Prefixes
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, RequestLedger, Sink
 from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, check, counters, full_length, sizes
 from tenant.endpoint.engine.turns import Turns
@@ -298,7 +298,7 @@ class ContinuousEngine(Engine):
 
 
 def _owner(sequence: Sequence) -> tuple[object, ...]:
-    """Return the key of the cached prefixes that a request may use; see `prefixes`."""
+    """Return the key of the cached prefixes that a request may use; see `Prefixes`."""
     return sequence.request.client, sequence.request.adapter, sequence.generation
 
 

@@ -3,10 +3,12 @@
 A sequence grows by whole blocks, so growing copies nothing, and sequences with a common beginning share its blocks. A
 block is freed when no sequence uses it any more. Layers with the same window share blocks; a block that no later token
 sees is released.
+
+`Prefixes` keeps sequences that have ended, for requests that begin with the same tokens.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -224,3 +226,71 @@ def held_bytes(sequences: Iterable[KeyValues]) -> int:
 
 def _copied(block: KVBlock | None) -> KVBlock | None:
     return block and block.copy()
+
+
+class Prefixes:
+    """A cache of sequences that have ended, ordered by last use.
+
+    Keys and values of a token have the same bits in every step (`row_blocks`, `attention`), so any common beginning
+    can be used. They depend on the adapter and its load, because an adapter that is loaded again may have changed.
+    If a sequence has released blocks of a sliding window, only its longest beginnings can be used.
+
+    A client finds only its own sequences. Otherwise a client could guess the texts of others token by token: the
+    number of cached tokens, which answers state and times reveal, would show how much of a guess is right.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Hashable, tuple[int, ...]], KeyValues] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the cached sequences."""
+        return held_bytes(self._kept.values())
+
+    def keep(self, owner: Hashable, tokens: Sequence[int], kv: KeyValues) -> None:
+        """Keep a sequence that has ended. It replaces cached sequences that are beginnings of it.
+
+        Args:
+            owner: identifies the client, the adapter and its load.
+            kv: keys and values; the caller must not use them afterwards.
+        """
+        tokens = tuple(tokens)
+        for key in [key for key in self._kept if key[0] == owner]:
+            if key[1] == tokens[: len(key[1])] and kv.shortest <= len(key[1]):
+                del self._kept[key]
+            elif tokens == key[1][: len(tokens)] and self._kept[key].shortest <= len(tokens):
+                self._kept.move_to_end(key)
+                return
+        if tokens:
+            self._kept[owner, tokens] = kv
+
+    def find(self, owner: Hashable, tokens: Sequence[int]) -> KeyValues | None:
+        """Return keys and values of the longest cached beginning of `tokens`, or None."""
+        tokens = tuple(tokens)
+        common = {key: _common(key[1], tokens) for key in self._kept if key[0] == owner}
+        usable = [key for key, length in common.items() if length >= max(1, self._kept[key].shortest)]
+        if not usable:
+            return None
+        key = max(usable, key=common.__getitem__)
+        length = common[key]
+        self._kept.move_to_end(key)
+        return self._kept[key].prefix(length)
+
+    def drop_one(self) -> bool:
+        """Free the least recently used sequence. Returns False if there is none."""
+        if self._kept:
+            self._kept.popitem(last=False)
+            return True
+        return False
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the number of equal tokens at the beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -14,17 +14,17 @@ from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
 from tenant.endpoint.api.running import (
+    DOCUMENTED,
     Collected,
     Running,
     choices,
     finish_reason,
     finite,
-    new_id,
+    respond,
     usage,
     while_connected,
 )
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
 from tenant.training.corpus import render_chat
 
@@ -51,7 +51,7 @@ class PreparedChat:
         self._service = service
         self._in_tags = in_tags
         self.created = int(time.time())
-        self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": self.created, "model": body.model}
+        self._head: dict[str, Any] = {"id": answers.new_id("chatcmpl"), "created": self.created, "model": body.model}
 
     @classmethod
     async def of(cls, body: ChatRequest, service: Service, client: str) -> "PreparedChat":

@@ -6,13 +6,21 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tenant.endpoint.api.answers import Completion, TextChoice, TextLogprobs
+from tenant.endpoint.api.answers import Completion, TextChoice, TextLogprobs, new_id
 from tenant.endpoint.api.bodies import CompletionRequest, JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Collected, Running, choices, finish_reason, finite, new_id, usage
+from tenant.endpoint.api.running import (
+    DOCUMENTED,
+    Collected,
+    Running,
+    choices,
+    finish_reason,
+    finite,
+    respond,
+    usage,
+)
 from tenant.endpoint.api.service import Service
-from tenant.endpoint.api.streams import DOCUMENTED, respond
 from tenant.endpoint.engine import requests as engine
 
 router = APIRouter(route_class=JsonRoute)

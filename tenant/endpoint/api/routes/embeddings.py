@@ -5,10 +5,10 @@ import base64
 import numpy as np
 from fastapi import APIRouter, Request
 
-from tenant.endpoint.api.answers import Embedding, Embeddings, EmbeddingUsage
+from tenant.endpoint.api.answers import Embedding, Embeddings, EmbeddingUsage, new_id
 from tenant.endpoint.api.bodies import EmbeddingRequest, JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
-from tenant.endpoint.api.running import Running, collected, new_id, while_connected
+from tenant.endpoint.api.running import Running, collected, while_connected
 from tenant.endpoint.engine import requests as engine
 
 router = APIRouter(route_class=JsonRoute)

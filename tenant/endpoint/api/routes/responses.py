@@ -11,8 +11,7 @@ from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, Jso
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
-from tenant.endpoint.api.running import Collected, Running, new_id, while_connected
-from tenant.endpoint.api.streams import DOCUMENTED, respond
+from tenant.endpoint.api.running import DOCUMENTED, Collected, Running, respond, while_connected
 
 router = APIRouter(route_class=JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -80,7 +79,7 @@ class _Prepared:
         self.requests = chat.requests
         self._chat = chat
         given = body.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
-        self._head: dict[str, Any] = {**given, "id": new_id("resp"), "created_at": chat.created}
+        self._head: dict[str, Any] = {**given, "id": answers.new_id("resp"), "created_at": chat.created}
 
     def whole(self, results: list[Collected], running: Running) -> answers.Response:
         """Return the answer as one object."""
@@ -158,9 +157,11 @@ class _Prepared:
 
 
 def _message(text: str, **fields: Any) -> answers.MessageItem:
-    return answers.MessageItem(**{"id": new_id("msg"), **fields}, content=[answers.OutputText(text=text)])
+    return answers.MessageItem(**{"id": answers.new_id("msg"), **fields}, content=[answers.OutputText(text=text)])
 
 
 def _call(call: answers.CalledTool) -> answers.FunctionCallItem:
     function = call.function
-    return answers.FunctionCallItem(id=new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments)
+    return answers.FunctionCallItem(
+        id=answers.new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments
+    )

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import CalledFunction, CalledTool
+from tenant.endpoint.api.answers import CalledFunction, CalledTool, new_id
 from tenant.endpoint.api.bodies import Function
-from tenant.endpoint.api.running import new_id
-from tenant.endpoint.engine.text_stream import overlap_length
+from tenant.endpoint.engine.answer import overlap_length
 
 # the white space of calls in the chats that models are trained on
 _AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.endpoint.engine.text_stream import TextStream
+from tenant.endpoint.engine.answer import TextStream
 
 
 def pieces(stream: TextStream, tokens: list[int]) -> list[str]:

@@ -29,7 +29,13 @@ import msgspec
 from torch import Tensor
 
 from symbiosis_priv.certificates.reading import Pin
-from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError, ProtocolError, ProviderError
+from symbiosis_priv.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    SymbiosisError,
+)
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.addresses import is_internal, is_own
 from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
@@ -82,14 +88,15 @@ class ClientConnection:
         self._name, self._host, self._port, self._pins = name, host, port, pins
         self._context, self._remote_only, self._waiting = context, remote_only, waiting
         self._socket: socket.socket | None = None
-        self._stream: FrameStream | None = None
+        self.stream: FrameStream | None = None
+        """The stream of the open connection."""
         self._shut = False
         self._received = False  # a refused certificate is reported at the first read, see `tls`
 
     @property
     def tls(self) -> ssl.SSLObject | None:
         """The TLS state after the handshake; None before it."""
-        return None if self._stream is None else self._stream.tls
+        return None if self.stream is None else self.stream.tls
 
     def open(self, deadline: float) -> None:
         """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame, and leaves
@@ -105,7 +112,7 @@ class ClientConnection:
                 reason = getattr(error, "strerror", None) or error
                 raise ConnectionLostError(f"cannot reach {self._name}: {reason}") from error
             try:
-                stream = self._stream = FrameStream(raw, self._context, host=self._host)
+                stream = self.stream = FrameStream(raw, self._context, host=self._host)
                 stream.waiting = self._waited
                 self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
                 if self._pins is not None:
@@ -125,23 +132,10 @@ class ClientConnection:
             body = message.encoding.pack(payload)
         else:
             body = memoryview(payload or b"")
-        self.send_frame(wire.encode(message, payload_bytes=len(body)), body, deadline=deadline)
-
-    def send_frame(self, head: bytes, body: memoryview, *, deadline: float) -> None:
-        """Send a frame that is encoded already. Raises `TransportError`, as `send` does."""
-        assert self._stream is not None
-        self._guarded(partial(self._stream.send_frame, head, body, deadline=deadline))
+        head = wire.encode(message, payload_bytes=len(body))
+        assert self.stream is not None
+        self._guarded(partial(self.stream.send_frame, head, body, deadline=deadline))
         self._traffic.bytes_sent += len(head) + len(body)
-
-    def receive_known(self, head: bytes, payload: memoryview, *, deadline: float) -> bool:
-        """Wait for a frame whose prefix and header are `head`, and fill `payload`. Returns False if another one comes:
-        `receive` reads it then. Raises `TransportError`, as `receive` does."""
-        assert self._stream is not None
-        if not self._guarded(partial(self._stream.receive_known, head, payload, deadline=deadline)):
-            return False
-        self._received = True
-        self._traffic.bytes_received += len(head) + len(payload)
-        return True
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
         """Wait for a frame's header. Returns it, and the number of payload bytes that follow, for `fill`.
@@ -156,8 +150,8 @@ class ClientConnection:
     def receive_header(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
         """Receive the header of a message that `wire` does not define. Parse it before anything else is read. Returns
         the header's bytes, and the number of payload bytes that follow."""
-        assert self._stream is not None
-        head = partial(self._stream.receive_head, max_payload=max_payload, deadline=deadline)
+        assert self.stream is not None
+        head = partial(self.stream.receive_head, max_payload=max_payload, deadline=deadline)
         header, payload_size = self._guarded(head)
         self._received = True
         self._traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
@@ -205,12 +199,12 @@ class ClientConnection:
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
         """Read bytes until the buffer is full. Raises `TransportError`: the connection is gone, or the bytes did not
         come in time."""
-        assert self._stream is not None
-        self._guarded(partial(self._stream.receive, memoryview(buffer), deadline=deadline))
+        assert self.stream is not None
+        self._guarded(partial(self.stream.receive, memoryview(buffer), deadline=deadline))
 
     def peer_left(self) -> bool:
         """Returns True if the provider or the network has closed the connection. Does not wait."""
-        return self._stream is None or self._stream.peer_left()
+        return self.stream is None or self.stream.peer_left()
 
     def shut(self) -> None:
         """End every wait on this connection with an error. The connection cannot be used again. Thread-safe."""
@@ -223,7 +217,7 @@ class ClientConnection:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
-            self._socket = self._stream = None
+            self._socket = self.stream = None
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
@@ -272,14 +266,18 @@ class ClientConnection:
         """Run an operation of the stream. An error names the provider."""
         try:
             return operation()
-        except ConnectionLostError as error:
-            raise ConnectionLostError(f"{self._name} closed the connection") from error
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
-        except OSError as error:
-            if not self._received:
-                raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
-            raise ConnectionLostError(f"connection to {self._name} broke: {error}") from error
+        except (OSError, ConnectionLostError) as error:
+            raise self.named(error) from error
+
+    def named(self, error: OSError | ConnectionLostError) -> SymbiosisError:
+        """The error to raise for an error of `stream`: it names the provider."""
+        if isinstance(error, ConnectionLostError):
+            return ConnectionLostError(f"{self._name} closed the connection")
+        if isinstance(error, TimeoutError):
+            return DeadlineExceededError(f"connection to {self._name} broke: {error}")
+        if not self._received:
+            return tls.handshake_error(error, peer=self._name, pins=self._pins)
+        return ConnectionLostError(f"connection to {self._name} broke: {error}")
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
         return within(deadline, operation, why, waiting=self._waited)

@@ -177,7 +177,8 @@ class Channel:
     def probe(self) -> wire.Welcome | None:
         """Return the provider's layers and limits without waiting; None without an open connection."""
         connection = self.connection  # another thread may close it
-        return None if connection is None or connection.peer_left() else self._welcome
+        stream = None if connection is None else connection.stream
+        return None if stream is None or stream.peer_left() else self._welcome
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -373,18 +374,26 @@ class Channel:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, rows)
-        if (connection := self.connection) is None:
+        connection = self.connection
+        if connection is None or (stream := connection.stream) is None:
             raise ConnectionLostError(f"the connection to {self._name} was lost")
         encoding, words = frames.encoding, rows.masked_words
         if self._wiretap:
             self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words))
-        connection.send_frame(frames.request[0] + nonce + frames.request[1], encoding.pack(words), deadline=deadline)
-        meanwhile()
-        entries = np.empty((words.shape[0], frames.outputs), dtype=np.int32)
-        head, space = frames.answer[0] + nonce + frames.answer[1], encoding.payload_space(entries)
-        if self._wiretap or not connection.receive_known(head, space, deadline=deadline):
+        request, payload = frames.request[0] + nonce + frames.request[1], encoding.pack(words)
+        answer, entries = frames.answer[0] + nonce + frames.answer[1], np.empty((len(words), frames.outputs), np.int32)
+        space = encoding.payload_space(entries)
+        try:
+            stream.send_frame(request, payload, deadline=deadline)
+            self.traffic.bytes_sent += len(request) + len(payload)
+            meanwhile()
+            known = not self._wiretap and stream.receive_known(answer, space, deadline=deadline)
+        except (OSError, ConnectionLostError) as error:
+            raise connection.named(error) from error
+        if not known:
             return self._receive(frames.message(nonce), frames.outputs, connection, deadline)
         encoding.unpack_in_place(entries)
+        self.traffic.bytes_received += len(answer) + len(space)
         self.traffic.round_trips += 1
         return Reply(torch.from_numpy(entries), False, connection)
 

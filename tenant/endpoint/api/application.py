@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from tenant.endpoint.api.endpoint import Endpoint, EndpointMetrics, Settings
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
 from tenant.endpoint.api.guard import Guard
-from tenant.endpoint.api.routes import chat, completions, embeddings, models, responses
+from tenant.endpoint.api.routes import chat, completions, models, responses
 from tenant.endpoint.api.service import Service
 
 _STATUSES = {
@@ -52,7 +52,7 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     metrics = EndpointMetrics(service.engine)
     app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
     app.include_router(models.open_router)
-    for router in (models.router, chat.router, completions.router, embeddings.router, responses.router, *routers):
+    for router in (models.router, chat.router, completions.router, responses.router, *routers):
         app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

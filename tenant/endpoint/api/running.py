@@ -164,8 +164,13 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
     Raises:
         ApiError: the client has closed the connection. No client receives this error.
     """
+
+    async def disconnected() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(http))
+    gone = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -174,11 +179,6 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:

@@ -168,7 +168,10 @@ class ContinuousEngine(Engine):
 
     def _admit(self) -> None:
         """Start waiting requests until the keys and values of the next one do not fit."""
-        while len(self._running) < self._limits.running and (sequence := self._next_waiting()) is not None:
+        while len(self._running) < self._limits.running:
+            sequence = next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
+            if sequence is None:
+                return
             needed = self._bytes(sequence.request) + self._reserved()
             if needed > self._limits.memory:
                 return
@@ -183,11 +186,8 @@ class ContinuousEngine(Engine):
                 self._waiting.remove(sequence)
                 self._running.add(sequence)
 
-    def _next_waiting(self) -> Sequence | None:
-        """Return the next sequence in turn whose client leaves enough places and memory to others."""
-        return next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
-
     def _leaves_room(self, sequence: Sequence) -> bool:
+        """Return whether the client would leave enough places and memory to others."""
         own = [one for one in self._running if one.request.client == sequence.request.client]
         if self._limits.clients == 1 or not own:
             return True

@@ -188,12 +188,8 @@ class _Step(Cache):
         """Return no keys, so that `_registered` makes no mask."""
         return 0, 0
 
-    def _places(self) -> list[tuple[NextTokens, slice]]:
-        begins = (0, *self._ends[:-1])
-        return [(part, slice(*place)) for part, *place in zip(self._rows, begins, self._ends, strict=True)]
-
     def _wanted(self, device: torch.device) -> Tensor:
-        wanted = [i for part, place in self._places() for i in range(place.stop - part.logits, place.stop)]
+        wanted = [i for part, end in zip(self._rows, self._ends, strict=True) for i in range(end - part.logits, end)]
         return torch.tensor(wanted, dtype=torch.long, device=device)
 
 

@@ -42,6 +42,7 @@ def ask(served: Served, method: str, path: str, body: Any = None, **headers: str
         ({"Authorization": f"Basic {KEY}"}, 401),
         ({"Authorization": "bearer sk-other"}, 200),
         ({"Host": "rebound.example"}, 421),
+        ({"Host": "127.0.0.1:42047,evil"}, 421),
         ({"Host": "localhost:1234"}, 200),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),

@@ -9,7 +9,7 @@ import typer
 
 from symbiosis_priv.certificates import issuing, reading, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
-from symbiosis_priv.certificates.reading import Description, Identity, Kind
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -158,7 +158,7 @@ def sign(
         days=days,
         renew=renew,
     )
-    _print_certificate(path, reading.describe(path))
+    _print_certificate(path)
     terminal.say(f"  of the key   {wanted.fingerprint}")
     if renew:
         _next(
@@ -268,7 +268,7 @@ def show(
             f"`symbiosis-priv keys provider`"
         )
     for path in paths:
-        _print_certificate(path, reading.describe(path))
+        _print_certificate(path)
 
 
 def _identity(directory: Path, name: str) -> Identity:
@@ -286,17 +286,19 @@ def _existing(directory: Path, name: str) -> Identity:
 
 
 def _report(identity: Identity) -> None:
-    _print_certificate(identity.certificate, reading.describe(identity.certificate))
+    _print_certificate(identity.certificate)
     terminal.say(f"  key          {identity.key} (secret, mode 0600)")
 
 
-def _print_certificate(path: Path, description: Description) -> None:
+def _print_certificate(path: Path) -> None:
+    description = reading.describe(path)
     days = (description.not_after - reading.now()).days
     if days >= 0:
         left = f"{days} days left"
     elif description.kind == "authority":
-        how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are replaced"
-        left = f"EXPIRED: {how}"
+        left = (
+            "EXPIRED: make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
+        )
     else:
         identity = Identity(path, path.with_suffix(".key"))
         how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"

@@ -41,23 +41,17 @@ def is_operator(operator: str) -> bool:
     )
 
 
-def check_operator(operator: str) -> None:
-    """Raises `ConfigError` for an operator's name that no authority may sign."""
-    if not is_operator(operator):
-        raise ConfigError(
-            f"operator {operator!a}: use 1 to {_MAX_OPERATOR} Latin letters, digits, spaces and "
-            f"{_PUNCTUATION}, as in 'Alpha GmbH'"
-        )
-    if operator.casefold() == PROJECT:
-        raise ConfigError(f"operator {operator!r}: name the company that runs the provider, as in 'Alpha GmbH'")
-
-
 def subject(name: str, *, unit: str, operator: str | None = None) -> x509.Name:
     """The subject of a certificate. Raises `ConfigError`: a bad name or operator."""
     # Without the unit, a certificate with the authority's name would have subject == issuer and look self-signed.
     check_name(name)
-    if operator is not None:
-        check_operator(operator)
+    if operator is not None and not is_operator(operator):
+        raise ConfigError(
+            f"operator {operator!a}: use 1 to {_MAX_OPERATOR} Latin letters, digits, spaces and "
+            f"{_PUNCTUATION}, as in 'Alpha GmbH'"
+        )
+    if operator is not None and operator.casefold() == PROJECT:
+        raise ConfigError(f"operator {operator!r}: name the company that runs the provider, as in 'Alpha GmbH'")
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, operator or PROJECT),

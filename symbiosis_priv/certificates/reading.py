@@ -204,8 +204,9 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
     return True
 
 
-def is_current(certificate: x509.Certificate) -> bool:
-    return certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc
+def is_current(certificate: x509.Certificate, at: datetime | None = None) -> bool:
+    """Returns True if a certificate is valid at a time, by default now."""
+    return certificate.not_valid_before_utc <= (at or now()) <= certificate.not_valid_after_utc
 
 
 def require_identity(identity: Identity, *, kind: Kind) -> None:

@@ -80,18 +80,13 @@ class WeightStore:
         self._kernel = kernel
         self._shardable = shardable
         self._wanted = layers
-        self._cache = (cache or default_cache()) / "weights"
-        self._choices = self._cache / "kernels.json"
+        self.cache = (cache or default_cache()) / "weights"  # quantised and packed weights
+        self._choices = self.cache / "kernels.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._read_for: Path | None = None
         self._cache_failed = False
         self._warn_of_exposed_cache()
-
-    @property
-    def cache(self) -> Path:
-        """Folder of the quantised and packed weights."""
-        return self._cache
 
     @property
     def skeleton(self) -> Skeleton:
@@ -138,7 +133,7 @@ class WeightStore:
         tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
         if group.bias is not None:
             tensors["bias"] = group.bias
-        path = self._cache / f"{entry.digest}.safetensors"
+        path = self.cache / f"{entry.digest}.safetensors"
         self._write_to_cache(lambda: replace_atomically(path, lambda file: save_file(tensors, file)))
         return group
 
@@ -163,23 +158,23 @@ class WeightStore:
         """
         entry = self.manifest().groups[index]
         choice = self._choice(entry)
-        found = packed.read(self._cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
         if found is None:
             raise ConfigError(
-                f"no packed weights of {entry.name} in {self._cache}: make it a folder that can be written"
+                f"no packed weights of {entry.name} in {self.cache}: make it a folder that can be written"
             )
         return found[0], choice
 
     def _warn_of_exposed_cache(self) -> None:
         """Warn if other users can change the cache: they could replace weights, or truncate a mapped file."""
         try:
-            with PrivateFolder.open(self._cache.parent) as parent:
-                parent.subfolder(self._cache.name).close()
+            with PrivateFolder.open(self.cache.parent) as parent:
+                parent.subfolder(self.cache.name).close()
         except ConfigError:
             log.warning(
                 "others can change the weights in %s: chown it, and the folders above it, to this user and chmod go-w "
                 "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
-                self._cache,
+                self.cache,
             )
         except OSError:  # there is no cache yet
             pass
@@ -206,13 +201,13 @@ class WeightStore:
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
         choice = self._choice(entry)
-        found = packed.read(self._cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
         if found is None:
             return None
         matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
         if packed.agrees(matrix, found[1]):
             return matrix.as_stack(entry.experts, transposed=entry.transposed)
-        log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self._cache)
+        log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self.cache)
         return None
 
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
@@ -234,7 +229,7 @@ class WeightStore:
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
-        self._write_to_cache(lambda: packed.write(self._cache, _key(entry), made, products))
+        self._write_to_cache(lambda: packed.write(self.cache, _key(entry), made, products))
         if (matrix := self._mapped(entry)) is not None:
             return matrix
         matrix = RingMatrix.of_packed(made, choice, device=self.device)
@@ -299,7 +294,7 @@ class WeightStore:
             identity = checkpoint.identity()
         optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
         how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
-        return self._cache / f"manifest-{how}-{identity}.json"
+        return self.cache / f"manifest-{how}-{identity}.json"
 
     def cached_manifest(self) -> Manifest | None:
         """The manifest that an earlier call has written to the cache for these files; None if there is none."""
@@ -378,7 +373,7 @@ class WeightStore:
         return self.assemble(entries)
 
     def _read(self, digest: str) -> QuantisedGroup | None:
-        path = self._cache / f"{digest}.safetensors"
+        path = self.cache / f"{digest}.safetensors"
         if not path.is_file():
             return None
         try:
@@ -398,7 +393,7 @@ class WeightStore:
                 log.warning(
                     "cannot cache quantised weights in %s (%s): they are quantised again at every start. Make room "
                     "there, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
-                    self._cache,
+                    self.cache,
                     error,
                 )
             self._cache_failed = True

@@ -56,6 +56,7 @@ from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import (
     Company,
+    Name,
     Parties,
     Peer,
     Registries,
@@ -193,7 +194,6 @@ def check_choice(federation: Federation) -> None:
 
 _FEWEST_MEMBERS = 2
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,8 +221,8 @@ class _Tenant(_Section, frozen=True):
 
 
 class _Provider(_Section, frozen=True):
-    name: _Name
-    operator: _Name
+    name: Name
+    operator: Name
     role: Role
     address: str
     certificate: Path
@@ -239,25 +239,13 @@ class _Pads(_Section, frozen=True):
             raise ValueError("pads has neither helpers nor relay")
 
 
-class _Company(_Section, frozen=True):
-    name: _Name
-    members: list[_Name]
-    operators: list[_Name] = []
-
-
-class _Registry(_Section, frozen=True):
-    addresses: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
-    authority: Path
-    revoked: Path | None = None
-
-
 class _File(_Section, frozen=True):
     model: _Model
     tenant: _Tenant
     provider: Annotated[list[_Provider], msgspec.Meta(min_length=1)]
     pads: _Pads | None = None
-    company: list[_Company] = []
-    registry: _Registry | None = None
+    company: tuple[Company, ...] = ()
+    registry: Registries | None = None
 
 
 def load_federation(path: str | Path) -> Federation:
@@ -272,11 +260,8 @@ def load_federation(path: str | Path) -> Federation:
     path = Path(path)
     file = load_toml(path, _File, made_by="symbiosis-priv federation init")
     peers = [_peer(entry, path) for entry in file.provider]
-    registries = None
-    if (section := file.registry) is not None:
-        for address in section.addresses:
-            _address(address, f"{path}, [registry]")
-        registries = Registries(tuple(section.addresses), section.authority, section.revoked)
+    for address in file.registry.addresses if file.registry else ():
+        _address(address, f"{path}, [registry]")
     federation = Federation(
         model_digest=file.model.digest,
         weight_bits=file.model.weight_bits,
@@ -284,13 +269,13 @@ def load_federation(path: str | Path) -> Federation:
         tenant_certificate=file.tenant.certificate,
         tenant_key=file.tenant.key,
         peers=tuple(peers),
-        companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
+        companies=file.company,
         pad_helpers=file.pads.helpers if file.pads else None,
         relay=bool(file.pads and file.pads.relay),
-        registries=registries,
+        registries=file.registry,
         scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts),
     )
-    if not federation.executors and registries is None:
+    if not federation.executors and federation.registries is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
     try:
         for peer in peers:

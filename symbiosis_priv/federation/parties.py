@@ -15,14 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from symbiosis_priv.certificates.reading import Pin, fingerprint, key_fingerprint, load_pin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.limits import Role
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+"""A name in a federation file."""
 
 _THIS_MACHINE = "127.0.0.1"
 # Characters that remain after NFKC and are invisible, but have a visible category: fillers, joiners, selectors, blanks.
@@ -144,18 +148,16 @@ class Peer:
         return key_fingerprint(load_pin(self.certificate))
 
 
-@dataclass(frozen=True)
-class Company:
+class Company(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Providers that count as one party although their operators have different names. The providers of `operators` may
     be in the file or come from registries. The company's own name is an operator too."""
 
-    name: str
-    members: tuple[str, ...]
-    operators: tuple[str, ...] = ()
+    name: Name
+    members: tuple[Name, ...]
+    operators: tuple[Name, ...] = ()
 
 
-@dataclass(frozen=True)
-class Registries:
+class Registries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The registries that list more executors, and the authority that signs these executors' certificates.
 
     Args:
@@ -164,7 +166,7 @@ class Registries:
         revoked: list of revoked certificates; None revokes nothing.
     """
 
-    addresses: tuple[str, ...]
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=16)]
     authority: Path
     revoked: Path | None = None
 

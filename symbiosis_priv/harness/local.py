@@ -73,9 +73,9 @@ class _Provider:
 class LocalFederation:
     """Executors and helpers as separate processes, each with its own key and operator.
 
-    Everything is written into `directory`: `keys/`, one `NAME.toml` and `NAME.log` per provider, `federation.toml`, the
-    quantised weights. Providers are called `executor` and `helper`, or `executor-1`, `executor-2`, ... where there are
-    several.
+    Everything is written into `directory`: `keys/`, one `NAME.toml` and `NAME.log` per provider, the tenant's
+    `federation.toml` (`federation`), the quantised weights. Providers are called `executor` and `helper`, or
+    `executor-1`, `executor-2`, ... where there are several.
 
         LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
 
@@ -118,6 +118,7 @@ class LocalFederation:
     ) -> None:
         self.model = resolve(model)
         self.directory = directory.resolve()
+        self.federation, self._keys = self.directory / "federation.toml", self.directory / "keys"
         self.cache = self.directory / "cache" if cache is None else cache.resolve()
         self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
         self._weight_bits, self._scope = weight_bits, scope
@@ -131,11 +132,6 @@ class LocalFederation:
         self._deadline_s = deadline_s
         self._progress = progress
         self._providers: dict[str, _Provider] = {}
-
-    @property
-    def federation(self) -> Path:
-        """The tenant's `federation.toml`."""
-        return self.directory / "federation.toml"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -213,17 +209,23 @@ class LocalFederation:
             self._provider(name)
         deadline = time.monotonic() + self._deadline_s
         try:
-            if self._registry_service is not None:
-                self._registry = self._run_registry(self._registry_service, deadline)
-            everyone, rounds = list(self._providers.values()), [list(self._providers.values())]
+            if (service := self._registry_service) is not None:
+                identity = self._issue(_REGISTRY)
+                options = {
+                    "--listen": f"{self._host}:0",
+                    "--certificate": identity.certificate,
+                    "--key": identity.key,
+                    "--authority": self._authority.certificate,
+                    "--database": self.directory / f"{_REGISTRY}.sqlite",
+                }
+                service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
+                self._registry = service.wait_ready(deadline)
+            everyone = list(self._providers.values())
             if self._relay:  # helpers that relay need the executors' addresses first
-                rounds = [[p for p in everyone if p.role == role] for role in ("executor", "helper")]
-            for providers in rounds:
-                for provider in providers:
-                    self._launch(provider)
-                for provider in providers:
-                    provider.address = provider.service.wait_ready(deadline)
-                    self._wait_until_found(provider, deadline)
+                self._run([p for p in everyone if p.role == "executor"], deadline)
+                self._run([p for p in everyone if p.role == "helper"], deadline)
+            else:
+                self._run(everyone, deadline)
             self._write_federation()
         except BaseException:
             self.stop()
@@ -244,11 +246,8 @@ class LocalFederation:
         if name in self._providers:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
         provider = self._make(name, role, layers, listed=listed)
-        deadline = time.monotonic() + self._deadline_s
         try:
-            self._launch(provider)
-            provider.address = provider.service.wait_ready(deadline)
-            self._wait_until_found(provider, deadline)
+            self._run([provider], time.monotonic() + self._deadline_s)
         except BaseException:
             self.kill(name)
             del self._providers[name]
@@ -279,14 +278,9 @@ class LocalFederation:
             known = ", ".join(self._providers) or "none yet"
             raise ConfigError(f"no provider {name!r} here; there are {known}") from None
 
-    @property
-    def _keys(self) -> Path:
-        return self.directory / "keys"
-
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
-        identity = self._issue(name)
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
-        provider = _Provider(name, role, identity, service, f"{self._host}:0", layers, listed)
+        provider = _Provider(name, role, self._issue(name), service, f"{self._host}:0", layers, listed)
         self._providers[name] = provider
         return provider
 
@@ -297,20 +291,8 @@ class LocalFederation:
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
-    def _run_registry(self, service: ManagedProcess, deadline: float) -> str:
-        identity = self._issue(_REGISTRY)
-        options = {
-            "--listen": f"{self._host}:0",
-            "--certificate": identity.certificate,
-            "--key": identity.key,
-            "--authority": self._authority.certificate,
-            "--database": self.directory / f"{_REGISTRY}.sqlite",
-        }
-        service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
-        return service.wait_ready(deadline)
-
     def _write_federation(self) -> None:
-        pads: dict[str, object] = {} if self._pad_helpers is None else {"helpers": self._pad_helpers}
+        pads = {} if self._pad_helpers is None else {"helpers": self._pad_helpers}
         registry = {"addresses": [self._registry], "authority": self._authority.certificate}
         listed = [
             {
@@ -342,10 +324,16 @@ class LocalFederation:
         config.write_text(self._provider_toml(provider), encoding="utf-8")
         provider.service.launch(["provider", "serve", "--config", str(config)])
 
+    def _run(self, providers: Sequence[_Provider], deadline: float) -> None:
+        """Start providers, and wait until they are ready and the registry, if there is one, lists the executors."""
+        for provider in providers:
+            self._launch(provider)
+        for provider in providers:
+            provider.address = provider.service.wait_ready(deadline)
+            if self._registry is not None and provider.role == "executor":
+                self._wait_until_found(provider, deadline)
+
     def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
-        """Wait until the registry, if there is one, lists an executor."""
-        if self._registry is None or provider.role != "executor":
-            return
         trust = Trust.load(self._authority.certificate)
         while True:
             with RegistryClient(self.registry, trust, deadline_s=self._deadline_s) as registry:
@@ -367,9 +355,8 @@ class LocalFederation:
                 **asdict(self._scope),
                 "cache": self.cache,
             },
-            "executor": {
-                "threads": max(1, (os.cpu_count() or 1) // len(self._providers))
-            },  # all providers share this machine's cores
+            # all providers share this machine's cores
+            "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},
             "tls": {
                 "certificate": provider.identity.certificate,
                 "key": provider.identity.key,

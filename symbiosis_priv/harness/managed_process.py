@@ -44,17 +44,10 @@ class ManagedProcess:
     def launch(self, words: Sequence[str]) -> None:
         """Start `symbiosis-priv WORDS`."""
         self._ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "symbiosis_priv.cli"]
         with self._log.open("ab") as log:
             self._process = Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "symbiosis_priv.cli",
-                    *words,
-                    "--ready-file",
-                    str(self._ready),
-                    "--stop-with-stdin",
-                ],
+                [*command, *words, "--ready-file", str(self._ready), "--stop-with-stdin"],
                 stdin=PIPE,
                 stdout=log,
                 stderr=STDOUT,

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from symbiosis_priv.certificates import reading
-from symbiosis_priv.certificates.reading import is_authority, is_issued_by, load_certificates, provider_name
+from symbiosis_priv.certificates.reading import is_authority, is_current, is_issued_by, load_certificates, provider_name
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
@@ -70,14 +70,10 @@ class Trust:
             raise DescriptorError("its certificate is not one that the federation's authority has issued")
         if provider_name(certificate) is None:
             raise DescriptorError("its certificate is not a provider's")
-        if not any(_is_valid(c, at) for c in issuers) or not _is_valid(certificate, at):
+        if not any(is_current(c, at) for c in issuers) or not is_current(certificate, at):
             raise DescriptorError("its certificate, or the authority's, is not valid then")
         if mark_of(certificate) in self.revoked:
             raise DescriptorError("its certificate has been revoked")
-
-
-def _is_valid(certificate: x509.Certificate, at: datetime) -> bool:
-    return certificate.not_valid_before_utc <= at <= certificate.not_valid_after_utc
 
 
 MAX_BYTES: Final = 4096

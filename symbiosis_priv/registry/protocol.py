@@ -67,14 +67,6 @@ _listing_decoder: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder
 )
 
 
-def decode_listing(payload: wire.Buffer) -> list[bytes]:
-    """Parse the payload of `Listed`. Raises `ProtocolError`."""
-    try:
-        return _listing_decoder.decode(payload)
-    except UNDECODABLE as error:
-        raise ProtocolError(f"bad payload: {one_line(str(error))}") from error
-
-
 class RegistryClient:
     """A connection to a registry.
 
@@ -128,7 +120,11 @@ class RegistryClient:
 
         Raises the errors of `announce`.
         """
-        return decode_listing(self._ask(Listed, List(model_digest=model_digest)))
+        payload = self._ask(Listed, List(model_digest=model_digest))
+        try:
+            return _listing_decoder.decode(payload)
+        except UNDECODABLE as error:
+            raise ProtocolError(f"bad payload: {one_line(str(error))}") from error
 
     def close(self) -> None:
         """Close the connection without a message. While another thread uses the connection, call `shut` instead."""
@@ -140,11 +136,6 @@ class RegistryClient:
 
     def _ask(self, kind: type[Accepted | Listed], request: Request, payload: bytes = b"") -> bytearray:
         _, body = self._connection.expect(
-            kind,
-            request,
-            payload,
-            max_payload=MAX_REPLY,
-            deadline=self._deadline,
-            decode=decode_reply,
+            kind, request, payload, max_payload=MAX_REPLY, deadline=self._deadline, decode=decode_reply
         )
         return body

@@ -225,11 +225,11 @@ class PrivateFolder:
         try:
             folder = self._child(name)
         except NotADirectoryError as error:
-            raise ConfigError(f"{self.path / name} is a link or a file. {self._delete(name)}") from error
+            raise ConfigError(f"{self.path / name} is a link or a file. Delete it: it is made again") from error
         status = os.fstat(folder._descriptor)
         if not _is_own(status) or status.st_mode & _OTHERS_WRITE:
             folder.close()
-            raise ConfigError(f"other users can change {folder.path}. {self._delete(name)}")
+            raise ConfigError(f"other users can change {folder.path}. Delete it: it is made again")
         return folder
 
     def open_file(self, name: str) -> int:
@@ -289,6 +289,3 @@ class PrivateFolder:
                 f"`chmod go-w` it, or choose another folder (for the cache: RemoteConfig(cache=...), "
                 f"SYMBIOSIS_PRIV_CACHE)"
             )
-
-    def _delete(self, name: str) -> str:
-        return f"Delete {self.path / name}: it is made again"

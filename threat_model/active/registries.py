@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
@@ -80,7 +81,7 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
         revoke(revoked_list, [revoked.certificate])
         registries = Registries(("localhost:7500",), authority.certificate, revoked_list)
         asking = replace(federation, registries=registries)
-        remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
+        remote = replace(asking, registries=msgspec.structs.replace(registries, addresses=("registry.example:7500",)))
         if _accepted(asking, [descriptor(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not accepted")
         steered = any(_accepted(remote, [descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)

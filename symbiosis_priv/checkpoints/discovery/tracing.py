@@ -273,14 +273,12 @@ class _Trace(TorchFunctionMode):
         # the architecture's code may raise any error where it was not written for such inputs
         except Exception as error:
             self.calls = before
-            return f"{self._place(error)}: {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"
+            names = {id(module): name for name, module in self._model.named_modules()}
+            owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            # the innermost module whose code raised the error
+            place = next((names[id(o)] for o in reversed(owners) if names.get(id(o))), type(self._model).__name__)
+            return f"{place}: {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"
         return ""
-
-    def _place(self, error: Exception) -> str:
-        """The name of the innermost module whose code raised an error."""
-        names = {id(module): name for name, module in self._model.named_modules()}
-        owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-        return next((names[id(o)] for o in reversed(list(owners)) if names.get(id(o))), type(self._model).__name__)
 
     def enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -39,10 +39,6 @@ def leaf(path: Path) -> x509.Certificate:
     return reading.load_certificates(path)[0]
 
 
-def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
-    return list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-
-
 def test_authority_signs_only_leaves(authority: Identity) -> None:
     certificate = leaf(authority.certificate)
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
@@ -57,7 +53,7 @@ def test_provider_names_its_hosts(tmp_path: Path, authority: Identity) -> None:
     provider = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="gpu", hosts=hosts)
     certificate = leaf(provider.certificate)
     certificate.verify_directly_issued_by(leaf(authority.certificate))
-    assert usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert reading.usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     assert reading.describe(provider.certificate).hosts == ("gpu.example.org", "10.0.0.7", "::1")
     assert reading.kind_of(certificate) is Kind.PROVIDER
     assert reading.tenant_name(certificate) is None
@@ -68,7 +64,7 @@ def test_tenant_is_named_by_a_uri(tmp_path: Path, authority: Identity) -> None:
     certificate = leaf(tenant.certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert list(names) == [x509.UniformResourceIdentifier("urn:symbiosis-priv:tenant:alice")]
-    assert usages(certificate) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert reading.usages(certificate) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert certificate.subject.rfc4514_string().startswith("CN=alice,")
     assert reading.tenant_name(certificate) == "alice"
 
@@ -155,14 +151,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert not elsewhere.exists()
 
 
-def _remove(identity: Identity) -> None:
-    identity.key.unlink()
-
-
-def _garble(identity: Identity) -> None:
-    identity.key.write_bytes(b"no key")
-
-
 def _encrypt(identity: Identity) -> None:
     identity.key.write_bytes(
         identity.private_key().private_bytes(
@@ -181,14 +169,14 @@ def _swap(identity: Identity) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_remove, r"cannot read .*authority\.key"),
-        (_garble, r"authority\.key is not an unencrypted PEM private key"),
+        (lambda identity: identity.key.unlink(), r"cannot read .*authority\.key"),
+        (lambda identity: identity.key.write_bytes(b"no key"), r"authority\.key is not an unencrypted PEM private key"),
         (_encrypt, r"authority\.key is not an unencrypted PEM private key"),
         (_swap, r"authority\.key is not the key of .*authority\.pem"),
     ],
 )
 def test_damaged_authority(
-    tmp_path: Path, authority: Identity, damage: Callable[[Identity], None], message: str
+    tmp_path: Path, authority: Identity, damage: Callable[[Identity], object], message: str
 ) -> None:
     damage(authority)
     with pytest.raises(CertificateError, match=message):
@@ -219,13 +207,11 @@ def pair_bytes(identity: Identity) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("self_signed", [True, False])
 def test_rotation_changes_only_the_key(tmp_path: Path, authority: Identity, kind: Kind, self_signed: bool) -> None:
     hosts = ["a.example.org", "10.0.0.7"] if kind is Kind.PROVIDER else []
-    if self_signed:
-        identity = issuing.issue(tmp_path, authority=None, kind=kind, name="node.1", hosts=hosts)
-    else:
-        identity = issuing.issue(tmp_path, authority=authority, kind=kind, name="node.1", hosts=hosts)
+    signer = None if self_signed else authority
+    identity = issuing.issue(tmp_path, authority=signer, kind=kind, name="node.1", hosts=hosts)
     old, old_bytes = leaf(identity.certificate), pair_bytes(identity)
 
-    rotated = issuing.rotate(identity.certificate, authority=None if self_signed else authority)
+    rotated = issuing.rotate(identity.certificate, authority=signer)
 
     new = leaf(rotated.certificate)
     assert rotated == identity
@@ -243,11 +229,8 @@ def test_rotation_changes_only_the_key(tmp_path: Path, authority: Identity, kind
 @pytest.mark.parametrize("self_signed", [True, False])
 def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: Identity, self_signed: bool) -> None:
     """Tenants can pin it before, and no authority is needed at the rotation."""
-    if self_signed:
-        identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
-    else:
-        identity = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p")
     signer = None if self_signed else authority
+    identity = issuing.issue(tmp_path, authority=signer, kind=Kind.PROVIDER, name="p")
     present = pair_bytes(identity)
     upcoming = issuing.prepare_rotation(identity.certificate, authority=signer)
     promised = pair_bytes(upcoming)

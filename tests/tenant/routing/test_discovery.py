@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -266,7 +267,7 @@ def test_no_registry_leads_connections_to_this_machine(federation: Federation, v
     (found,) = admitted(federation, [steering], now=now).executors
     assert not found.remote_only
     assert federation.registries is not None
-    elsewhere = replace(federation.registries, addresses=("localhost:1", "registry.example:7500"))
+    elsewhere = msgspec.structs.replace(federation.registries, addresses=("localhost:1", "registry.example:7500"))
     for file in (
         replace(federation, registries=elsewhere),
         replace(federation, peers=(replace(federation.peers[0], host="alpha.example"), *federation.peers[1:])),

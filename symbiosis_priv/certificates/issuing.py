@@ -169,7 +169,11 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     old = reading.load_certificates(certificate)[0]
     current = reading.pair(certificate.parent, certificate.stem)
     previous = reading.pair(certificate.parent, certificate.stem + PREVIOUS)
-    if _fits(current, old):  # if not, the key is lost, or an interrupted rotation has already kept it
+    try:
+        has_old_key = current.private_key().public_key() == old.public_key()
+    except CertificateError:  # the key is lost
+        has_old_key = False
+    if has_old_key:  # if not, an interrupted rotation may have kept it already
         replace_file(previous.key, read_file(current.key), mode=0o600)
     earlier = [c for c in current_certificates(previous.certificate) if c != old]
     replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
@@ -218,7 +222,14 @@ def _sign(
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
     not_after, issuer = reading.now() + timedelta(days=days), owner
     if isinstance(signer, reading.Identity):
-        authority, signer = _load_authority(signer)
+        identity, fix = signer, "create an authority with `symbiosis-priv keys authority`"
+        authority = reading.load_certificates(identity.certificate)[0]
+        if not reading.is_authority(authority):
+            raise CertificateError(f"{identity.certificate} is not a CA certificate: {fix}")
+        key = reading.require_usable(identity, authority, fix=lambda: fix)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
+        signer = key
         not_after, issuer = min(not_after, authority.not_valid_after_utc), authority.subject
     builder = (
         x509.CertificateBuilder()
@@ -260,24 +271,6 @@ def _host(host: str) -> x509.GeneralName:
                 f"host {host!r}: use a DNS name or an IP address, without scheme, port or wildcard"
             ) from None
         return x509.DNSName(host)
-
-
-def _load_authority(identity: reading.Identity) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    certificate = reading.load_certificates(identity.certificate)[0]
-    fix = "create an authority with `symbiosis-priv keys authority`"
-    if not reading.is_authority(certificate):
-        raise CertificateError(f"{identity.certificate} is not a CA certificate: {fix}")
-    key = reading.require_usable(identity, certificate, fix=lambda: fix)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
-    return certificate, key
-
-
-def _fits(identity: reading.Identity, certificate: x509.Certificate) -> bool:
-    try:
-        return identity.private_key().public_key() == certificate.public_key()
-    except CertificateError:
-        return False
 
 
 def _write_pair(

@@ -117,17 +117,16 @@ def private_text(*, seed: int, records: int) -> list[str]:
     drug; the severity determines the dose and the review.
     """
     rng = random.Random(seed)
-    return [_note(rng) for _ in range(records)]
-
-
-def _note(rng: random.Random) -> str:
-    complaint, ward, drug, doses, allergy = _pick(rng, _COMPLAINTS)
-    severity, dose, often, review = _pick(rng, _SEVERITIES)
-    patient = f"{_pick(rng, _SURNAMES)}, {_pick(rng, 'JAMKRS')}."
-    return (
-        f"{PRIVATE_PROMPT} {patient} Age: {_number(rng)}. Ward: {ward}. Complaint: {complaint}, {severity}. "
-        f"Allergy: {allergy}. Given: {drug} {doses[dose]}, {often}. Review: in {review}."
-    )
+    notes = []
+    for _ in range(records):
+        complaint, ward, drug, doses, allergy = _pick(rng, _COMPLAINTS)
+        severity, dose, often, review = _pick(rng, _SEVERITIES)
+        patient = f"{_pick(rng, _SURNAMES)}, {_pick(rng, 'JAMKRS')}."
+        notes.append(
+            f"{PRIVATE_PROMPT} {patient} Age: {_number(rng)}. Ward: {ward}. Complaint: {complaint}, {severity}. "
+            f"Allergy: {allergy}. Given: {drug} {doses[dose]}, {often}. Review: in {review}."
+        )
+    return notes
 
 
 def _pick(rng: random.Random, options: Sequence[_T]) -> _T:

@@ -268,7 +268,11 @@ def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     with on_this_machine(), isolated():
         with values:
             model = build(config)
-        head = _untied_head(model) if scope.tied_head else {}
+        head = tied_head(model) if scope.tied_head else {}
+        for parameter in head:  # from here on, a parameter of its own
+            owner, _, leaf = parameter.rpartition(".")
+            own = torch.empty_like(model.get_parameter(parameter), device="meta")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(own, requires_grad=False))
         kept = _tied_modules(model, without=head) | task_heads(model)
         stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept and scope.experts}
         kept |= routed_modules(model)
@@ -318,16 +322,6 @@ def tied_head(model: PreTrainedModel) -> dict[str, str]:
     names = [name for name, module in model.named_modules() if module is head and is_linear(module)]
     ties = model.all_tied_weights_keys
     return {parameter: source for parameter, source in ties.items() if parameter.rpartition(".")[0] in names}
-
-
-def _untied_head(model: PreTrainedModel) -> dict[str, str]:
-    """Give a tied LM head parameters of its own. Returns what `tied_head` returned before."""
-    tied = tied_head(model)
-    for parameter in tied:
-        owner, _, leaf = parameter.rpartition(".")
-        own = torch.empty_like(model.get_parameter(parameter), device="meta")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(own, requires_grad=False))
-    return tied
 
 
 def _tied_modules(model: PreTrainedModel, *, without: Collection[str]) -> set[str]:

@@ -117,11 +117,8 @@ def test_ed25519_keys_are_accepted(tmp_path: Path, authority: Identity) -> None:
 
 
 def broken_signature(path: Path) -> None:
-    der = bytearray(
-        x509.load_pem_x509_csr(foreign_request(path, names=["alice"]).read_bytes()).public_bytes(
-            serialization.Encoding.DER
-        )
-    )
+    request = x509.load_pem_x509_csr(foreign_request(path, names=["alice"]).read_bytes())
+    der = bytearray(request.public_bytes(serialization.Encoding.DER))
     der[-1] ^= 1
     body = base64.encodebytes(bytes(der)).decode()
     path.write_text(f"-----BEGIN CERTIFICATE REQUEST-----\n{body}-----END CERTIFICATE REQUEST-----\n")
@@ -144,11 +141,7 @@ def rsa_key(path: Path) -> None:
         (broken_signature, CertificateError, "not signed by the key|not a certificate request"),
         (rsa_key, CertificateError, "neither elliptic-curve nor Ed25519"),
         (lambda path: foreign_request(path, names=[]), CertificateError, "does not have exactly one common name"),
-        (
-            lambda path: foreign_request(path, names=["a", "b"]),
-            CertificateError,
-            "does not have exactly one common name",
-        ),
+        (lambda path: foreign_request(path, names=["a", "b"]), CertificateError, "not have exactly one common name"),
         (lambda path: foreign_request(path, names=["../alice"]), ConfigError, "name '../alice'"),
         (lambda path: foreign_request(path, names=["alice.previous"]), ConfigError, "rotation uses"),
     ],
@@ -390,16 +383,8 @@ def test_a_self_signed_certificate_names_no_operator(tmp_path: Path) -> None:
 
 
 UNSAFE = [
-    "A\u202e",
-    "A\u3164",
-    "A\u2800B",
-    "A\U0001d159",
-    "\U00016fe4A",
-    "A\u00a0B",
-    "\u0410lpha",
-    "A\u034f",
-    "A\u0301",
-    "\uff21",
+    *("A\u202e", "A\u3164", "A\u2800B", "A\U0001d159", "\U00016fe4A"),
+    *("A\u00a0B", "\u0410lpha", "A\u034f", "A\u0301", "\uff21"),
 ]
 # Invisible or blank characters, another script, or another way to write a letter.
 

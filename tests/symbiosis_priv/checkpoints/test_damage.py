@@ -25,31 +25,9 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1.5,
-        2**31,
-        10**30,
-        float("nan"),
-        "",
-        "x",
-        "../x",
-        "/etc/passwd",
-        "a\x00b",
-        "LlamaModel",
-        "bfloat16",
-        [],
-        {},
-        [1],
-        ["x"],
-        [[]],
-        [None],
-        {"a": 1},
-        {"": {}},
-        {"model_type": "bert"},
+        *(None, True, -1, 0, 1, 1.5, 2**31, 10**30, float("nan")),
+        *("", "x", "../x", "/etc/passwd", "a\x00b", "LlamaModel", "bfloat16"),
+        *([], {}, [1], ["x"], [[]], [None], {"a": 1}, {"": {}}, {"model_type": "bert"}),
     ]
 )
 

@@ -131,6 +131,18 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
+BUDGETS = {"symbiosis_priv": 11_700, "provider": 8_850, "tenant": 27_150, "threat_model": 7_250, "tests": 46_250}
+"""Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
+raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
+
+
+@pytest.mark.parametrize("package", BUDGETS)
+def test_a_package_stays_within_its_budget(package: str) -> None:
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / package).rglob("*.py"))
+    assert lines <= BUDGETS[package], "python -m tests.sizes prints what is large"
+    assert lines > 0.97 * BUDGETS[package], "lower the budget"
+
+
 def test_the_trust_core_can_be_read_in_one_sitting() -> None:
     """`tenant.core` holds what privacy and integrity depend on, and nothing else: neither timing nor progress."""
     modules = [path.read_text(encoding="utf-8") for path in (ROOT / "tenant" / "core").glob("*.py")]

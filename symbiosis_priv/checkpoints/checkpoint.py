@@ -81,21 +81,18 @@ class Checkpoint:
         self.path = path
         self._files = contextlib.ExitStack()
         self._open: dict[str, safe_open] = {}
-        self._location = self._index()
+        if (path / _SINGLE).is_file():  # before an index: transformers uses the same order
+            self._location = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        elif (path / _INDEX).is_file():
+            self._location = check_index(path / _INDEX)
+        else:
+            raise CheckpointError(f"{path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
+        for name in self.files():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path} has no {name}, which its index names; fetch it again")
         if any(len(name) > _LONGEST_NAME for name in self._location):
             self._files.close()
             raise CheckpointError(f"{path} has a tensor with a name of over {_LONGEST_NAME} characters; fetch it again")
-
-    def _index(self) -> dict[str, str]:
-        if (self.path / _SINGLE).is_file():  # before an index: transformers uses the same order
-            return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        if not (self.path / _INDEX).is_file():
-            raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
-        location = check_index(self.path / _INDEX)
-        for name in set(location.values()):
-            if not (self.path / name).is_file():
-                raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
-        return location
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:

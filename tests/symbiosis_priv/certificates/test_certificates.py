@@ -119,11 +119,6 @@ def test_bad_hosts(tmp_path: Path, host: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tenant_has_no_hosts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave them out"):
-        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice", hosts=["localhost"])
-
-
 @pytest.mark.parametrize("days", [-1, 0, 36_501])
 def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
     with pytest.raises(ConfigError, match="choose a lifetime"):

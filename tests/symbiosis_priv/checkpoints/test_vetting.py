@@ -170,12 +170,7 @@ def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entri
     tensors = {"prompt_embeddings": torch.zeros(8, 16), "model.q_proj.lora_A.weight": torch.zeros(4, 16)}
     tensors["model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.zeros(16, 4)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    honest = {
-        "num_virtual_tokens": 8,
-        "token_dim": 16,
-        "layer_replication": [[0, 2], [0, 2]],
-        "token_indices": [0] * 16,
-    }
+    honest = {"num_virtual_tokens": 8, "token_dim": 16, "layer_replication": [[0, 2]] * 2, "token_indices": [0] * 16}
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | honest))
     assert vet_adapter(tmp_path)["r"] == 4
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))

@@ -1,6 +1,5 @@
 """A valid federation.toml, and certificates for it."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind, load_certificates
+from symbiosis_priv.system.toml import toml_table
 
 Write = Callable[..., Path]
 
@@ -46,11 +46,6 @@ def write(keys: Path) -> Write:
     """`write(...)` writes a valid federation.toml beside `keys`, with changed tables or changed entries of its
     providers."""
 
-    def section(header: str, entries: dict[str, Any]) -> str:
-        return "\n".join(
-            [header, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items()), ""]
-        )
-
     def write(
         *,
         model: Any = None,
@@ -65,16 +60,16 @@ def write(keys: Path) -> Write:
         three = {"name": "gamma", "operator": "C", "role": "helper", "address": "c:1", "certificate": "keys/gamma.pem"}
         path = keys.parent / "federation.toml"
         sections = [
-            section("[model]", {"digest": DIGEST, **(model or {})}),
-            section("[tenant]", {"certificate": "keys/alice.pem", "key": "~/alice.key"}),
-            section("[[provider]]", {**one, **(alpha or {})}),
-            section("[[provider]]", {**two, **(beta or {})}),
+            toml_table("[model]", **({"digest": DIGEST} | (model or {}))),
+            toml_table("[tenant]", certificate="keys/alice.pem", key="~/alice.key"),
+            toml_table("[[provider]]", **(one | (alpha or {}))),
+            toml_table("[[provider]]", **(two | (beta or {}))),
         ]
         if gamma is not None:
-            sections.append(section("[[provider]]", {**three, **gamma}))
+            sections.append(toml_table("[[provider]]", **(three | gamma)))
         if pads is not None:
-            sections.append(section("[pads]", pads))
-        sections += [section("[[company]]", company) for company in companies]
+            sections.append(toml_table("[pads]", **pads))
+        sections += [toml_table("[[company]]", **company) for company in companies]
         path.write_text("\n".join(sections), encoding="utf-8")
         return path
 

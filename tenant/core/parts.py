@@ -379,11 +379,19 @@ class FewRows:
         self._flags = ctypes.c_uint8 * like.count
 
     def takes(self, rows: FloatRows) -> bool:
-        """Returns True if these rows are like those that the arguments were prepared for, and are read in place."""
-        for matrix in (*rows.inputs, *rows.outputs):
-            if matrix.dtype not in FORMATS or matrix.stride(1) != 1:
+        """Returns True if these rows are like those that the arguments were prepared for, and are read in place. The
+        compiled code trusts their shapes."""
+        return (
+            rows.bound is self._bound and self._fits(rows.inputs, self.width) and self._fits(rows.outputs, self.outputs)
+        )
+
+    def _fits(self, matrices: Sequence[Tensor], width: int) -> bool:
+        dtype, rows = matrices[0].dtype, self.count
+        for matrix in matrices:
+            if matrix.dtype is not dtype or matrix.dim() != 2 or len(matrix) != rows or matrix.stride(1) != 1:
                 return False
-        return rows.bound is self._bound
+            width -= matrix.shape[1]
+        return not width and dtype in FORMATS
 
     def encode(self, rows: FloatRows) -> Encoded:
         """Quantise rows that `takes` accepts. Raises `NonFiniteError`: inf or nan among the rows."""

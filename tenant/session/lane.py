@@ -148,7 +148,7 @@ def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:
         and part.counts is None
         and pads.relays is None
         and native.library() is not None
-        and len(part.requests) == 1
+        and [len(requests) for requests in part.requests.values()] == [1]
         and sum(provider.serves(part.index) for provider in routes.executors) == 1
     )
 

@@ -217,7 +217,7 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
                 runtime.tally.counts.products += 1
                 runtime.tally.counts.rows += rows.count
             return
-        del runtime.lanes[index, direction, rows.count]
+        runtime.lanes.pop((index, direction, rows.count), None)  # another thread may have ended it
     routes, part_bytes = runtime.routes, runtime.options.part_bytes
     if not routes.all_up:
         routes.check(index)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.errors import NonFiniteError, SymbiosisError, VerificationError
+from symbiosis_priv.errors import NonFiniteError, RangeError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
 from tenant.core.parts import MOST_FEW, FloatRows
@@ -207,3 +207,55 @@ def test_a_lane_ends_when_a_second_executor_serves_the_group(
     session.routes.update([second.peer("executor")])
     run(session, first, [ONE_ROW] * 4, 32)
     assert outcomes == [None, lane.Unfinished()]
+
+
+def test_two_threads_may_end_a_lane(
+    executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = new_session("none", [executor])
+    run(session, executor, [ONE_ROW], 32)
+
+    def ended(self: lane.Lane, rows: FloatRows) -> lane.Unfinished:
+        session.runtime.lanes.clear()  # by the other thread
+        return lane.Unfinished()
+
+    monkeypatch.setattr(lane.Lane, "multiply", ended)
+    assert isinstance(multiply(session, ONE_ROW, 0, 32), Tensor)
+
+
+def test_rows_that_need_two_requests_make_no_lane(new_provider: NewProvider, new_session: NewSession) -> None:
+    """Another executor, of other layers, accepts more rows than the one that is asked."""
+    small, large = new_provider(layers="0", max_rows=2), new_provider(layers="1")
+    session = new_session("none", [small, large])
+    run(session, small, [replace(ONE_ROW, rows=4)] * 4, 32)
+    assert len(small.executed) == 2 + 2 * 4
+    assert set(session.runtime.lanes) == {(0, FORWARD, 1)}
+
+
+@pytest.mark.parametrize("shape", [(1, 63), (1, 65), (2, 64), (64,)], ids=str)
+def test_rows_of_another_shape_are_refused(
+    shape: tuple[int, ...], executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    """The compiled code of a lane reads what the shapes say."""
+    session = new_session("none", [executor])
+    run(session, executor, [ONE_ROW], 32)
+    facts = session.preparation.facts[0]
+    rows = FloatRows(facts, FORWARD, [torch.ones(shape)], [torch.empty(1, facts.outputs(FORWARD))])
+    rows.count = 1
+    with pytest.raises(RangeError, match="float rows of shape"):
+        session.multiply(GroupIndex(0), FORWARD, rows)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float16, torch.float16)], ids=str)
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_lane_writes_results_of_the_right_shape_and_one_format(
+    more: int, dtypes: tuple[torch.dtype, torch.dtype], executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    session = new_session("none", [executor])
+    run(session, executor, [ONE_ROW], 32)
+    facts, few = session.preparation.facts[0], session.runtime.lanes[0, FORWARD, 1]._few
+    x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
+    first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
+    assert few.takes(FloatRows(facts, FORWARD, [x], [first, second])) == (not more)
+    mixed = [out.to(dtype) for out, dtype in zip((first, second), dtypes, strict=True)]
+    assert not few.takes(FloatRows(facts, FORWARD, [x], mixed))

@@ -253,7 +253,7 @@ def test_a_lane_writes_results_of_the_right_shape_and_one_format(
 ) -> None:
     session = new_session("none", [executor])
     run(session, executor, [ONE_ROW], 32)
-    facts, few = session.preparation.facts[0], session.runtime.lanes[0, FORWARD, 1]._few
+    facts, few = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]._few
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
     first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
     assert few.takes(FloatRows(facts, FORWARD, [x], [first, second])) == (not more)

@@ -6,7 +6,7 @@ promise. Read it in this order:
     pads        the session's secret, and one-time pads: drawn, burnt, used once
     masked      `MaskedRows`, the only rows that may leave, and the last check of every request: rule 8, quarantine
     verifier    the check of every product, and its keys
-    parts       float rows to integers, and one request: mask, open, check; the same for a few rows in two compiled calls
+    parts       float rows to integers, and one request: mask, open, check; a few rows in two compiled calls
     blame       finds whose result was wrong, after a refused product
 
 Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group (widths, scales, bounds) are in

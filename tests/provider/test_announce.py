@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.announce import Served, coverage, most_needed, placed, unplaced
 from provider.config.provider_toml import load, template

@@ -1,8 +1,7 @@
 """Clients take turns, and rates are limited."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.fairness import RoundRobin, TokenBucket
 

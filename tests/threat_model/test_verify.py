@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -49,8 +48,7 @@ from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
 from tests.experts import write
 from tests.warm import run
-from threat_model.cli import run_properties
-from threat_model.cli import verify as verify_command
+from threat_model.cli import run_properties, verify as verify_command
 from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,

@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.config.schema import Limits
 from provider.gateway.admission import Slot, Slots

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider import logs
 from provider.config.schema import MetricsConfig

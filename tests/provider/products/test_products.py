@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.registry.store import Store
 from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError

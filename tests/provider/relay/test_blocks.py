@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.refusal import Refusal
 from provider.relay.blocks import LIFETIME_S, PERMIT_S, BlockStore, Permits

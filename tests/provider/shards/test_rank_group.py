@@ -11,8 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from provider.shards import rank_group
 from provider.shards.rank_group import FileCounters, Heartbeats

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, merge, pick, segments
 from symbiosis_priv.errors import RangeError

@@ -4,8 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.checkpoints.layers import LayerRange, layers_of, spans, whole_layers
 from symbiosis_priv.checkpoints.weights import WeightStore

@@ -5,8 +5,7 @@ matrix: its product contains the products of single experts, or their sum.
 import msgspec
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.checkpoints.layers import GroupSpec

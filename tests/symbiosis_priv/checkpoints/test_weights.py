@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DataObject
 from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
@@ -18,8 +17,7 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.checkpoints import weights
-from symbiosis_priv.checkpoints.discovery import skeleton
-from symbiosis_priv.checkpoints.discovery import skeleton as skeletons
+from symbiosis_priv.checkpoints.discovery import skeleton, skeleton as skeletons
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore

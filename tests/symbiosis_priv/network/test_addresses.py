@@ -6,8 +6,7 @@ import time
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address

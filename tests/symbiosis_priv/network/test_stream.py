@@ -12,8 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire

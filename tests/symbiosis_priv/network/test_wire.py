@@ -8,8 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from symbiosis_priv.arithmetic.keystream import Seed

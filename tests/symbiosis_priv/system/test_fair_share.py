@@ -1,7 +1,6 @@
 """No client holds more than stays free."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.system.fair_share import FairShare
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tenant.bench import kernels, many_tenants, masked_linear, quality, startup
 from tenant.bench.network import bytes_goals, network_goals

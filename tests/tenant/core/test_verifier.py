@@ -3,8 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import PRIME, dot

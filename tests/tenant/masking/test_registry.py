@@ -7,8 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore

@@ -1,8 +1,7 @@
 """Circuit breakers and costs, decision by decision: no sockets, and a clock that the test sets."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tenant.routing.known_provider import ProviderHealth, State
 

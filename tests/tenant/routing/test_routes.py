@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer

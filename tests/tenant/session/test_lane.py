@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -14,8 +13,7 @@ from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
 from tenant.core.parts import MOST_FEW, FloatRows
 from tenant.routing.known_provider import Tolerance
-from tenant.session import lane
-from tenant.session import session as sessions
+from tenant.session import lane, session as sessions
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, spoil

@@ -9,8 +9,7 @@ from unittest import mock
 import peft
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from peft import HRAConfig, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForSequenceClassification

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from peft import LoraConfig, OFTConfig, PeftConfig, ShiraConfig, VeraConfig
 from safetensors.torch import load_file, save_file
 

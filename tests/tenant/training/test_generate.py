@@ -14,8 +14,7 @@ from tenant.endpoint import serving
 from tenant.endpoint.options import Serving
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer, warn_of_other_template
-from tenant.training import finetune as finetuning
-from tenant.training import generate as generation
+from tenant.training import finetune as finetuning, generate as generation
 from tenant.training.finetune import finetune
 from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding, FineTuning

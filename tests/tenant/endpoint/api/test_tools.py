@@ -4,8 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from symbiosis_priv.errors import ConfigError

@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape, held_bytes

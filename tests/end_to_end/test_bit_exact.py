@@ -6,19 +6,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import (
-    DeloraConfig,
-    HRAConfig,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    ShiraConfig,
-    SupertuningConfig,
-    TinyLoraConfig,
-    get_peft_model,
-)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -198,7 +188,7 @@ def test_plain_peft_loads_the_adapter(base: Base, open_model: Open, train: Train
     model.save_pretrained(tmp_path / "adapter")
     assert {p.name for p in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     full = AutoModelForCausalLM.from_pretrained(path)
-    plain: Any = PeftModel.from_pretrained(full, tmp_path / "adapter", is_trainable=True)
+    plain: Any = peft.PeftModel.from_pretrained(full, tmp_path / "adapter", is_trainable=True)
     assert equal(adapter_of(plain), adapter_of(model))
     with torch.no_grad():
         plain.eval(), model.eval()
@@ -206,7 +196,7 @@ def test_plain_peft_loads_the_adapter(base: Base, open_model: Open, train: Train
             plain(input_ids=IDS).logits, model(input_ids=IDS).logits, dim=-1
         )
     assert float(similarity.min()) > 0.999
-    again: Any = PeftModel.from_pretrained(
+    again: Any = peft.PeftModel.from_pretrained(
         open_model(path, config_for(federation, "pad-1"), adapter=False), tmp_path / "adapter"
     )
     with torch.no_grad():
@@ -292,21 +282,21 @@ def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) 
 # Methods besides LoRA
 
 SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
-METHODS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
+METHODS: dict[str, tuple[str, Callable[[], peft.PeftConfig]]] = {
     "bottleneck": ("llama", lambda: BottleneckConfig(bottleneck_dim=8, target_modules="all-linear")),
     "bitfit": ("gpt2", BitFitConfig),
-    "all biases": ("gpt2", lambda: LoraConfig(bias="all", fan_in_fan_out=True, **SMALL)),
+    "all biases": ("gpt2", lambda: peft.LoraConfig(bias="all", fan_in_fan_out=True, **SMALL)),
     "diff pruning": ("llama", lambda: DiffPruningConfig(density=0.05, target_modules="all-linear")),
     "maskbert": ("llama", lambda: MaskBertConfig(target_modules="all-linear")),
-    "dora": ("llama", lambda: LoraConfig(use_dora=True, init_lora_weights=False, **SMALL)),
-    "pissa": ("llama", lambda: LoraConfig(init_lora_weights="pissa", **SMALL)),
-    "mica": ("llama", lambda: LoraConfig(init_lora_weights="mica", **SMALL)),
-    "olora": ("llama", lambda: LoraConfig(init_lora_weights="olora", **SMALL)),
-    "delora": ("llama", lambda: DeloraConfig(**SMALL)),
-    "tinylora": ("llama", lambda: TinyLoraConfig(target_modules="all-linear")),
-    "hra": ("llama", lambda: HRAConfig(**SMALL)),
-    "shira": ("llama", lambda: ShiraConfig(**SMALL)),
-    "supertuning": ("llama", lambda: SupertuningConfig(target_modules="all-linear", sparsity=0.95)),
+    "dora": ("llama", lambda: peft.LoraConfig(use_dora=True, init_lora_weights=False, **SMALL)),
+    "pissa": ("llama", lambda: peft.LoraConfig(init_lora_weights="pissa", **SMALL)),
+    "mica": ("llama", lambda: peft.LoraConfig(init_lora_weights="mica", **SMALL)),
+    "olora": ("llama", lambda: peft.LoraConfig(init_lora_weights="olora", **SMALL)),
+    "delora": ("llama", lambda: peft.DeloraConfig(**SMALL)),
+    "tinylora": ("llama", lambda: peft.TinyLoraConfig(target_modules="all-linear")),
+    "hra": ("llama", lambda: peft.HRAConfig(**SMALL)),
+    "shira": ("llama", lambda: peft.ShiraConfig(**SMALL)),
+    "supertuning": ("llama", lambda: peft.SupertuningConfig(target_modules="all-linear", sparsity=0.95)),
 }
 
 
@@ -326,7 +316,7 @@ def test_methods_over_live_providers(
         with torch.no_grad():
             without = base.eval()(input_ids=IDS).logits
         torch.manual_seed(11)
-        model: Any = get_peft_model(base, config())
+        model: Any = peft.get_peft_model(base, config())
         trainer = train(model, steps=2)
         adapters.append(adapter_of(model))
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -337,7 +327,7 @@ def test_methods_over_live_providers(
     with torch.no_grad():
         logits = model.eval()(input_ids=IDS).logits
         rounding = (plain(input_ids=IDS).logits - without).abs().max()
-        home: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+        home: Any = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
         difference = (home(input_ids=IDS).logits - logits).abs().max()
     assert (logits - without).abs().max() > 10 * rounding
     assert difference <= 4 * rounding

@@ -19,17 +19,10 @@ from typer.testing import CliRunner
 from provider.registry import RegistryConfig
 from provider.registry.cli import app
 from provider.registry.server import Rates, RegistryServer
+from symbiosis_priv import errors
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.certificates.revocation import revoke
-from symbiosis_priv.errors import (
-    CertificateError,
-    ConfigError,
-    DescriptorError,
-    ProviderError,
-    SymbiosisError,
-    TransportError,
-)
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context
@@ -72,7 +65,7 @@ def test_invalid_announcements_are_refused(serve: Serve, vouching: Vouching, tmp
     with vouching.client(server.address) as registry:
         registry.announce(good := vouching.says("gamma"))
         for words, data in refused.items():
-            with pytest.raises(ProviderError, match=words) as caught:
+            with pytest.raises(errors.ProviderError, match=words) as caught:
                 registry.announce(data)
             assert caught.value.code == wire.ErrorCode.REFUSED
         assert registry.list(DIGEST) == [good]
@@ -91,7 +84,7 @@ def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching
         until = time.monotonic() + DEADLINE_S
         while registry.list(DIGEST) != [delta]:
             assert time.monotonic() < until
-        with pytest.raises(ProviderError, match="revoked"):
+        with pytest.raises(errors.ProviderError, match="revoked"):
             registry.announce(gamma)
     server.stop()
     revoke(revoked, [vouching.identity("delta").certificate])
@@ -102,7 +95,7 @@ def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching
 def test_a_descriptor_that_a_reload_drops_is_not_stored_again(serve: Serve, vouching: Vouching) -> None:
     """A descriptor that is verified before a reload, and stored after it, is dropped."""
     server, said = serve(), vouching.said("gamma")
-    with pytest.raises(DescriptorError, match="again"):
+    with pytest.raises(errors.DescriptorError, match="again"):
         server._admit(said.key, Trust(()))
 
 
@@ -128,7 +121,7 @@ def test_announcements_of_one_executor_are_limited(serve: Serve, vouching: Vouch
     with vouching.client(server.address) as registry:
         for step in range(3):
             registry.announce(vouching.says("gamma", after_ms=step))
-        with pytest.raises(ProviderError, match="too often") as caught:
+        with pytest.raises(errors.ProviderError, match="too often") as caught:
             registry.announce(vouching.says("gamma", after_ms=3))
         assert caught.value.code == wire.ErrorCode.BUSY
         for _ in range(4):  # repeating a known descriptor does not count against its executor
@@ -142,9 +135,9 @@ def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -
     with vouching.client(server.address) as registry:
         for _ in range(5):
             registry.list(DIGEST)
-        with pytest.raises(ProviderError, match="too many requests"):
+        with pytest.raises(errors.ProviderError, match="too many requests"):
             registry.list(DIGEST)
-        with pytest.raises(TransportError):  # later frames are not answered one by one
+        with pytest.raises(errors.TransportError):  # later frames are not answered one by one
             registry.list(DIGEST)
 
 
@@ -185,7 +178,7 @@ def test_slow_and_silent_connections_end(serve: Serve, vouching: Vouching) -> No
         slow.send(wire.PREFIX.pack(wire.MAGIC, 100, 0))  # and nothing more
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             assert slow.recv(1) == b""
-    with vouching.client(server.address) as registry, pytest.raises(TransportError):
+    with vouching.client(server.address) as registry, pytest.raises(errors.TransportError):
         keep_asking(registry)
 
 
@@ -265,7 +258,7 @@ def test_any_answer_of_a_registry_is_parsed_or_an_error_of_the_tree(vouching: Vo
                     said = ""
                     try:
                         question()
-                    except SymbiosisError as error:
+                    except errors.SymbiosisError as error:
                         said = str(error)
                     assert said.isprintable()
 
@@ -286,13 +279,13 @@ def test_an_announced_size_is_checked_before_memory_is_taken(serve: Serve, vouch
 def test_a_client_refuses_registries_of_other_federations(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     server = serve()
     stranger = Vouching.in_folder(tmp_path)
-    with pytest.raises(CertificateError, match="was refused"), stranger.client(server.address):
+    with pytest.raises(errors.CertificateError, match="was refused"), stranger.client(server.address):
         pass
     elsewhere = issuing.issue(
         tmp_path, authority=vouching.authority, kind=Kind.PROVIDER, name="far", hosts=["far.example"], operator="F"
     )
     other = serve(name="far", certificate=elsewhere.certificate, key=elsewhere.key)
-    with pytest.raises(CertificateError, match="was refused"), vouching.client(other.address):
+    with pytest.raises(errors.CertificateError, match="was refused"), vouching.client(other.address):
         pass
 
 
@@ -310,7 +303,7 @@ def test_a_client_refuses_a_registry_whose_certificate_was_revoked(
     revoke(revoked, [vouching.identity("registry").certificate])
     address = serve().address
     trust = Trust.load(vouching.authority.certificate, revoked)
-    with pytest.raises(CertificateError, match="revoked"), RegistryClient(address, trust, deadline_s=DEADLINE_S):
+    with pytest.raises(errors.CertificateError, match="revoked"), RegistryClient(address, trust, deadline_s=DEADLINE_S):
         pass
     arguments = ["show", address, "--authority", str(vouching.authority.certificate), "--revoked", str(revoked)]
     assert "revoked" in str(CliRunner().invoke(app, arguments).exception)
@@ -320,7 +313,7 @@ def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(TransportError), RegistryClient(address, vouching.trust, deadline_s=0.3):
+        with pytest.raises(errors.TransportError), RegistryClient(address, vouching.trust, deadline_s=0.3):
             pass
         assert time.monotonic() - began < 10
 
@@ -330,13 +323,13 @@ def test_a_registry_needs_a_certificate_of_the_authority(vouching: Vouching, tmp
     config = RegistryConfig(
         listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate
     )
-    with pytest.raises(CertificateError, match="keys request --provider"):
+    with pytest.raises(errors.CertificateError, match="keys request --provider"):
         RegistryServer(config)
 
 
 def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
-    with pytest.raises(ConfigError, match="choose another address"):
+    with pytest.raises(errors.ConfigError, match="choose another address"):
         serve(name="second", listen=server.address)
 
 

@@ -15,17 +15,9 @@ import torch
 from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
+from symbiosis_priv import errors
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import (
-    CertificateError,
-    ConnectionLostError,
-    DeadlineExceededError,
-    FrameTooLargeError,
-    ProtocolError,
-    ProviderError,
-    TransportError,
-)
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import dial, wire
 from symbiosis_priv.network.tls import client_context
@@ -121,7 +113,7 @@ def test_a_busy_provider_gets_identical_bytes_again(
 @pytest.mark.parametrize("code", sorted(set(wire.ErrorCode) - wire.RETRYABLE))
 def test_a_refusal_is_final(executor: ScriptedProvider, connect: NewChannel, code: wire.ErrorCode) -> None:
     executor.behaviour = lambda *heard: frame(wire.Failure(code=code, detail="no"))
-    with pytest.raises(ProviderError, match=f"answered {code}: no") as error:
+    with pytest.raises(errors.ProviderError, match=f"answered {code}: no") as error:
         ask(connect(executor))
     assert error.value.code == code
     assert len(executor.heard) == 1
@@ -139,7 +131,7 @@ def test_an_answer_to_another_request_is_refused(
         return frame(wire.Result(**{**fields, field: value}), answer)
 
     executor.behaviour = other
-    with pytest.raises(ProtocolError, match="answered another request"):
+    with pytest.raises(errors.ProtocolError, match="answered another request"):
         ask(connect(executor))
 
 
@@ -148,19 +140,19 @@ def damaged(reply: wire.Result, answer: Tensor) -> dict[str, tuple[bytes, type[E
     body = bytes(wire.RING32.pack(answer))
     prefix = wire.PREFIX.size
     return {
-        "magic": (b"HTTP" + header[4:] + body, ProtocolError),
-        "no header": (wire.PREFIX.pack(wire.MAGIC, 0, 0), FrameTooLargeError),
-        "huge header": (wire.PREFIX.pack(wire.MAGIC, 1 << 31, 0), FrameTooLargeError),
-        "huge payload": (wire.PREFIX.pack(wire.MAGIC, 10, (1 << 32) - 1), FrameTooLargeError),
-        "garbage": (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), ProtocolError),
-        "a request": (wire.encode(wire.FetchHealth()), ProtocolError),
-        "short": (wire.encode(reply, payload_bytes=len(body) - 4) + body[:-4], ProtocolError),
-        "long": (wire.encode(reply, payload_bytes=len(body) + 4) + body + bytes(4), FrameTooLargeError),
+        "magic": (b"HTTP" + header[4:] + body, errors.ProtocolError),
+        "no header": (wire.PREFIX.pack(wire.MAGIC, 0, 0), errors.FrameTooLargeError),
+        "huge header": (wire.PREFIX.pack(wire.MAGIC, 1 << 31, 0), errors.FrameTooLargeError),
+        "huge payload": (wire.PREFIX.pack(wire.MAGIC, 10, (1 << 32) - 1), errors.FrameTooLargeError),
+        "garbage": (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), errors.ProtocolError),
+        "a request": (wire.encode(wire.FetchHealth()), errors.ProtocolError),
+        "short": (wire.encode(reply, payload_bytes=len(body) - 4) + body[:-4], errors.ProtocolError),
+        "long": (wire.encode(reply, payload_bytes=len(body) + 4) + body + bytes(4), errors.FrameTooLargeError),
         "payload on a failure": (
             wire.encode(wire.Failure(code=wire.ErrorCode.INTERNAL, detail=""), payload_bytes=4) + bytes(4),
-            ProtocolError,
+            errors.ProtocolError,
         ),
-        "flipped header": (header[:prefix] + bytes(b ^ 0x55 for b in header[prefix:]) + body, ProtocolError),
+        "flipped header": (header[:prefix] + bytes(b ^ 0x55 for b in header[prefix:]) + body, errors.ProtocolError),
     }
 
 
@@ -182,7 +174,7 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
 
     executor.behaviour = once
     channel = connect(executor)
-    with pytest.raises(ProtocolError) as error:
+    with pytest.raises(errors.ProtocolError) as error:
         ask(channel)
     assert isinstance(error.value, expected[0])
     assert ask(channel).shape == (2, OUTPUTS)
@@ -190,7 +182,7 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
 
 
 def test_a_provider_of_another_model_is_refused(executor: ScriptedProvider, connect: NewChannel) -> None:
-    with pytest.raises(ProtocolError, match="does not serve the pinned model"):
+    with pytest.raises(errors.ProtocolError, match="does not serve the pinned model"):
         ask(connect(executor, digest="sha256:" + 64 * "0"))
     assert executor.heard == []
 
@@ -198,7 +190,7 @@ def test_a_provider_of_another_model_is_refused(executor: ScriptedProvider, conn
 def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
     executor.behaviour = silent(executor)
     started = time.monotonic()
-    with pytest.raises(DeadlineExceededError, match=r"within 0.3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
+    with pytest.raises(errors.DeadlineExceededError, match=r"within 0.3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
         ask(connect(executor, deadline_s=0.3))
     assert time.monotonic() - started > 0.25
 
@@ -213,13 +205,13 @@ def test_a_trickle_does_not_extend_the_deadline(executor: ScriptedProvider, conn
                 return
 
     executor.behaviour = trickle
-    with pytest.raises(DeadlineExceededError):  # otherwise the whole answer would come
+    with pytest.raises(errors.DeadlineExceededError):  # otherwise the whole answer would come
         ask(connect(executor, deadline_s=0.5))
 
 
 def test_an_absent_provider_is_an_error_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
     executor.close()
-    with pytest.raises(DeadlineExceededError, match=r"cannot reach executor .* Is it running"):
+    with pytest.raises(errors.DeadlineExceededError, match=r"cannot reach executor .* Is it running"):
         ask(connect(executor, deadline_s=0.2))
 
 
@@ -271,7 +263,7 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
         elif fate == "mute":
             peer = replace(peer, port=mute.getsockname()[1])
         channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline"))
-        with pytest.raises(DeadlineExceededError, match="--deadline waits longer"):
+        with pytest.raises(errors.DeadlineExceededError, match="--deadline waits longer"):
             ask(channel)
     why = {"silent": "it has not answered yet", "gone": "cannot reach", "mute": "it has not finished the TLS handshake"}
     (message,) = caplog.messages
@@ -314,9 +306,9 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
         assert asked.wait(20)
         channel.close()
         error = waiting.exception(20)
-    assert isinstance(error, ConnectionLostError)
+    assert isinstance(error, errors.ConnectionLostError)
     assert "closed on this side" in str(error)
-    with pytest.raises(ConnectionLostError, match="closed on this side"):
+    with pytest.raises(errors.ConnectionLostError, match="closed on this side"):
         ask(channel)
     assert len(executor.hellos) == 1
 
@@ -341,7 +333,7 @@ def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewPr
     impostor, real = new_provider(), new_provider()
     peer = impostor.peer("executor")
     pinned = Peer(peer.name, peer.operator, peer.role, peer.host, peer.port, real.certificate)
-    with pytest.raises(CertificateError, match="refused"):
+    with pytest.raises(errors.CertificateError, match="refused"):
         ask(connect(pinned))
     assert impostor.hellos == []
 
@@ -353,7 +345,7 @@ def test_an_executor_from_a_registry_is_not_reached_on_this_machine(
     provider = new_provider()
     if not internal:  # an address of a network interface is not internal, but it is this machine's
         monkeypatch.setattr(dial, "is_internal", lambda address: False)
-    with pytest.raises(TransportError, match="not an address"):
+    with pytest.raises(errors.TransportError, match="not an address"):
         ask(connect(replace(provider.peer("executor"), remote_only=True), deadline_s=0.5))
     assert provider.hellos == []
 
@@ -362,7 +354,7 @@ def test_an_unknown_tenant_gets_a_clear_error(
     executor: ScriptedProvider, connect: NewChannel, identities: Identities, tmp_path: Any
 ) -> None:
     stranger = type(identities)(tmp_path).tenant
-    with pytest.raises(CertificateError, match="without a valid certificate"):
+    with pytest.raises(errors.CertificateError, match="without a valid certificate"):
         ask(connect(executor, identity=stranger))
     assert executor.hellos == []
 
@@ -415,7 +407,7 @@ def test_an_endless_name_lookup_ends_at_the_deadline(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     began = time.monotonic()
     try:
-        with pytest.raises(ConnectionLostError, match="its name is being looked up"):
+        with pytest.raises(errors.ConnectionLostError, match="its name is being looked up"):
             connect(executor).connect(deadline=began + 0.2)
         assert time.monotonic() - began < 20
     finally:
@@ -432,5 +424,5 @@ def test_a_machine_that_cannot_start_a_thread_gets_a_transport_error(
 
     channel = connect(executor)
     monkeypatch.setattr(threading.Thread, "start", full)
-    with pytest.raises(ConnectionLostError, match="can't start new thread"):
+    with pytest.raises(errors.ConnectionLostError, match="can't start new thread"):
         channel.connect(deadline=time.monotonic() + 5)

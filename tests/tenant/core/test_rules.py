@@ -37,20 +37,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
+from symbiosis_priv import errors
 from symbiosis_priv.arithmetic import keystream, modular, passes
 from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import (
-    BurntRowError,
-    CheckpointError,
-    ConfigError,
-    ProtocolError,
-    QuarantinedError,
-    RoleConflictError,
-    SymbiosisError,
-    VerificationError,
-)
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -199,7 +190,7 @@ def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
     def burn() -> bytes:
         try:
             return str(secret.burn(group_name="g", direction=FORWARD, rows=4)).encode()
-        except BurntRowError:
+        except errors.BurntRowError:
             return b"refused"
 
     return in_a_fork(burn) == burn()
@@ -252,7 +243,7 @@ def counters_can_be_stored(secret: SessionSecret) -> bool:
     for way in ways:
         try:
             way()
-        except BurntRowError:
+        except errors.BurntRowError:
             continue
         except TypeError:  # copying fails only because of the lock in it, not by design
             continue
@@ -299,7 +290,7 @@ def test_rule_3_breach_a_pad_handed_out_twice(
         return kept.setdefault((index, direction, rows), take(self, index, direction, rows, counts=counts))
 
     monkeypatch.setattr(Supply, "take", take_again)
-    with pytest.raises(BurntRowError, match="twice"):
+    with pytest.raises(errors.BurntRowError, match="twice"):
         masks_repeat(session, executor)
     monkeypatch.setattr(Pad, "_use", lambda self: None)
     assert masks_repeat(session, executor)
@@ -347,7 +338,7 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool
 
     executor.behaviour = leave_twice
     session = new_session("local", [executor])
-    with contextlib.suppress(VerificationError):  # the answer is for other rows
+    with contextlib.suppress(errors.VerificationError):  # the answer is for other rows
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert len(executor.heard) == 3
     return len({heard.header + heard.payload for heard in executor.heard}) > 1
@@ -517,7 +508,7 @@ def test_rule_5_breach_token_ids_in_a_payload(
         send(self, message, payload, deadline=deadline)
 
     monkeypatch.setattr(ClientConnection, "send", send_ids)
-    with pytest.raises(VerificationError):  # the answer is not a product of the row, but the row was sent
+    with pytest.raises(errors.VerificationError):  # the answer is not a product of the row, but the row was sent
         split(input_ids=IDS)
     assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
 
@@ -526,7 +517,7 @@ def test_rule_5_breach_unmasked_rows(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: [])
-    with torch.no_grad(), pytest.raises(BurntRowError):
+    with torch.no_grad(), pytest.raises(errors.BurntRowError):
         split(input_ids=IDS)
     assert executor.executed == []
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
@@ -547,7 +538,7 @@ def a_lie_is_believed(session: Session) -> bool:
     session.routes.quarantined.parties.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
-    except VerificationError:
+    except errors.VerificationError:
         return False
     return True
 
@@ -573,7 +564,7 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
     session = new_session("pad", [executor], [helper], pool_memory=0)
     group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
     x = torch.randn(4, 64)
-    with pytest.raises(VerificationError):
+    with pytest.raises(errors.VerificationError):
         group.output(x, 0)
     assert group._thread_state.pending is None
     decode = passes.decode
@@ -585,11 +576,11 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
 def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
     """Number of requests that a provider gets after its lie, whatever the tenant does next."""
     xq = ring_rows(session.preparation)
-    with pytest.raises(VerificationError):
+    with pytest.raises(errors.VerificationError):
         session.product(QKV, FORWARD, xq)
     before = len(provider.heard)
     for index in (QKV, OUT):
-        with pytest.raises(SymbiosisError):
+        with pytest.raises(errors.SymbiosisError):
             session.product(index, FORWARD, xq)
     session.close()
     return len(provider.heard) - before + len(provider.hellos) - 1
@@ -635,7 +626,7 @@ def believes(session: Session) -> bool:
     session.routes.quarantined.parties.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
-    except (ProtocolError, VerificationError):
+    except (errors.ProtocolError, errors.VerificationError):
         return False
     return True
 
@@ -703,7 +694,7 @@ def test_rule_8_one_party_in_both_roles_is_refused(
     operators = ("Alpha", "alpha " if shared == "operator" else "Beta")
     peers = executor.peer("executor", operator=operators[0]), helper.peer("helper", operator=operators[1])
     path = federation_file(new_federation(peers[:1], peers[1:]))
-    with pytest.raises(RoleConflictError, match=f"same {shared}"):
+    with pytest.raises(errors.RoleConflictError, match=f"same {shared}"):
         load_federation(path)
 
 
@@ -727,7 +718,7 @@ def test_rule_8_no_party_gets_seed_and_row(
         session = new_session("pad", executors, helpers)
         session.product(QKV, FORWARD, ring_rows(session.preparation))
 
-    with pytest.raises(RoleConflictError, match="same operator"):
+    with pytest.raises(errors.RoleConflictError, match="same operator"):
         use()
     assert not any(provider.hellos for _, provider in parties)
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
@@ -741,9 +732,9 @@ def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
 ) -> None:
     helper.behaviour = spoil
     xq = ring_rows(session.preparation)
-    with pytest.raises(VerificationError):
+    with pytest.raises(errors.VerificationError):
         session.product(QKV, FORWARD, xq)
-    with pytest.raises(QuarantinedError):
+    with pytest.raises(errors.QuarantinedError):
         session.product(QKV, FORWARD, xq)
     assert executor.effects == []
     assert helper.executed == []
@@ -846,7 +837,7 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
         "cache": str(tmp_path / "evil"),
     }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": unmasked}))
-    with pytest.raises(CheckpointError, match="does not decide"):
+    with pytest.raises(errors.CheckpointError, match="does not decide"):
         masked_rows_reach(executor, folder, remote)
     assert executor.heard == []
     # as transformers would set it
@@ -876,7 +867,9 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     """Even if the check of distinct parties is removed: two entries have two seeds."""
     twins = [helper.peer("helper", name=name) for name in ("one", "other")]
     refused = new_session("pad", [executor], twins)
-    with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
+    with pytest.raises(
+        errors.ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"
+    ):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
@@ -894,7 +887,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
     def asked() -> int:
         session = new_session("local", twins)
-        with pytest.raises((ConfigError, VerificationError)):
+        with pytest.raises((errors.ConfigError, errors.VerificationError)):
             session.product(QKV, FORWARD, ring_rows(session.preparation))
         return len(executor.executed)
 

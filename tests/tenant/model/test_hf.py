@@ -10,42 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
-from peft import (
-    IA3Config,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PromptTuningConfig,
-    RoadConfig,
-    VeraConfig,
-    get_peft_model,
-)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForPreTraining,
-    BertForSequenceClassification,
-    Gemma2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    Lfm2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForTokenClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.discovery.skeleton import architecture, discover, load_config
@@ -71,7 +41,11 @@ def load() -> Iterator[Load]:
     with contextlib.ExitStack() as opened:
 
         def load(
-            path: Path, *, dtype: torch.dtype | str = "auto", kind: Any = AutoModelForCausalLM, **options: Any
+            path: Path,
+            *,
+            dtype: torch.dtype | str = "auto",
+            kind: Any = transformers.AutoModelForCausalLM,
+            **options: Any,
         ) -> Any:
             model = kind.from_pretrained(path, dtype=dtype, quantization_config=RemoteConfig(**options))
             opened.callback(backend_of(model).close)
@@ -103,7 +77,10 @@ def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
 
 
 def test_logits_are_close_to_the_float_model(load: Load, llama: Path, gpt2: Path) -> None:
-    for path, full in ((llama, LlamaForCausalLM.from_pretrained(llama)), (gpt2, GPT2LMHeadModel.from_pretrained(gpt2))):
+    for path, full in (
+        (llama, transformers.LlamaForCausalLM.from_pretrained(llama)),
+        (gpt2, transformers.GPT2LMHeadModel.from_pretrained(gpt2)),
+    ):
         with torch.no_grad():
             split, reference = load(path, masking="simulate")(input_ids=IDS).logits, full(input_ids=IDS).logits
         assert torch.nn.functional.cosine_similarity(split, reference, dim=-1).min() > 0.999
@@ -118,13 +95,15 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "head_dim": 16}
-ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "biases everywhere": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    "a renamed head": lambda: GPTNeoXConfig(**SIZES),
-    "attention beside the MLP, a biased head": lambda: PhiConfig(**SIZES),
-    "norms of q and k": lambda: Qwen3Config(**HEADS),
-    "soft-capped logits, a tied head": lambda: Gemma2Config(**HEADS),
-    "convolutions": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+ARCHITECTURES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "biases everywhere": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "a renamed head": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "attention beside the MLP, a biased head": lambda: transformers.PhiConfig(**SIZES),
+    "norms of q and k": lambda: transformers.Qwen3Config(**HEADS),
+    "soft-capped logits, a tied head": lambda: transformers.Gemma2Config(**HEADS),
+    "convolutions": lambda: transformers.Lfm2Config(
+        **SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]
+    ),
 }
 
 
@@ -133,7 +112,7 @@ def test_logits_and_gradients_of_other_architectures_are_close(
     load: Load, architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(4)
-    full = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
+    full = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
     for name, parameter in full.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -143,8 +122,8 @@ def test_logits_and_gradients_of_other_architectures_are_close(
     gradients: list[dict[str, Tensor]] = []
     for model in (full, load(tmp_path, masking="simulate")):
         torch.manual_seed(5)
-        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4, init_lora_weights=False)
-        adapted: Any = get_peft_model(model, lora).eval()
+        lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        adapted: Any = peft.get_peft_model(model, lora).eval()
         out = adapted(input_ids=IDS, labels=IDS)
         out.loss.backward()
         logits.append(out.logits.detach())
@@ -162,7 +141,7 @@ def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
     model = load(llama, masking="simulate", dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLayer)} == {dtype}
-    adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     out = adapted(input_ids=IDS, labels=IDS)
     out.loss.backward()
     assert out.logits.dtype == dtype
@@ -182,7 +161,7 @@ def test_half_precision_over_the_wire_equals_the_simulation(load: Load, llama: P
 
 
 def test_autocast_trains(load: Load, llama: Path) -> None:
-    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules="all-linear"))
+    model: Any = peft.get_peft_model(load(llama, masking="simulate"), peft.LoraConfig(target_modules="all-linear"))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
@@ -215,12 +194,12 @@ def test_non_finite_gradients_raise_before_a_byte_of_them_is_sent(
 
 
 def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:
-    full, split = LlamaForCausalLM.from_pretrained(llama), load(llama, masking="simulate")
+    full, split = transformers.LlamaForCausalLM.from_pretrained(llama), load(llama, masking="simulate")
     assert split.num_parameters() == full.num_parameters()
     own = [p for n, p in split.named_parameters() if "norm" in n or "embed" in n]
     assert split.get_memory_footprint(return_buffers=False) == sum(p.nbytes for p in own)
-    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
-    counts = [get_peft_model(model, lora).get_nb_trainable_parameters() for model in (full, split)]
+    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
+    counts = [peft.get_peft_model(model, lora).get_nb_trainable_parameters() for model in (full, split)]
     assert counts[0] == counts[1]
 
 
@@ -231,12 +210,12 @@ def test_offloaded_layers_are_not_initialised(load: Load, llama: Path, monkeypat
         if isinstance(module, nn.Linear):
             torch.ones_like(module.weight)
 
-    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", initialise)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", initialise)
     load(llama, masking="simulate")
 
 
 def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
-    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules=["q_proj"]))
+    model: Any = peft.get_peft_model(load(llama, masking="simulate"), peft.LoraConfig(target_modules=["q_proj"]))
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=IDS, labels=IDS).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -297,7 +276,7 @@ def test_a_federation_of_another_model_is_refused(
 def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tmp_path: Path) -> None:
     """One weight of one layer differs, so the digest differs."""
     other = tmp_path / "other"
-    model = LlamaForCausalLM.from_pretrained(llama)
+    model = transformers.LlamaForCausalLM.from_pretrained(llama)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 3] += 0.5
     model.save_pretrained(other)
@@ -310,15 +289,17 @@ def test_another_architecture_than_the_federations_is_refused(
 ) -> None:
     """The preparation is for the Llama, the checkpoint is another model: no layer may be replaced by chance."""
     narrow = tmp_path / "narrow"
-    LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96
+        )
     ).save_pretrained(narrow)
     with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
         load(narrow, federation=federation, checkpoint=llama)
 
 
 def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> None:
-    model = load(llama, masking="simulate", kind=AutoModel)
+    model = load(llama, masking="simulate", kind=transformers.AutoModel)
     with torch.no_grad():
         hidden = model(input_ids=IDS).last_hidden_state
         whole = load(llama, masking="simulate")(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
@@ -326,9 +307,9 @@ def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> Non
 
 
 def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load, llama: Path, tmp_path: Path) -> None:
-    LlamaForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "inner", max_shard_size="40KB")
+    transformers.LlamaForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "inner", max_shard_size="40KB")
     assert len(list((tmp_path / "inner").glob("*.safetensors"))) > 1
-    sharded = AutoModelForCausalLM.from_pretrained(
+    sharded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, subfolder="inner", quantization_config=RemoteConfig(masking="simulate")
     )
     with torch.no_grad():
@@ -339,11 +320,13 @@ def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load
 
 
 LABELLED: dict[str, Any] = {**SIZES, "num_labels": 3}
-CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "bert": lambda: BertForSequenceClassification(BertConfig(**LABELLED)),
-    "llama": lambda: LlamaForSequenceClassification(LlamaConfig(**LABELLED)),
-    "roberta, a head of two layers": lambda: RobertaForSequenceClassification(RobertaConfig(**LABELLED)),
-    "tokens": lambda: Qwen3ForTokenClassification(Qwen3Config(**HEADS | LABELLED)),
+CLASSIFIERS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**LABELLED)),
+    "llama": lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LABELLED)),
+    "roberta, a head of two layers": lambda: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**LABELLED)
+    ),
+    "tokens": lambda: transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**HEADS | LABELLED)),
 }
 
 
@@ -387,8 +370,8 @@ def test_a_classification_head_stays_with_the_tenant_and_is_trained(
         torch.manual_seed(7)
         # "all-linear" would conflict in PEFT itself with the head of a token classifier
         where: Any = "all-linear" if task == "SEQ_CLS" else ["q_proj", "down_proj"]
-        lora = LoraConfig(task_type=task, target_modules=where, r=4)
-        adapted: Any = get_peft_model(model, lora)
+        lora = peft.LoraConfig(task_type=task, target_modules=where, r=4)
+        adapted: Any = peft.get_peft_model(model, lora)
         optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
         adapted.eval()(input_ids=IDS, labels=labels).loss.backward()
         optimizer.step()
@@ -401,7 +384,7 @@ def test_a_classification_head_stays_with_the_tenant_and_is_trained(
             assert torch.equal(tensor, checkpoint.tensor(name))
     trained = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(not torch.equal(t, stored[n]) for name, t in trained.items() for n in stored if name.endswith(n))
-    home: Any = PeftModel.from_pretrained(kind.from_pretrained(classifier), str(tmp_path / "adapter")).eval()
+    home: Any = peft.PeftModel.from_pretrained(kind.from_pretrained(classifier), str(tmp_path / "adapter")).eval()
     with torch.no_grad():
         assert torch.nn.functional.cosine_similarity(home(input_ids=IDS).logits, outcomes[0], dim=-1).min() > 0.99
 
@@ -428,7 +411,7 @@ def test_another_number_of_labels_makes_another_head(load: Load, classifier: Pat
 def test_a_language_model_and_a_classifier_are_different_models(classifier: Path, tmp_path: Path) -> None:
     """An LM head, with the transform before it, is offloaded; a classification head is not."""
     torch.manual_seed(6)
-    BertForPreTraining(BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    transformers.BertForPreTraining(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
     members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
     outside = {member for member in members if not member.startswith("bert.")}
     assert outside == {"cls.predictions.transform.dense"}
@@ -448,7 +431,7 @@ def test_layers_offloaded_to_disk_are_refused(
     remote = RemoteConfig(masking="simulate")
     options: dict[str, Any] = {"quantization_config": remote, "offload_folder": str(tmp_path)}
     with pytest.raises(UnsupportedMethodError, match="device_map"):
-        AutoModelForCausalLM.from_pretrained(llama, device_map=device_map, **options)
+        transformers.AutoModelForCausalLM.from_pretrained(llama, device_map=device_map, **options)
     weight: Any = next(m.weight for m in load(llama, masking="simulate").modules() if isinstance(m, RemoteLayer))
     with pytest.raises(UnsupportedMethodError, match="device_map"):  # as accelerate does it for device_map="auto"
         type(weight)(torch.empty(2, 2), requires_grad=False)
@@ -457,19 +440,19 @@ def test_layers_offloaded_to_disk_are_refused(
 @pytest.mark.parametrize(
     ("config", "works"),
     [
-        (LoraConfig(r=4, target_modules=["q_proj"]), True),
-        (RoadConfig(target_modules=["q_proj"]), True),
-        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), False),
-        (VeraConfig(r=4, target_modules=["q_proj"]), False),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), False),
+        (peft.LoraConfig(r=4, target_modules=["q_proj"]), True),
+        (peft.RoadConfig(target_modules=["q_proj"]), True),
+        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), False),
+        (peft.VeraConfig(r=4, target_modules=["q_proj"]), False),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), False),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_adapter_names_that_peft_would_ignore_are_an_error(
-    load: Load, llama: Path, config: PeftConfig, works: bool
+    load: Load, llama: Path, config: peft.PeftConfig, works: bool
 ) -> None:
     """Otherwise every row would go through the active adapter without an error."""
-    model: Any = get_peft_model(load(llama, masking="simulate"), config).eval()
+    model: Any = peft.get_peft_model(load(llama, masking="simulate"), config).eval()
     names = ["default", "__base__"]
     with torch.no_grad():
         model(input_ids=IDS)
@@ -492,7 +475,7 @@ def test_a_model_that_is_dropped_closes_its_connections(
     llama: Path, federation: Path, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     """No call of `close` is needed. (pytest fails if a socket is garbage collected without being closed.)"""
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         llama, quantization_config=RemoteConfig(federation=federation, masking="pad")
     )
     before = set(threading.enumerate())
@@ -517,7 +500,7 @@ def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
 
 def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
     model = load(llama, masking="simulate")
-    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
     assert backend_of(wrapped) is backend_of(model)
     with pytest.raises(SymbiosisError, match="not loaded with RemoteConfig"):
         backend_of(nn.Linear(2, 2))

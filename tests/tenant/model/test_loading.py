@@ -14,24 +14,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import (
-    AdaLoraConfig,
-    AutoPeftModelForCausalLM,
-    GloraConfig,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PromptTuningConfig,
-    RandLoraConfig,
-    ShiraConfig,
-    UniLoraConfig,
-    VBLoRAConfig,
-    VeraConfig,
-    get_peft_model,
-)
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -202,10 +188,12 @@ def test_an_adapters_base_model_cannot_turn_masking_off(
 ) -> None:
     """transformers and PEFT load the model that `base_model_name_or_path` names."""
     path = hostile(quantization_config=plaintext)
-    adapted: Any = get_peft_model(load_model(llama), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    adapted: Any = peft.get_peft_model(
+        load_model(llama), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    )
     adapted.peft_config["default"].base_model_name_or_path = str(path)
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    for kind in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+    for kind in (AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
         with pytest.raises(CheckpointError, match="does not decide"):
             kind.from_pretrained(tmp_path / "adapter", quantization_config=RemoteConfig(federation=federation))
 
@@ -248,7 +236,7 @@ def test_saved_files_do_not_contain_the_masking_options(llama: Path, federation:
     remote = RemoteConfig(federation=federation, cache=tmp_path / "private-cache")
     model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=remote)
     model.config.save_pretrained(tmp_path / "config")
-    get_peft_model(model, LoraConfig(target_modules="all-linear")).save_pretrained(str(tmp_path / "adapter"))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")).save_pretrained(str(tmp_path / "adapter"))
     for folder in ("config", "adapter"):
         for file in (tmp_path / folder).iterdir():
             content = file.read_bytes()
@@ -392,9 +380,9 @@ def test_the_hub_gets_no_request_about_local_folders(
         json.dumps({"auto_map": {"AutoTokenizer": ["evil/code--code.T", None]}})
     )
     adapter = tmp_path / "adapter"
-    get_peft_model(load_model(path), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(
-        str(adapter)
-    )
+    peft.get_peft_model(
+        load_model(path), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    ).save_pretrained(str(adapter))
     config = json.loads((adapter / "adapter_config.json").read_bytes())
     elsewhere = {"base_model_name_or_path": "evil/model", "revision": "evil"}
     (adapter / "adapter_config.json").write_text(json.dumps(config | elsewhere))
@@ -407,16 +395,16 @@ def test_the_hub_gets_no_request_about_local_folders(
 
 
 T = ["q_proj", "v_proj"]
-OVERSTATED: dict[str, tuple[PeftConfig, dict[str, Any]]] = {
-    "LoRA": (LoraConfig(r=4, target_modules=T), {"r": 1 << 24}),
-    "LoRA of one module": (LoraConfig(r=4, target_modules=T), {"rank_pattern": {"q_proj": 1 << 24}}),
-    "VeRA": (VeraConfig(r=4, target_modules=T), {"r": 1 << 23}),
-    "VB-LoRA": (VBLoRAConfig(r=4, num_vectors=16, vector_length=16, target_modules=T), {"num_vectors": 1 << 24}),
-    "RandLoRA": (RandLoraConfig(r=4, target_modules=T), {"r": 1 << 22}),
-    "AdaLoRA": (AdaLoraConfig(total_step=10, target_modules=T), {"init_r": 1 << 24}),
+OVERSTATED: dict[str, tuple[peft.PeftConfig, dict[str, Any]]] = {
+    "LoRA": (peft.LoraConfig(r=4, target_modules=T), {"r": 1 << 24}),
+    "LoRA of one module": (peft.LoraConfig(r=4, target_modules=T), {"rank_pattern": {"q_proj": 1 << 24}}),
+    "VeRA": (peft.VeraConfig(r=4, target_modules=T), {"r": 1 << 23}),
+    "VB-LoRA": (peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=16, target_modules=T), {"num_vectors": 1 << 24}),
+    "RandLoRA": (peft.RandLoraConfig(r=4, target_modules=T), {"r": 1 << 22}),
+    "AdaLoRA": (peft.AdaLoraConfig(total_step=10, target_modules=T), {"init_r": 1 << 24}),
     "bottleneck": (BottleneckConfig(bottleneck_dim=4, target_modules=T), {"bottleneck_dim": 1 << 24}),
-    "Uni-LoRA": (UniLoraConfig(r=4, theta_d_length=64, target_modules=T), {"theta_d_length": 1 << 30}),
-    "prompts": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"num_virtual_tokens": 1 << 22}),
+    "Uni-LoRA": (peft.UniLoraConfig(r=4, theta_d_length=64, target_modules=T), {"theta_d_length": 1 << 30}),
+    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"num_virtual_tokens": 1 << 22}),
 }
 
 
@@ -425,7 +413,7 @@ OVERSTATED: dict[str, tuple[PeftConfig, dict[str, Any]]] = {
 def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, tmp_path: Path) -> None:
     """The adapter's tensors are small, but its configuration states sizes of gigabytes."""
     honest, change = OVERSTATED[method]
-    adapted: Any = get_peft_model(load_model(llama), copy.deepcopy(honest)).eval()
+    adapted: Any = peft.get_peft_model(load_model(llama), copy.deepcopy(honest)).eval()
     adapted.save_pretrained(str(tmp_path))
     with torch.no_grad():
         expected = adapted(input_ids=IDS).logits
@@ -443,7 +431,7 @@ def test_tensors_that_peft_makes_and_drops_do_not_add_up(
 ) -> None:
     """PEFT makes every tensor of GLoRA and moves it to the meta device. The allocator keeps most of what is freed."""
     monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 32 << 20)
-    adapted: Any = get_peft_model(load_model(llama), GloraConfig(target_modules="all-linear"))
+    adapted: Any = peft.get_peft_model(load_model(llama), peft.GloraConfig(target_modules="all-linear"))
     adapted.save_pretrained(str(tmp_path))
     add_entries(tmp_path / "adapter_config.json", {"r": 1 << 16})
     model = load_model(llama)
@@ -474,7 +462,9 @@ def adapter(llama: Path, tmp_path: Path) -> Hostile:
 
     def write(**entries: Any) -> Path:
         torch.manual_seed(4)
-        lora: Any = get_peft_model(load_model(llama), LoraConfig(r=4, target_modules=T, init_lora_weights=False))
+        lora: Any = peft.get_peft_model(
+            load_model(llama), peft.LoraConfig(r=4, target_modules=T, init_lora_weights=False)
+        )
         lora.save_pretrained(str(tmp_path / "adapter"))
         add_entries(tmp_path / "adapter" / "adapter_config.json", entries)
         return tmp_path / "adapter"
@@ -513,8 +503,8 @@ def test_an_adapter_replaces_no_tensor_of_the_base_model(
     key: str, config: dict[str, Any], biased: Path, tmp_path: Path
 ) -> None:
     """PEFT would load it into the base model, where it outlives the adapter. A copy of the tensor is harmless."""
-    own = LoraConfig(r=2, **config)
-    adapted: Any = get_peft_model(load_model(biased), own)
+    own = peft.LoraConfig(r=2, **config)
+    adapted: Any = peft.get_peft_model(load_model(biased), own)
     adapted.save_pretrained(str(tmp_path))
     stored = dict(adapted.named_parameters(remove_duplicate=False))[f"base_model.model.{key}"].detach()
     file = tmp_path / "adapter_model.safetensors"
@@ -534,8 +524,8 @@ def test_an_adapter_replaces_no_tensor_of_the_base_model(
 
 
 def test_a_task_does_not_load_the_biases_of_the_model_that_all_tasks_share(biased: Path, tmp_path: Path) -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj"], bias="all", init_lora_weights="pissa")
-    adapted: Any = get_peft_model(load_model(biased), config)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all", init_lora_weights="pissa")
+    adapted: Any = peft.get_peft_model(load_model(biased), config)
     adapted.save_pretrained(str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -553,13 +543,13 @@ def test_an_adapter_whose_start_takes_too_many_iterations_is_refused(adapter: Ho
         load_adapter(load_model(llama), adapter(init_lora_weights="pissa_niter_1000000000"))
 
 
-DAMAGED: dict[str, tuple[PeftConfig, dict[str, Any], str, Callable[[Tensor], Tensor]]] = {
+DAMAGED: dict[str, tuple[peft.PeftConfig, dict[str, Any], str, Callable[[Tensor], Tensor]]] = {
     "places outside": (DiffPruningConfig(target_modules=T), {}, "places", lambda places: places + (1 << 20)),
     "places twice": (DiffPruningConfig(target_modules=T), {}, "places", lambda places: places * 0),
     "places below": (MaskBertConfig(target_modules=T), {}, "places", lambda places: places - (1 << 20)),
     "a dense change": (DiffPruningConfig(target_modules=T), {"density": 1.0}, "places", lambda places: places),
     "masks to train": (MaskBertConfig(target_modules=T), {"learn_masks": True}, "places", lambda places: places),
-    "columns outside": (ShiraConfig(r=1, target_modules=T), {}, "indices", lambda places: places + (1 << 20)),
+    "columns outside": (peft.ShiraConfig(r=1, target_modules=T), {}, "indices", lambda places: places + (1 << 20)),
 }
 
 
@@ -567,7 +557,7 @@ DAMAGED: dict[str, tuple[PeftConfig, dict[str, Any], str, Callable[[Tensor], Ten
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_sparse_adapter_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
     config, entries, tensor, change = DAMAGED[name]
-    made: Any = get_peft_model(load_model(llama), copy.deepcopy(config))
+    made: Any = peft.get_peft_model(load_model(llama), copy.deepcopy(config))
     made.save_pretrained(str(tmp_path))
     file = tmp_path / "adapter_model.safetensors"
     add_entries(tmp_path / "adapter_config.json", entries)
@@ -619,7 +609,7 @@ def test_a_pattern_of_an_adapter_does_not_hang_the_load(
 )
 def test_an_honest_pattern_gives_the_same_adapter(entries: dict[str, Any], adapter: Hostile, llama: Path) -> None:
     path = adapter(**entries)
-    model: Any = PeftModel.from_pretrained(load_model(llama), str(path)).eval()
+    model: Any = peft.PeftModel.from_pretrained(load_model(llama), str(path)).eval()
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
         assert torch.equal(load_adapter(load_model(llama), path)(input_ids=IDS).logits, expected)
@@ -673,8 +663,8 @@ def test_an_adapter_that_lacks_tensors_is_refused_and_not_made_up(
 def test_biases_of_lora_and_an_adapted_embedding_work(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     exact = rounded_model(llama)
     settings: dict[str, Any] = {"r": 4, "target_modules": T, "init_lora_weights": False} | config
-    lora = LoraConfig(**settings)
-    made: Any = get_peft_model(copy.deepcopy(exact), lora)
+    lora = peft.LoraConfig(**settings)
+    made: Any = peft.get_peft_model(copy.deepcopy(exact), lora)
     made.save_pretrained(str(tmp_path))
     model = load_model(llama, remote=SIMULATE)
     tasks = Tasks(model)

@@ -11,19 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from peft import (
-    HiraConfig,
-    IA3Config,
-    LoraConfig,
-    OFTConfig,
-    OSFConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -451,14 +442,14 @@ def load_split(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("config", "of_qkv"),
     [
-        (OFTConfig(target_modules=["q_proj", "v_proj"], oft_block_size=16, use_cayley_neumann=False), 3),
-        (IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), 1),
-        (LoraConfig(target_modules="all-linear", r=4), 1),
+        (peft.OFTConfig(target_modules=["q_proj", "v_proj"], oft_block_size=16, use_cayley_neumann=False), 3),
+        (peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), 1),
+        (peft.LoraConfig(target_modules="all-linear", r=4), 1),
     ],
     ids=["oft", "ia3", "lora"],
 )
 def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
-    config: PeftConfig, of_qkv: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+    config: peft.PeftConfig, of_qkv: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes that of `down_proj`, which has no
     siblings."""
@@ -472,29 +463,31 @@ def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
 
     monkeypatch.setattr(backend, "multiply", counting)
     config.task_type = "CAUSAL_LM"
-    get_peft_model(base, config).eval()(input_ids=torch.arange(5)[None])
+    peft.get_peft_model(base, config).eval()(input_ids=torch.arange(5)[None])
     blocks = base.config.num_hidden_layers
     others = {"o_proj": blocks, "gate_proj": blocks, "down_proj": blocks, "lm_head": 1}
     assert asked == {"q_proj": of_qkv * blocks} | others
 
 
-@pytest.mark.parametrize(("title", "config"), [("hira", HiraConfig), ("osf", OSFConfig)])
+@pytest.mark.parametrize(("title", "config"), [("hira", peft.HiraConfig), ("osf", peft.OSFConfig)])
 def test_methods_that_read_the_base_weight_are_refused_by_name(llama: Path, title: str, config: Any) -> None:
     """HiRA multiplies by W, and OSF factorises it."""
     reason = rf"^PEFT's {title}.* needs the base weight, .*providers\. On an offloaded nn\.Linear, PEFT's Lora, "
     with pytest.raises(UnsupportedMethodError, match=reason):
-        get_peft_model(load_split(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
+        peft.get_peft_model(load_split(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
 
 
 @pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter"])
 def test_merging_is_refused_by_name(llama: Path, verb: str) -> None:
-    model = get_peft_model(load_split(llama), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(load_split(llama), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
         getattr(model, verb)()
 
 
 def test_unmerging_is_refused_by_name(llama: Path) -> None:
-    model: Any = get_peft_model(load_split(llama), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model: Any = peft.get_peft_model(
+        load_split(llama), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     layer.merged_adapters.append("default")  # as if it had been merged
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
@@ -508,11 +501,13 @@ def test_resizing_the_head_is_refused_by_name(llama: Path) -> None:
 
 def test_training_an_offloaded_layer_itself_is_refused(llama: Path) -> None:
     """PEFT would train a copy of the layer, and the copy would have no values."""
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
-        get_peft_model(load_split(llama), config)
-    config = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
-    assert get_peft_model(load_split(llama), config)
+        peft.get_peft_model(load_split(llama), config)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+    )
+    assert peft.get_peft_model(load_split(llama), config)
 
 
 @pytest.fixture
@@ -529,8 +524,8 @@ def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Path, bia
     saved = []
     for model in (biased, rounded_model(gpt2)):
         torch.manual_seed(0)
-        adapted: Any = get_peft_model(
-            model, LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM", fan_in_fan_out=True)
+        adapted: Any = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM", fan_in_fan_out=True)
         )
         optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
         adapted(input_ids=IDS, labels=IDS).loss.backward()
@@ -544,7 +539,7 @@ def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Path, bia
     assert any(name.endswith("c_attn.base_layer.bias") for name in split)
     for name, tensor in split.items():
         assert torch.allclose(tensor, plain[name], rtol=0, atol=1e-4), name
-    loaded = PeftModel.from_pretrained(load_split(gpt2), str(tmp_path)).eval()
+    loaded = peft.PeftModel.from_pretrained(load_split(gpt2), str(tmp_path)).eval()
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=IDS).logits, split["logits"], rtol=0, atol=1e-3)
 
@@ -596,8 +591,8 @@ def test_disabled_adapters_give_the_base_model(llama: Path) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         base = load_split(llama)
         expected = base(input_ids=ids).logits
-        model = get_peft_model(
-            base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = peft.get_peft_model(
+            base, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
         )
         assert not torch.equal(model(input_ids=ids).logits, expected)
         with model.disable_adapter():

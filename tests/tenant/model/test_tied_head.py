@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -29,8 +19,8 @@ from tenant.preparation.own_tensors import own_digest, write_slim
 
 IDS = torch.arange(3, 13).view(1, 10)
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-_BERT = BertConfig(**_SIZES, vocab_size=96, max_position_embeddings=16)
-_T5 = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=96)
+_BERT = transformers.BertConfig(**_SIZES, vocab_size=96, max_position_embeddings=16)
+_T5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=96)
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -44,11 +34,11 @@ def save(model: Any, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(**_SIZES, vocab_size=96, tie_word_embeddings=True)
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("tied"))
+    config = transformers.LlamaConfig(**_SIZES, vocab_size=96, tie_word_embeddings=True)
+    return save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("tied"))
 
 
-def load(path: Path, kind: Any = AutoModelForCausalLM) -> Any:
+def load(path: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     remote = RemoteConfig(masking="simulate", tied_head=True)
     return kind.from_pretrained(path, dtype=torch.float32, quantization_config=remote)
 
@@ -56,8 +46,11 @@ def load(path: Path, kind: Any = AutoModelForCausalLM) -> Any:
 @pytest.mark.parametrize(
     ("kind", "made"),
     [
-        (AutoModelForMaskedLM, lambda: BertForMaskedLM(_BERT)),  # its bias is tied, too
-        (AutoModelForSeq2SeqLM, lambda: T5ForConditionalGeneration(_T5)),  # it scales the input of a tied head
+        (transformers.AutoModelForMaskedLM, lambda: transformers.BertForMaskedLM(_BERT)),  # its bias is tied, too
+        (
+            transformers.AutoModelForSeq2SeqLM,
+            lambda: transformers.T5ForConditionalGeneration(_T5),
+        ),  # it scales the input of a tied head
     ],
     ids=["BERT", "T5"],
 )

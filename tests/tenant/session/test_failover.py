@@ -14,16 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.errors import (
-    CertificateError,
-    ConnectionLostError,
-    DeadlineExceededError,
-    ProviderError,
-    UncoveredError,
-    VerificationError,
-)
 from symbiosis_priv.federation import Company
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -150,7 +143,10 @@ def test_a_deadline_that_passes_without_a_free_connection_is_explained(
 ) -> None:
     session = new_session("local", [executor], deadline_s=1.0)
     assert is_right(session, OUT, FORWARD, 3, 0)
-    with every_channel_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
+    with (
+        every_channel_taken(session),
+        pytest.raises(errors.DeadlineExceededError, match=r"by other threads.*fewer threads"),
+    ):
         is_right(session, OUT, FORWARD, 3, 0)
     (provider,) = session.routes.executors
     assert (provider.health.failures, provider.in_flight) == (0, 0)
@@ -219,7 +215,7 @@ def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSessi
     assert all_right(session)
     for provider in providers:
         provider.close()
-    with pytest.raises(DeadlineExceededError, match=r"no answer from .* nor .* within 1 s .*Are they running\?"):
+    with pytest.raises(errors.DeadlineExceededError, match=r"no answer from .* nor .* within 1 s .*Are they running\?"):
         is_right(session, OUT, FORWARD, 3, 0)
 
 
@@ -231,7 +227,7 @@ def test_a_refusal_by_all_providers_of_a_role_is_reported(
     for provider in pair:
         provider.behaviour = fails("internal", provider)
     session = new_session("pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1)
-    with pytest.raises(ProviderError, match="answered internal: not now"):
+    with pytest.raises(errors.ProviderError, match="answered internal: not now"):
         is_right(session, OUT, FORWARD, 3, 0)
 
 
@@ -250,7 +246,7 @@ def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
     assert all_right(session)
     other.show(identities.provider(9))
     other.hang_up()
-    with pytest.raises((CertificateError, DeadlineExceededError), match=r"certificate of .* was refused"):
+    with pytest.raises((errors.CertificateError, errors.DeadlineExceededError), match=r"certificate of .* was refused"):
         all_right(session)
 
 
@@ -315,13 +311,13 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
     nobody, there = new_provider(), new_provider()
     nobody.close()
     began = time.monotonic()
-    with pytest.raises(ConnectionLostError, match="nothing listens"):
+    with pytest.raises(errors.ConnectionLostError, match="nothing listens"):
         is_right(new_session("none", [nobody]), QKV, FORWARD, 1, seed=1)
     assert time.monotonic() - began < 10.0  # the session's deadline is 20
     session = new_session("none", [there], deadline_s=3.0)
     assert is_right(session, QKV, FORWARD, 1, seed=1)
     there.close()
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(errors.DeadlineExceededError):
         session.runtime._connect_with_retries(session.routes.executors[0], lambda: True)
 
 
@@ -358,11 +354,11 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
     gone.close()
     session = new_session("pad", [low, gone], [helper := new_provider()], deadline_s=0.5)
     with pytest.raises(
-        UncoveredError, match=r"no executor serves layers 1 .*executor .* serves 0; executor .* has not answered"
+        errors.UncoveredError, match=r"no executor serves layers 1 .*executor .* serves 0; executor .* has not answered"
     ):
         is_right(session, QKV, FORWARD, 1, 0)
     other = new_session("pad", [low], [helper])
-    with pytest.raises(UncoveredError, match="no executor serves layers 1"):
+    with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(other, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
 
@@ -375,7 +371,7 @@ def test_an_executor_joins_with_the_layers_that_were_missing(
 ) -> None:
     low, high = new_provider(layers="0"), new_provider(layers="1")
     session = new_session("pad", [low], [new_provider()])
-    with pytest.raises(UncoveredError, match="no executor serves layers 1"):
+    with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(session, QKV, FORWARD, 1, 0)
     session.routes.update([high.peer("executor")])
     assert all_right(session)
@@ -418,7 +414,7 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
     """Before any request."""
     low = dataclasses.replace(executor.peer("executor"), layers=LayerRange(0, 0))
     with pytest.raises(
-        UncoveredError, match=r"no executor serves layers 1 of this model, by the federation file.*serves 0"
+        errors.UncoveredError, match=r"no executor serves layers 1 of this model, by the federation file.*serves 0"
     ):
         new_session("local", [low])
     new_session("local", [low, new_provider()])  # the file does not say which layers that executor serves
@@ -546,7 +542,7 @@ def test_without_spares_a_helper_is_waited_for(new_provider: NewProvider, new_se
     assert all_right(session)
     assert session.ledger().pads_redrawn == 0
     helpers[0].behaviour = fails("lie", helpers[0])
-    with pytest.raises(VerificationError, match="an effect of provider"):
+    with pytest.raises(errors.VerificationError, match="an effect of provider"):
         is_right(session, OUT, FORWARD, 1, 0)
 
 

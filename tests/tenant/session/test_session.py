@@ -19,18 +19,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
+from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import (
-    CheckpointError,
-    DeadlineExceededError,
-    ProtocolError,
-    ProviderError,
-    QuarantinedError,
-    RoleConflictError,
-    SymbiosisError,
-    VerificationError,
-)
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
@@ -257,10 +248,10 @@ class Liar:
         return lie
 
 
-def tell_lies(session: Session, liar: Liar, *, count: int) -> list[SymbiosisError]:
+def tell_lies(session: Session, liar: Liar, *, count: int) -> list[errors.SymbiosisError]:
     """Send requests until `count` lies were sent. Each lie must be an error, and every other answer right."""
     rng, generator = liar.rng, torch.Generator().manual_seed(liar.rng.getrandbits(32))
-    caught: list[SymbiosisError] = []
+    caught: list[errors.SymbiosisError] = []
     while liar.told < count:
         index, direction = GroupIndex(rng.randrange(9)), rng.choice(DIRECTIONS)
         shape = rng.randrange(2, 5), session.preparation.facts[index].inputs(direction)
@@ -268,7 +259,7 @@ def tell_lies(session: Session, liar: Liar, *, count: int) -> list[SymbiosisErro
         told = liar.told
         try:
             answer = session.product(index, direction, rows)
-        except (VerificationError, ProtocolError) as error:
+        except (errors.VerificationError, errors.ProtocolError) as error:
             caught.append(error)
             session.routes.quarantined.parties.clear()  # every answer comes from a new liar
         else:
@@ -319,7 +310,9 @@ def test_a_lie_below_tls_is_caught_as_well(
                 payload[0, 0] ^= 1
 
     session = new_session("pad", [executor], [helper], wiretap=Tamper())
-    with pytest.raises(VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"):
+    with pytest.raises(
+        errors.VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"
+    ):
         session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 2))
 
 
@@ -332,10 +325,10 @@ def test_a_liar_is_quarantined_and_gets_no_more_requests(
     executor.behaviour = spoil
     session = new_session("pad", [executor], [helper], pool_memory=0)
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    with pytest.raises(VerificationError) as error:
+    with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, rows)
     assert error.value.provider == f"executor {executor.port}"
-    with pytest.raises(QuarantinedError, match="nothing more is sent"):
+    with pytest.raises(errors.QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
     assert len(executor.executed) == len(helper.effects) == 1
 
@@ -379,10 +372,10 @@ def test_without_a_conviction_all_participants_are_suspects(
     other = new_provider()
     session = new_session("pad", [executor, other], [helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    with pytest.raises(VerificationError) as error:
+    with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, rows)
     assert error.value.provider == f"executor {executor.port} or helper {helper.port}"
-    with pytest.raises(QuarantinedError, match="nothing more is sent"):
+    with pytest.raises(errors.QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
     assert [len(executor.executed), len(other.executed)] == [1, 0]
 
@@ -405,7 +398,7 @@ def test_only_liars_are_named(
     if liars == ["executor", "first"]:  # the errors cancel: the product is right
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
         return
-    with pytest.raises(VerificationError) as error:
+    with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
     roles = {"executor": "executor", "first": "helper", "second": "helper"}
     assert error.value.provider == " and ".join(f"{roles[liar]} {parties[liar].port}" for liar in liars)
@@ -430,7 +423,7 @@ def test_no_request_leaves_until_a_fault_is_attributed(
         return accepts(*args, **kwargs)
 
     monkeypatch.setattr(BlameKeys, "accepts", slowly)
-    with pytest.raises(VerificationError, match="an effect of provider"):
+    with pytest.raises(errors.VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
     session.close()  # all orders have been sent by now, or never will be
     assert heard == [1, 1]
@@ -443,10 +436,10 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
     helper.behaviour = spoil
     session = new_session("pad", [executor], [new_provider(), helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    with pytest.raises(VerificationError, match="an effect of provider"):
+    with pytest.raises(errors.VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, rows)
     before = len(executor.executed)
-    with pytest.raises(QuarantinedError, match=f"helper 'helper {helper.port}' is quarantined"):
+    with pytest.raises(errors.QuarantinedError, match=f"helper 'helper {helper.port}' is quarantined"):
         session.product(OUT, FORWARD, rows)
     assert len(executor.executed) == before
 
@@ -465,7 +458,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: Scripte
     for index in (QKV, OUT, MLP):
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 1))
     assert ahead.wait(20)
-    with pytest.raises(VerificationError, match="an effect of provider"):
+    with pytest.raises(errors.VerificationError, match="an effect of provider"):
         session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
     caught.set()
     session.close()  # all orders have been sent by now, or never will be
@@ -557,7 +550,7 @@ def test_keys_are_deleted_after_a_lie(
     (folder,) = (tmp_path / "tenant").iterdir()
     keys = [folder / f"{name}.safetensors" for name in ("keys", "blame", "second")]
     before = [path.read_bytes() for path in keys]
-    with pytest.raises(VerificationError):
+    with pytest.raises(errors.VerificationError):
         session.product(OUT, FORWARD, ring_rows(prepared, OUT, FORWARD, 1))
     assert not any(path.exists() for path in keys)
     prepare(store, digest=digest, columns=16, cache=tmp_path)
@@ -641,9 +634,9 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
         assert len(first.executed) == 2
         assert {h.payload for h in first.executed} < {h.payload for h in second.executed}
     else:
-        with pytest.raises(VerificationError, match="an effect of provider"):
+        with pytest.raises(errors.VerificationError, match="an effect of provider"):
             session.product(MLP, FORWARD, rows)
-    with contextlib.suppress(QuarantinedError):
+    with contextlib.suppress(errors.QuarantinedError):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert (session.routes.helpers[0].peer in session.routes.quarantined) == (liar == "helper")
     assert (session.routes.executors[0].peer in session.routes.quarantined) == (liar == "executor")
@@ -727,7 +720,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
                 data.write(flipped)
         if lies:
             executor.behaviour = spoil
-        with pytest.raises(CheckpointError, match="this machine's own") as error:
+        with pytest.raises(errors.CheckpointError, match="this machine's own") as error:
             session.product(QKV, FORWARD, rows)
         assert str(store.cache) in str(error.value)
         assert bool(session.routes.quarantined) == lies
@@ -738,7 +731,7 @@ def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_se
     executor.behaviour = lambda *heard: frame(failure)
     session = new_session("none", [executor], part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
-    with pytest.raises(ProviderError, match="answered internal: out of order"):
+    with pytest.raises(errors.ProviderError, match="answered internal: out of order"):
         session.product(MLP, FORWARD, rows)
     assert len(executor.executed) <= 2
     executor.behaviour = honest
@@ -775,7 +768,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
             started = time.monotonic()
             session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
 
-    with pytest.raises(DeadlineExceededError, match=r"within 2 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
+    with pytest.raises(errors.DeadlineExceededError, match=r"within 2 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
         go_on()
     assert time.monotonic() - started < 8 * deadline_s  # nine pads, one after the other, would take longer
 
@@ -814,7 +807,7 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
         waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
         assert asked.wait(20)
         session.close()
-        assert isinstance(waiting.exception(20), SymbiosisError)
+        assert isinstance(waiting.exception(20), errors.SymbiosisError)
 
 
 def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, new_session: NewSession) -> None:
@@ -823,10 +816,10 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
     with RingBackend(session.preparation.facts, session) as backend:
         backend.linear(OUT, FORWARD, rows.float())
     session.close()  # again
-    with pytest.raises(SymbiosisError, match="closed; load the model again"):
+    with pytest.raises(errors.SymbiosisError, match="closed; load the model again"):
         session.product(OUT, FORWARD, rows)
 
 
 def test_pad_needs_a_helper(executor: ScriptedProvider, new_session: NewSession) -> None:
-    with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
+    with pytest.raises(errors.RoleConflictError, match="masking = 'pad' needs"):
         new_session("pad", [executor])

@@ -10,39 +10,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BigBirdConfig,
-    BloomConfig,
-    CodeGenConfig,
-    CohereConfig,
-    ConvBertConfig,
-    FalconConfig,
-    FunnelConfig,
-    Gemma3nTextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    JetMoeConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MegatronBertConfig,
-    MistralConfig,
-    OPTConfig,
-    PatchTSTConfig,
-    PhiConfig,
-    PoolFormerConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    RemBertConfig,
-    RoFormerConfig,
-    RwkvConfig,
-    StableLmConfig,
-    T5Config,
-    Zamba2Config,
-)
 
 from symbiosis_priv.checkpoints.discovery import known_values, skeleton
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
@@ -69,42 +36,46 @@ T5_SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "LlamaForCausalLM": lambda: LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
-    "GPT2LMHeadModel": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=80),
-    "Qwen2ForCausalLM": lambda: Qwen2Config(**SIZES, num_key_value_heads=2),
-    "MistralForCausalLM": lambda: MistralConfig(**SIZES, num_key_value_heads=2),
-    "GemmaForCausalLM": lambda: GemmaConfig(**SIZES, head_dim=16, num_key_value_heads=1),
-    "PhiForCausalLM": lambda: PhiConfig(**SIZES),
-    "GPTNeoXForCausalLM": lambda: GPTNeoXConfig(**SIZES),
-    "OPTForCausalLM": lambda: OPTConfig(**OPT_SIZES),
-    "BloomForCausalLM": lambda: BloomConfig(**BLOOM_SIZES),
-    "FalconForCausalLM": lambda: FalconConfig(**SIZES),
-    "Lfm2ForCausalLM": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
-    "BertForMaskedLM": lambda: BertConfig(**SIZES),
-    "T5ForConditionalGeneration": lambda: T5Config(**T5_SIZES),
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "LlamaForCausalLM": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
+    "GPT2LMHeadModel": lambda: transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=80),
+    "Qwen2ForCausalLM": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=2),
+    "MistralForCausalLM": lambda: transformers.MistralConfig(**SIZES, num_key_value_heads=2),
+    "GemmaForCausalLM": lambda: transformers.GemmaConfig(**SIZES, head_dim=16, num_key_value_heads=1),
+    "PhiForCausalLM": lambda: transformers.PhiConfig(**SIZES),
+    "GPTNeoXForCausalLM": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "OPTForCausalLM": lambda: transformers.OPTConfig(**OPT_SIZES),
+    "BloomForCausalLM": lambda: transformers.BloomConfig(**BLOOM_SIZES),
+    "FalconForCausalLM": lambda: transformers.FalconConfig(**SIZES),
+    "Lfm2ForCausalLM": lambda: transformers.Lfm2Config(
+        **SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]
+    ),
+    "BertForMaskedLM": lambda: transformers.BertConfig(**SIZES),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(**T5_SIZES),
     # these models read the values of their masks when they are not traced
-    "BigBirdForMaskedLM": lambda: BigBirdConfig(**SIZES),
-    "ConvBertForMaskedLM": lambda: ConvBertConfig(**SIZES | {"embedding_size": 64}),
-    "MegatronBertForMaskedLM": lambda: MegatronBertConfig(**SIZES),
-    "RemBertForMaskedLM": lambda: RemBertConfig(**SIZES | {"input_embedding_size": 64, "output_embedding_size": 64}),
-    "RoFormerForMaskedLM": lambda: RoFormerConfig(**SIZES),
+    "BigBirdForMaskedLM": lambda: transformers.BigBirdConfig(**SIZES),
+    "ConvBertForMaskedLM": lambda: transformers.ConvBertConfig(**SIZES | {"embedding_size": 64}),
+    "MegatronBertForMaskedLM": lambda: transformers.MegatronBertConfig(**SIZES),
+    "RemBertForMaskedLM": lambda: transformers.RemBertConfig(
+        **SIZES | {"input_embedding_size": 64, "output_embedding_size": 64}
+    ),
+    "RoFormerForMaskedLM": lambda: transformers.RoFormerConfig(**SIZES),
 }
 
 
-def save(config: PreTrainedConfig, architecture: str, path: Path) -> Path:
+def save(config: transformers.PreTrainedConfig, architecture: str, path: Path) -> Path:
     config.architectures = [architecture]
     config.save_pretrained(path)
     return path
 
 
-def build(architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
+def build(architecture: str, config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = getattr(transformers, architecture)(config)
+    model: transformers.PreTrainedModel = getattr(transformers, architecture)(config)
     return model
 
 
-def run(model: PreTrainedModel) -> dict[str, list[Tensor]]:
+def run(model: transformers.PreTrainedModel) -> dict[str, list[Tensor]]:
     """One real forward pass. Returns every tensor that each linear received, and keeps them alive, so that ids are
     unique."""
     received: dict[str, list[Tensor]] = {}
@@ -216,16 +187,16 @@ OF_GPTJ: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size"
 }
 ONE_LAYER = SIZES | {"num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 1}
 WIDE: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
-PARALLEL: dict[str, tuple[PreTrainedConfig, str]] = {
+PARALLEL: dict[str, tuple[transformers.PreTrainedConfig, str]] = {
     "FalconForCausalLM": (
-        FalconConfig(**ONE_LAYER, **WIDE, num_ln_in_parallel_attn=1),
+        transformers.FalconConfig(**ONE_LAYER, **WIDE, num_ln_in_parallel_attn=1),
         "query_key_value dense_h_to_4h",
     ),
-    "GPTJForCausalLM": (GPTJConfig(**OF_GPTJ), "q_proj k_proj v_proj fc_in"),
-    "CodeGenForCausalLM": (CodeGenConfig(**OF_GPTJ), "qkv_proj fc_in"),
-    "CohereForCausalLM": (CohereConfig(**ONE_LAYER), "q_proj k_proj v_proj gate_proj up_proj"),
+    "GPTJForCausalLM": (transformers.GPTJConfig(**OF_GPTJ), "q_proj k_proj v_proj fc_in"),
+    "CodeGenForCausalLM": (transformers.CodeGenConfig(**OF_GPTJ), "qkv_proj fc_in"),
+    "CohereForCausalLM": (transformers.CohereConfig(**ONE_LAYER), "q_proj k_proj v_proj gate_proj up_proj"),
     "StableLmForCausalLM": (
-        StableLmConfig(**ONE_LAYER, num_key_value_heads=4, use_parallel_residual=True),
+        transformers.StableLmConfig(**ONE_LAYER, num_key_value_heads=4, use_parallel_residual=True),
         "q_proj k_proj v_proj gate_proj up_proj",
     ),
 }
@@ -240,8 +211,10 @@ def test_attention_and_mlp_of_a_parallel_block_are_one_group(architecture: str) 
     assert [" ".join(member.rpartition(".")[2] for member in groups[0].members), len(groups)] == [expected, 3]
 
 
-@pytest.mark.parametrize("config", [FalconConfig(**ONE_LAYER, **WIDE), GPTNeoXConfig(**ONE_LAYER)])
-def test_parallel_branches_with_norms_of_their_own_are_two_groups(config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize(
+    "config", [transformers.FalconConfig(**ONE_LAYER, **WIDE), transformers.GPTNeoXConfig(**ONE_LAYER)]
+)
+def test_parallel_branches_with_norms_of_their_own_are_two_groups(config: transformers.PreTrainedConfig) -> None:
     """Falcon 40B and GPT-NeoX: attention and MLP read different tensors."""
     config.architectures = [{"falcon": "FalconForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[config.model_type]]
     groups = [group for group in traced(config).groups if ".0." in group.members[0]]
@@ -250,7 +223,7 @@ def test_parallel_branches_with_norms_of_their_own_are_two_groups(config: PreTra
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
     path = save(config, "LlamaForCausalLM", tmp_path)
     groups = discover(path).groups
     assert (("lm_head",) in [group.members for group in groups]) is not tied
@@ -261,7 +234,7 @@ def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) ->
     assert with_head.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
-def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:
+def kept(path: Path, architecture: str, config: transformers.PreTrainedConfig) -> set[str]:
     """Last parts of the names of the linears that stay with the tenant."""
     offloaded = {member for group in discover(save(config, architecture, path)).groups for member in group.members}
     names = {name for name, m in build(architecture, config).named_modules() if is_linear(m)}
@@ -272,7 +245,7 @@ def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:
 def test_tied_linears_stay_with_the_tenant(tmp_path: Path) -> None:
     """Zamba2's blocks share one transformer: if it were offloaded at its first use, the other uses would have no
     weights."""
-    config = Zamba2Config(
+    config = transformers.Zamba2Config(
         **SIZES | {"num_hidden_layers": 3},
         layers_block_type=["mamba", "hybrid", "hybrid"],
         mamba_d_state=8,
@@ -285,9 +258,9 @@ def test_tied_linears_stay_with_the_tenant(tmp_path: Path) -> None:
     assert kept(tmp_path, "Zamba2ForCausalLM", config) == shared
 
 
-def gemma3n() -> PreTrainedConfig:
+def gemma3n() -> transformers.PreTrainedConfig:
     sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    return Gemma3nTextConfig(
+    return transformers.Gemma3nTextConfig(
         **sizes,
         vocab_size_per_layer_input=80,
         hidden_size_per_layer_input=16,
@@ -306,11 +279,11 @@ RWKV: dict[str, Any] = {"vocab_size": 80, "hidden_size": 64, "attention_hidden_s
     ("architecture", "config", "names"),
     [
         ("Gemma3nForCausalLM", gemma3n, {"correction_coefs", "prediction_coefs", "lm_head"}),  # clamped in training
-        ("RwkvForCausalLM", lambda: RwkvConfig(**RWKV), {"output", "value"}),  # divided in evaluation
+        ("RwkvForCausalLM", lambda: transformers.RwkvConfig(**RWKV), {"output", "value"}),  # divided in evaluation
     ],
 )
 def test_linears_that_the_model_writes_to_stay(
-    architecture: str, config: Callable[[], PreTrainedConfig], names: set[str], tmp_path: Path
+    architecture: str, config: Callable[[], transformers.PreTrainedConfig], names: set[str], tmp_path: Path
 ) -> None:
     assert kept(tmp_path, architecture, config()) == names
 
@@ -416,7 +389,7 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_unknown_inputs_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = PatchTSTConfig(d_model=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
+    config = transformers.PatchTSTConfig(d_model=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
     with pytest.raises(UnsupportedModelError, match="PatchTSTModel cannot be traced") as refused:
         discover(save(config, "PatchTSTModel", tmp_path))
     assert "\n" not in str(refused.value)
@@ -425,7 +398,7 @@ def test_a_model_of_unknown_inputs_is_refused_in_one_line(tmp_path: Path, capfd:
 
 def test_a_model_that_cannot_be_traced_names_the_module(tmp_path: Path) -> None:
     """JetMoe's experts split their rows by numbers that depend on activations."""
-    config = JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_local_experts=4)
+    config = transformers.JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_local_experts=4)
     with pytest.raises(
         UnsupportedModelError,
         match=r"JetMoe.* its rows by values.*\.self_attention\.experts",
@@ -434,14 +407,16 @@ def test_a_model_that_cannot_be_traced_names_the_module(tmp_path: Path) -> None:
 
 
 def test_a_model_without_linears_names_its_largest_weight(tmp_path: Path) -> None:
-    config = PoolFormerConfig(depths=[1, 1], hidden_sizes=[16, 32], num_encoder_blocks=2)
+    config = transformers.PoolFormerConfig(depths=[1, 1], hidden_sizes=[16, 32], num_encoder_blocks=2)
     with pytest.raises(UnsupportedModelError, match=r"no frozen linear .*poolformer\.encoder\.patch_embeddings\.1"):
         discover(save(config, "PoolFormerForImageClassification", tmp_path))
 
 
 def test_a_model_that_pools_its_tokens_is_traced(tmp_path: Path) -> None:
     """A Funnel halves the number of tokens between its blocks."""
-    config = FunnelConfig(vocab_size=80, block_sizes=[1, 1, 1], d_model=64, n_head=4, d_head=16, d_inner=96)
+    config = transformers.FunnelConfig(
+        vocab_size=80, block_sizes=[1, 1, 1], d_model=64, n_head=4, d_head=16, d_inner=96
+    )
     groups = discover(save(config, "FunnelForMaskedLM", tmp_path)).groups
     assert {"funnel.encoder.blocks.2.0.attention.q_head"} <= {group.members[0] for group in groups}
 
@@ -459,15 +434,15 @@ def test_an_invalid_config_is_refused(change: dict[str, object], tmp_path: Path)
 
 def test_parameters_are_not_initialised(tmp_path: Path) -> None:
     """Marian computes its table of positions number by number, so a hostile number of positions would take hours."""
-    folder = save(LlamaConfig(**SIZES, max_position_embeddings=4321), "LlamaForCausalLM", tmp_path)
-    with mock.patch.object(PreTrainedModel, "initialize_weights", side_effect=AssertionError):
+    folder = save(transformers.LlamaConfig(**SIZES, max_position_embeddings=4321), "LlamaForCausalLM", tmp_path)
+    with mock.patch.object(transformers.PreTrainedModel, "initialize_weights", side_effect=AssertionError):
         assert discover(folder).groups
 
 
 def test_a_model_that_was_traced_is_not_built_to_see_if_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(LlamaConfig(**SIZES, max_position_embeddings=1234), "LlamaForCausalLM", tmp_path)
+    folder = save(transformers.LlamaConfig(**SIZES, max_position_embeddings=1234), "LlamaForCausalLM", tmp_path)
     monkeypatch.setattr(known_values, "_BUDGET", 10)
     with pytest.raises(UnsupportedModelError, match="too many operations"):
         check_builds(load_config(folder))

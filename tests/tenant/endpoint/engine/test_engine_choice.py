@@ -6,22 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTJConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
@@ -59,21 +44,21 @@ OPT: dict[str, Any] = {
 MIXED = ["sliding_attention", "full_attention"]
 LONG_ROPE: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
-FAMILIES: dict[str, tuple[PreTrainedConfig, type]] = {
-    "qwen2": (Qwen2Config(**SIZES), ContinuousEngine),
-    "qwen3": (Qwen3Config(**HEADS), ContinuousEngine),
-    "mistral": (MistralConfig(**SIZES, sliding_window=WINDOW), ContinuousEngine),
-    "gemma2": (Gemma2Config(**GEMMA, layer_types=MIXED), ContinuousEngine),
-    "gemma3": (Gemma3TextConfig(**GEMMA, layer_types=MIXED), ContinuousEngine),
-    "gpt2": (GPT2Config(**GPT), ContinuousEngine),
-    "opt": (OPTConfig(**OPT), ContinuousEngine),
+FAMILIES: dict[str, tuple[transformers.PreTrainedConfig, type]] = {
+    "qwen2": (transformers.Qwen2Config(**SIZES), ContinuousEngine),
+    "qwen3": (transformers.Qwen3Config(**HEADS), ContinuousEngine),
+    "mistral": (transformers.MistralConfig(**SIZES, sliding_window=WINDOW), ContinuousEngine),
+    "gemma2": (transformers.Gemma2Config(**GEMMA, layer_types=MIXED), ContinuousEngine),
+    "gemma3": (transformers.Gemma3TextConfig(**GEMMA, layer_types=MIXED), ContinuousEngine),
+    "gpt2": (transformers.GPT2Config(**GPT), ContinuousEngine),
+    "opt": (transformers.OPTConfig(**OPT), ContinuousEngine),
     "gpt-oss": (
-        GptOssConfig(**EXPERTS, num_local_experts=4, sliding_window=WINDOW, layer_types=MIXED),
+        transformers.GptOssConfig(**EXPERTS, num_local_experts=4, sliding_window=WINDOW, layer_types=MIXED),
         ContinuousEngine,
     ),
-    "gptj": (GPTJConfig(**GPT, rotary_dim=16), SequentialEngine),
-    "falcon": (FalconConfig(**SIZES), SequentialEngine),
-    "dynamic rope": (LlamaConfig(**SIZES, rope_parameters=LONG_ROPE), SequentialEngine),
+    "gptj": (transformers.GPTJConfig(**GPT, rotary_dim=16), SequentialEngine),
+    "falcon": (transformers.FalconConfig(**SIZES), SequentialEngine),
+    "dynamic rope": (transformers.LlamaConfig(**SIZES, rope_parameters=LONG_ROPE), SequentialEngine),
 }
 
 
@@ -84,9 +69,9 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def save(config: PreTrainedConfig, folder: Path) -> Path:
+def save(config: transformers.PreTrainedConfig, folder: Path) -> Path:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -119,7 +104,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path, caplog
 
 
 def test_experts_that_would_show_routes_are_refused_in_decoding_as_by_generate(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=48)
+    config = transformers.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=48)
     remote = RemoteConfig(masking="simulate", experts="counts")
     model = load_language_model(save(config, tmp_path), remote=remote, dtype=torch.float32)
     tokenizer: Any = Letters()
@@ -128,14 +113,14 @@ def test_experts_that_would_show_routes_are_refused_in_decoding_as_by_generate(t
 
 
 def test_guesses_for_a_model_that_is_driven_with_generate_are_refused() -> None:
-    model, tokenizer = AutoModelForCausalLM.from_config(FAMILIES["gptj"][0]).eval(), Letters()
+    model, tokenizer = transformers.AutoModelForCausalLM.from_config(FAMILIES["gptj"][0]).eval(), Letters()
     with pytest.raises(ConfigError, match="--draft"):
         open_engine(model, tokenizer, drafter=PromptLookup())  # type: ignore[arg-type]
 
 
 def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
     """The limit admits a prompt that fits because of the window. A known beginning is used if its window is there."""
-    config = MistralConfig(**SIZES, sliding_window=WINDOW, max_position_embeddings=2048)
+    config = transformers.MistralConfig(**SIZES, sliding_window=WINDOW, max_position_embeddings=2048)
     model = load_language_model(save(config, tmp_path), remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
     prompt = tuple(3 + i * i % 89 for i in range(6 * BLOCK))
     ids = torch.tensor([prompt])

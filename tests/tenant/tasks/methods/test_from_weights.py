@@ -6,21 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from peft import (
-    DeloraConfig,
-    GloraConfig,
-    HRAConfig,
-    LoraConfig,
-    PeftConfig,
-    RandLoraConfig,
-    ShiraConfig,
-    SupertuningConfig,
-    TinyLoraConfig,
-    get_peft_model,
-)
 from peft.tuners.hra.layer import HRALinear
 from torch import Tensor, nn
 
@@ -37,20 +26,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 IDS = torch.arange(3, 19).view(2, 8)
 SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
-METHODS: dict[str, Callable[[], PeftConfig]] = {
-    "dora": lambda: LoraConfig(use_dora=True, **SMALL),
-    "pissa": lambda: LoraConfig(init_lora_weights="pissa", **SMALL),
-    "olora": lambda: LoraConfig(init_lora_weights="olora", **SMALL),
-    "delora": lambda: DeloraConfig(**SMALL),
-    "tinylora": lambda: TinyLoraConfig(target_modules="all-linear", u=8),
-    "supertuning": lambda: SupertuningConfig(target_modules="all-linear", sparsity=0.95),
+METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "dora": lambda: peft.LoraConfig(use_dora=True, **SMALL),
+    "pissa": lambda: peft.LoraConfig(init_lora_weights="pissa", **SMALL),
+    "olora": lambda: peft.LoraConfig(init_lora_weights="olora", **SMALL),
+    "delora": lambda: peft.DeloraConfig(**SMALL),
+    "tinylora": lambda: peft.TinyLoraConfig(target_modules="all-linear", u=8),
+    "supertuning": lambda: peft.SupertuningConfig(target_modules="all-linear", sparsity=0.95),
 }
-VARIANTS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
-    "dora with dropout": ("exact_gpt2", lambda: LoraConfig(use_dora=True, lora_dropout=0.1, **SMALL)),
-    "dora, biases trained": ("exact_gpt2", lambda: LoraConfig(use_dora=True, bias="all", **SMALL)),
-    "pissa, dora": ("exact_llama", lambda: LoraConfig(init_lora_weights="pissa", use_dora=True, **SMALL)),
-    "hra, Gram-Schmidt": ("exact_llama", lambda: HRAConfig(apply_GS=True, init_weights=False, **SMALL)),
-    "supertuning and lora": ("exact_llama", lambda: SupertuningConfig(sparsity=0.95, lora_alpha=8, **SMALL)),
+VARIANTS: dict[str, tuple[str, Callable[[], peft.PeftConfig]]] = {
+    "dora with dropout": ("exact_gpt2", lambda: peft.LoraConfig(use_dora=True, lora_dropout=0.1, **SMALL)),
+    "dora, biases trained": ("exact_gpt2", lambda: peft.LoraConfig(use_dora=True, bias="all", **SMALL)),
+    "pissa, dora": ("exact_llama", lambda: peft.LoraConfig(init_lora_weights="pissa", use_dora=True, **SMALL)),
+    "hra, Gram-Schmidt": ("exact_llama", lambda: peft.HRAConfig(apply_GS=True, init_weights=False, **SMALL)),
+    "supertuning and lora": ("exact_llama", lambda: peft.SupertuningConfig(sparsity=0.95, lora_alpha=8, **SMALL)),
 }
 """What `tests/compatibility` does not try."""
 
@@ -68,7 +57,7 @@ def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, methods: Any, e
     models = []
     for split in (True, False):
         torch.manual_seed(3)
-        models.append(get_peft_model(methods.load(exact_llama, split=split), METHODS[name]()))
+        models.append(peft.get_peft_model(methods.load(exact_llama, split=split), METHODS[name]()))
     split_model = models[0]
     split_start, plain_start = (
         {n: t for n, t in model.state_dict().items() if ".base_layer." not in n} for model in models
@@ -80,9 +69,9 @@ def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, methods: Any, e
             assert module.weight.untyped_storage().nbytes() == 0  # the weight was at hand for the start only
 
 
-READ_IN_EACH_PASS: dict[str, PeftConfig] = {
-    "dora": LoraConfig(use_dora=True, init_lora_weights=False, **SMALL),
-    "dora with dropout": LoraConfig(use_dora=True, lora_dropout=0.1, init_lora_weights=False, **SMALL),
+READ_IN_EACH_PASS: dict[str, peft.PeftConfig] = {
+    "dora": peft.LoraConfig(use_dora=True, init_lora_weights=False, **SMALL),
+    "dora with dropout": peft.LoraConfig(use_dora=True, lora_dropout=0.1, init_lora_weights=False, **SMALL),
     "maskbert": MaskBertConfig(target_modules="all-linear"),
 }
 
@@ -101,7 +90,7 @@ def test_a_method_that_computes_with_the_weight_uses_the_rounded_one(
     assert (split.logits - plain.logits).norm() < 1e-4 * plain.logits.norm()
 
 
-def oriented(model: Any) -> LoraConfig:
+def oriented(model: Any) -> peft.LoraConfig:
     """Decompose `W C` for an invertible C, as PEFT's `preprocess_corda` does (it needs a package that is not here)."""
     generator = torch.Generator().manual_seed(0)
     with weights_at_hand(model):
@@ -112,7 +101,7 @@ def oriented(model: Any) -> LoraConfig:
                 u, s, v = torch.linalg.svd(module.weight.detach() @ c, full_matrices=False)
                 eigens: Any = SimpleNamespace(S_WC=s[:4], U_WC=u[:, :4], V_WC=(v[:4] @ c.inverse()).t())
                 module.eigens = eigens
-    return LoraConfig(init_lora_weights="corda", **SMALL)
+    return peft.LoraConfig(init_lora_weights="corda", **SMALL)
 
 
 def test_corda(methods: Any, exact_llama: Path) -> None:
@@ -128,8 +117,8 @@ def test_corda(methods: Any, exact_llama: Path) -> None:
 def test_a_converted_start_is_a_plain_lora(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
     """PEFT writes `B A - B0 A0` as a LoRA of twice the rank, which needs no factorisation at home."""
     torch.manual_seed(3)
-    model: Any = get_peft_model(
-        methods.load(exact_llama, split=True), LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
+    model: Any = peft.get_peft_model(
+        methods.load(exact_llama, split=True), peft.LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
     )
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(str(tmp_path / "start"))
@@ -174,7 +163,7 @@ def test_the_rows_of_a_are_sent_along_once_after_each_step(
 ) -> None:
     """No request more than without DoRA, r rows per sibling in the first, and none while A is unchanged."""
     torch.manual_seed(0)
-    model: Any = get_peft_model(methods.load(exact_llama, split=True), LoraConfig(use_dora=True, **SMALL))
+    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
     counted = Counted(model, monkeypatch)
     ids = torch.arange(10)[None]
     siblings = [3, 1, 2, 1] * 2  # q/k/v, o, gate/up, down: adapters per request, in two layers
@@ -199,7 +188,7 @@ def test_the_rows_of_a_are_sent_along_once_after_each_step(
 def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(methods: Any, exact_llama: Path) -> None:
     """A sibling's adapter that becomes active between two calls with the same input."""
     base = methods.load(exact_llama, split=True)
-    model: Any = get_peft_model(base, LoraConfig(use_dora=True, init_lora_weights=False, **SMALL))
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(use_dora=True, init_lora_weights=False, **SMALL))
     attention = model.base_model.model.model.layers[0].self_attn
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     expected = attention.k_proj(x.clone())
@@ -214,7 +203,7 @@ def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(methods: Any, 
 
 
 def test_a_copied_model_sends_the_rows_of_its_own_adapter(methods: Any, exact_llama: Path) -> None:
-    model: Any = get_peft_model(methods.load(exact_llama, split=True), LoraConfig(use_dora=True, **SMALL))
+    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
     twin = copy.deepcopy(model)
     before = methods.logits(model)
     with torch.no_grad():
@@ -236,7 +225,7 @@ def test_a_row_is_rotated_as_pefts_matrix_rotates_it(width: int, rank: int, gram
     generator = torch.Generator().manual_seed(seed)
     u = torch.randn(width, rank, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
-    linear: Any = HRALinear(nn.Linear(width, width), "default", HRAConfig(apply_GS=gram_schmidt), r=rank)
+    linear: Any = HRALinear(nn.Linear(width, width), "default", peft.HRAConfig(apply_GS=gram_schmidt), r=rank)
     linear.hra_u["default"] = nn.Parameter(u)
     matrix = linear.get_delta_weight("default").detach()
     found = rotated(x, u, gram_schmidt)
@@ -263,9 +252,9 @@ def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) ->
 
     found = []
     for split in (True, False):
-        config: Any = ShiraConfig(mask_type="largest", **SMALL)  # type: ignore[arg-type]
+        config: Any = peft.ShiraConfig(mask_type="largest", **SMALL)  # type: ignore[arg-type]
         config.mask_fn = largest
-        model: Any = get_peft_model(methods.load(exact_llama, split=split), config)
+        model: Any = peft.get_peft_model(methods.load(exact_llama, split=split), config)
         found.append(model.base_model.model.model.layers[0].self_attn.q_proj.shira_indices["default"])
     assert torch.equal(*found)
 
@@ -274,11 +263,11 @@ def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) ->
 
 
 def test_glora_is_refused_by_name_and_works_on_a_whole_model(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
-    config = GloraConfig(target_modules=["q_proj"])
-    whole: Any = get_peft_model(methods.load(exact_llama, split=False), copy.deepcopy(config))
+    config = peft.GloraConfig(target_modules=["q_proj"])
+    whole: Any = peft.get_peft_model(methods.load(exact_llama, split=False), copy.deepcopy(config))
     whole.save_pretrained(str(tmp_path))
     split = methods.load(exact_llama, split=True)
-    for use in (lambda: get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
+    for use in (lambda: peft.get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
         with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
             use()
 
@@ -288,7 +277,9 @@ def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2
     for remote in (None, RemoteConfig(masking="simulate")):
         torch.manual_seed(1)
         model = load_model(gpt2, remote=remote, dtype=torch.float16)
-        adapted: Any = get_peft_model(model, RandLoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True))
+        adapted: Any = peft.get_peft_model(
+            model, peft.RandLoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True)
+        )
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
@@ -303,8 +294,8 @@ def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2
 def test_half_precision(name: str, methods: Any, exact_llama: Path) -> None:
     """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
     ids = torch.arange(8)[None]
-    config = {"hra": HRAConfig(**SMALL), "shira": ShiraConfig(**SMALL)}.get(name) or METHODS[name]()
-    model: Any = get_peft_model(methods.load(exact_llama, split=True).to(torch.bfloat16), config)
+    config = {"hra": peft.HRAConfig(**SMALL), "shira": peft.ShiraConfig(**SMALL)}.get(name) or METHODS[name]()
+    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True).to(torch.bfloat16), config)
     output = model(input_ids=ids, labels=ids)
     assert output.logits.dtype == torch.bfloat16
     output.loss.backward()
@@ -318,4 +309,4 @@ def test_a_start_needs_the_full_checkpoint(methods: Any, exact_llama: Path, monk
             module.group.weights = BaseWeights(RemoteConfig(masking="simulate"), exact_llama)
     monkeypatch.setattr("symbiosis_priv.checkpoints.weights.WeightStore.is_complete", lambda store: False)
     with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
-        get_peft_model(model, LoraConfig(init_lora_weights="pissa", **SMALL))
+        peft.get_peft_model(model, peft.LoraConfig(init_lora_weights="pissa", **SMALL))

@@ -1,13 +1,18 @@
 """The scheduler under every policy: all rows are taken once, in bounded products, in bounded time."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from provider.config.schema import PolicyName
-from provider.scheduler.jobs import Job
+from provider.config.schema import PolicyName, SchedulerConfig
+from provider.scheduler.jobs import Job, Key, Piece, Stage
+from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
+from tests.provider.scheduler.rehearsal import Outcome, Tenant, rehearse
 
 
 @given(jobs(), st.sampled_from(POLICIES))
@@ -132,3 +137,366 @@ def test_no_tenant_starts_a_second_pass_before_the_others_have_finished_their_fi
     assert subject.take(0.0)[0].job.tenant == "trainer"
     subject.put(job("trainer", group=0, direction="backward"))
     assert [subject.take(0.0)[0].job.tenant for _ in range(2)] == ["trainer", "chat"]
+
+
+# Throughput and latency of many tenants under each policy, simulated
+
+
+ONE_ROW = (1,) * 8
+BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
+TRAINING = (2, 16, 64, 256)
+
+
+def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
+    tenants = [Tenant(f"generating-{i}", rows) for i, rows in enumerate(generating)]
+    return tenants + [Tenant(f"training-{i}", rows, trains=True) for i, rows in enumerate(training)]
+
+
+@pytest.mark.parametrize(
+    ("generating", "training"),
+    [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
+)
+def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
+    """Tenants have one row each or batches of 2 to 256, and some may train."""
+    found: dict[str, Outcome] = {}
+    for name in POLICIES:
+        tenants = all_of(generating, training)
+        found[name] = rehearse(SchedulerConfig(policy=name), tenants, seconds=40)
+        assert all(tenant.turns for tenant in tenants), "somebody starves"
+    batched = found["opportunistic"]
+    for other in (found["none"], found["lockstep"]):
+        assert batched.latency < other.latency
+        assert batched.tokens_per_s > other.tokens_per_s
+
+
+def test_training_tenants_hardly_delay_generating_ones() -> None:
+    alone = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], ()))
+    beside = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], (2, 16)))
+    assert beside.latency < 1.25 * alone.latency
+
+
+def test_a_single_tenant_is_served_equally_by_every_policy() -> None:
+    """A single tenant never waits, because no other tenant can come."""
+    found = {rehearse(SchedulerConfig(policy=name), all_of((1,), ())).latency for name in POLICIES}
+    assert len(found) == 1
+
+
+def test_sixteen_tenants_share_the_reading_of_the_weights() -> None:
+    one, sixteen = (rehearse(SchedulerConfig(), all_of((1,) * count, ())).tokens_per_s for count in (1, 16))
+    assert sixteen > 4 * one
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_tenants_meet_and_stay_together(layers: int) -> None:
+    """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer
+    groups, where tenants would rarely meet by chance."""
+    tenants = [Tenant(f"generating-{i}", 1, layers=layers) for i in range(16)]
+    outcome = rehearse(SchedulerConfig(), tenants, seconds=20, held_up=0.1)
+    assert outcome.batch_requests > 5
+    assert outcome.idle < 0.05
+    slowest = max(max(tenant.turns) for tenant in tenants)
+    assert slowest < 2.5 * outcome.latency
+
+
+# Fair shares of tenants and of stages, by their weights
+
+
+@given(
+    st.lists(st.sampled_from((1, 2, 8, 30, 200)), min_size=2, max_size=4),
+    st.sampled_from(POLICIES),
+    st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=4, max_size=4),
+)
+def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
+    """Tenants get equal numbers of rows per weight, within one slice, whatever their request sizes and connections."""
+    subject = scheduler(name)
+    served: Counter[object] = Counter()
+    if name == "lockstep":  # the order is by layer group; within a group, by arrival
+        weights = [1.0] * 4
+
+    def ask(tenant: int) -> None:  # separate groups, so that no tenant joins another one's product
+        subject.put(job(str(tenant), rows=sizes[tenant], group=tenant, stage="fine_tuning", weight=weights[tenant]))
+
+    for tenant in range(len(sizes)):
+        for _ in range(tenant + 1):
+            ask(tenant)
+    for _ in range(300):
+        pieces = subject.take(1.0)
+        for piece in pieces:
+            served[piece.job.tenant] += piece.rows
+            if piece.last:
+                ask(int(str(piece.job.tenant)))
+        if name != "lockstep":
+            shares = [served[str(t)] / weights[t] for t in range(len(sizes))]
+            assert max(shares) - min(shares) <= 2 * SLICE_ROWS / min(weights)
+    assert sum(served.values())
+
+
+def test_an_idle_tenant_accrues_no_credit() -> None:
+    subject = scheduler("none")
+    subject.put(job("busy", rows=800, stage="fine_tuning"))
+    for _ in range(90):
+        subject.take(1.0)
+    subject.put(job("new", rows=800, group=1, stage="fine_tuning"))
+    turns = [subject.take(1.0)[0].job.tenant for _ in range(20)]
+    assert 9 <= turns.count("new") <= 11
+
+
+def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
+    """Both stages have more work than the executor can do; shares follow the weights."""
+    subject = scheduler("none", inference_weight=4.0)
+    served: Counter[str] = Counter()
+    subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
+    for _ in range(200):
+        while subject.waiting()["inference"] < 3:
+            subject.put(job("chat", rows=4, group=1))
+        for piece in subject.take(1.0):
+            served[piece.job.stage] += piece.rows
+    assert served["inference"] / served["fine_tuning"] == pytest.approx(4, rel=0.2)
+
+
+def test_one_row_of_inference_overtakes_waiting_fine_tuning() -> None:
+    subject = scheduler()
+    for tenant in "abc":
+        subject.put(job(tenant, rows=1000, stage="fine_tuning"))
+    for _ in range(10):
+        subject.take(1.0)
+    subject.put(job("chat", rows=1, group=5, arrival=1.0))
+    assert subject.take(1.0)[0].job.tenant == "chat"
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", ["opportunistic", "none"])
+def test_requests_for_a_narrow_layer_group_are_not_free(name: PolicyName, rows: int) -> None:
+    """A product of a narrow group takes its fixed time, a hundred times longer per multiply-add than a wide group's. It
+    made the wide products of other tenants look slow: an honest tenant got a hundredth of the executor."""
+    subject, now = scheduler(name), 0.0
+    narrow = replace(job("mallory", rows=rows, group=0), row_work=2048, row_cost=2048)
+    wide = replace(job("alice", group=1), row_work=1 << 24, row_cost=1 << 24)
+    subject.pace.record(Key(2, "forward", "ring"), rows=1, work=1 << 24, seconds=3.4e-3)  # of an earlier tenant
+    waiting, seconds = Counter[str](), {"alice": 0.0, "mallory": 0.0}
+    while now < 1.0:
+        for like, most in ((narrow, 2), (wide, 1)):
+            tenant = str(like.tenant)
+            for _ in range(most - waiting[tenant]):
+                subject.put(replace(like, arrival=now))
+                waiting[tenant] += 1
+        if not (pieces := subject.take(now)):
+            now = max(now + 1e-5, subject.next_deadline(now) or now)
+            continue
+        leader = pieces[0].job
+        took = 60e-6 + 0.2e-9 * leader.row_work + sum(piece.rows for piece in pieces) * leader.row_work / 50e9
+        now += took
+        seconds[str(leader.tenant)] += took
+        waiting.subtract(str(piece.job.tenant) for piece in pieces if piece.last)
+        subject.done(pieces, now=now, seconds=took)
+    assert seconds["alice"] > 0.4 * sum(seconds.values())
+
+
+# Policy `opportunistic`: waiting to be batched, and sharing products
+
+
+@given(jobs())
+def test_only_fine_tuning_and_leading_requests_are_cut(arriving: list[Job]) -> None:
+    """Inference requests join whole, before fine-tuning; fine-tuning fills the rest of a slice."""
+    for _, pieces in run(scheduler(), arriving):
+        stages = [p.job.stage for p in pieces]
+        assert stages == sorted(stages, reverse=True)
+        cut = [p for p in pieces if not p.last]
+        assert [p for p in cut if p.job.stage == "inference"] in ([], [pieces[0]])
+        assert sum(p.job.stage == "fine_tuning" for p in cut) <= 1
+
+
+def test_only_a_tenant_alone_is_served_past_the_queues() -> None:
+    """No other tenant waits or is expected meanwhile, and the rows fit in a slice."""
+    subject = scheduler()
+    for group in range(3):
+        assert subject.take_alone(job("alone", rows=SLICE_ROWS + 1)) == []
+        (piece,) = subject.take_alone(one := job("alone", rows=SLICE_ROWS, group=group))
+        assert piece == (one, 0, SLICE_ROWS)
+        assert one.left
+        subject.done([piece], now=0.0, seconds=1.0)
+    assert subject.take_alone(job("another")) == []  # the first tenant is expected
+    subject.put(job("another"))
+    assert subject.take_alone(job("alone")) == []  # the other tenant waits
+    assert [p.job.tenant for p in subject.take(0.0)] == ["another"]
+    assert scheduler("lockstep").take_alone(job()) == []
+
+
+def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
+    subject = scheduler()
+    subject.put(job("trainer", rows=500, stage="fine_tuning"))
+    subject.take(0.0)
+    subject.put(job("chat", rows=4))
+    subject.put(job("other", rows=3))
+    pieces = subject.take(0.0)
+    assert [(p.job.tenant, p.rows) for p in pieces] == [("chat", 4), ("other", 3), ("trainer", SLICE_ROWS - 7)]
+
+
+@pytest.mark.parametrize(("reading_rows", "riders"), [(0, 2), (20, 10)])
+def test_added_fine_tuning_delays_inference_by_half_at_most(reading_rows: int, riders: int) -> None:
+    """When inference is due, a flood of large requests for the same layer group has less priority."""
+    row_s = ROW_WORK / RATE
+    subject = scheduler(reading=reading_rows * row_s, slice_s=200 * row_s)
+    subject.put(job("flood", rows=5000, stage="fine_tuning"))
+    subject.take(0.0)
+    subject.put(chat := job("chat", rows=4))
+    pieces = subject.take(0.0)
+    assert [p.job.tenant for p in pieces] == ["chat", "flood"]
+    assert pieces[1].rows == pytest.approx(riders, abs=1)
+    alone, together = (subject.pace.seconds(chat, rows) for rows in (4, 4 + pieces[1].rows))
+    assert together <= 1.5 * alone + 1e-12
+
+
+def test_added_fine_tuning_gets_no_more_than_its_share() -> None:
+    """Only one of two training tenants waits for the layer group of the inference request."""
+    subject = scheduler()
+    served: Counter[object] = Counter()
+    for group, tenant in enumerate(("rides", "does not")):
+        subject.put(job(tenant, rows=100_000, group=group, stage="fine_tuning"))
+    for now in range(1, 300):
+        subject.put(job("chat", rows=2, arrival=now))
+        for piece in subject.take(now):
+            served[piece.job.tenant] += piece.rows
+    assert served["does not"] > 5 * SLICE_ROWS  # and it does get its share
+    assert served["rides"] - served["does not"] <= 3 * SLICE_ROWS
+
+
+def test_inference_joins_fine_tuning_which_keeps_half_of_its_slice() -> None:
+    subject = scheduler()
+    subject.put(job("chat", rows=1, group=1))
+    subject.take(0.0)  # fine-tuning has been charged less now
+    subject.put(job("trainer", rows=500, stage="fine_tuning"))
+    for tenant in "abc":
+        subject.put(job(tenant, rows=3))
+    pieces = subject.take(0.0)
+    assert [(p.job.tenant, p.rows) for p in pieces] == [("a", 3), ("trainer", SLICE_ROWS - 3)]
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "reading", "max_wait", "wait"),
+    [
+        (0.5, 1.0, 1.0, 0.5),  # a share of the time of its own product
+        (9.0, 0.01, 1.0, 0.01),  # no longer than batching saves
+        (9.0, 1.0, 0.02, 0.02),  # nor longer than the policy's limit
+    ],
+)
+def test_a_job_waits_for_an_expected_tenant_and_no_longer(
+    wait_share: float, reading: float, max_wait: float, wait: float
+) -> None:
+    subject = scheduler(slice_s=1.0, max_wait_s=max_wait, wait_share=wait_share, reading=reading)
+    first, second = job("alice", rows=100, arrival=1.0), job("bob", rows=100, arrival=1.0 + wait / 2)
+    subject.put(job("bob", arrival=1.0))
+    subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)  # bob was served a moment ago
+    subject.put(first)
+    assert subject.take(1.0) == []
+    assert subject.next_deadline(1.0) == pytest.approx(1.0 + wait)
+    subject.put(second)
+    # immediately, because no other tenant is expected
+    assert [p.job for p in subject.take(second.arrival)] == [first, second]
+
+
+def test_several_waiting_tenants_wait_for_a_shorter_time() -> None:
+    """Waiting costs all waiting tenants, and one more request saves one reading of the weights: three wait a third of
+    it."""
+    reading = 0.003
+    subject = scheduler(slice_s=1.0, max_wait_s=1.0, wait_share=9.0, reading=reading)
+    subject.put(job("late", arrival=1.0))
+    subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)
+    for tenant in "abc":
+        subject.put(job(tenant, arrival=1.0))
+    assert subject.take(1.0) == []
+    assert subject.next_deadline(1.0) == pytest.approx(1.0 + reading / 3, rel=1e-3)
+
+
+def served_in_order(subject: Scheduler[Job], tenant: str, groups: int, *, pause: float, stage: Stage) -> float:
+    """A tenant goes through a model, `pause` between an answer and the next request. Returns the time of its last
+    answer."""
+    now = 1.0
+    for group in range(groups):
+        subject.put(job(tenant, group=group, stage=stage, arrival=now))
+        pieces: list[Piece[Job]] = []
+        while not pieces:
+            pieces = subject.take(now)
+            now = max(now, subject.next_deadline(now) or now) if not pieces else now
+        subject.done(pieces, now=now, seconds=1e-6)
+        now += pause
+    return now - pause
+
+
+def test_no_job_waits_for_a_tenant_that_will_ask_for_another_group() -> None:
+    """Bob goes from group 0 to 1 to 2 to 3: he is expected at group 3, soon, and nowhere else."""
+    patient: dict[str, Any] = {"slice_s": 1.0, "max_wait_s": 0.01, "wait_share": 1e6, "reading": 1.0}
+    for group, waits in ((3, True), (2, False), (0, False)):
+        subject = scheduler(**patient)
+        served_in_order(subject, "bob", 4, pause=0.001, stage="inference")
+        now = served_in_order(subject, "bob", 3, pause=0.001, stage="inference")
+        subject.put(job("alice", group=group, arrival=now))
+        assert (subject.take(now) == []) == waits
+        if waits:  # but not when he is late
+            assert subject.take(now + 0.0021) != []
+
+
+def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
+    """After fine-tuning has had its share, it waits between two requests of the generating tenant, up to the limit."""
+    subject = scheduler()
+    now = served_in_order(subject, "chat", 4, pause=0.001, stage="inference")
+    subject.put(job("trainer", rows=500, group=1, stage="fine_tuning", arrival=now))
+    slices = 0
+    while pieces := subject.take(now):
+        slices += 1
+        subject.done(pieces, now=now, seconds=SLICE_ROWS * ROW_WORK / RATE)
+    assert slices < 10
+    again = subject.next_deadline(now)
+    assert again is not None
+    assert now < again <= now + POLICY.max_wait_s
+    assert subject.take(again)[0].job.tenant == "trainer"
+
+
+def test_a_single_tenant_never_waits() -> None:
+    subject = scheduler(max_wait_s=10.0, wait_share=10.0, reading=10.0)
+    for turn in range(5):
+        subject.put(job("alice", rows=5, arrival=float(turn)))
+        pieces = subject.take(float(turn))
+        assert len(pieces) == 1
+        subject.done(pieces, now=turn + 0.1, seconds=0.1)
+
+
+def test_the_larger_batch_is_first_and_no_request_is_passed_over_for_longer_than_a_slice() -> None:
+    subject = scheduler(slice_s=0.01)
+    subject.put(job("alone", group=1))
+    for tenant in "abc":
+        subject.put(job(tenant, group=2))
+    assert {p.job.tenant for p in subject.take(0.0)} == {"a", "b", "c"}
+    for tenant in "abc":
+        subject.put(job(tenant, group=2, arrival=0.006))
+    assert [p.job.tenant for p in subject.take(0.011)] == ["alone"]
+    for _ in range(3):
+        subject.put(job("many", group=3, arrival=0.012))  # three connections are one tenant
+    subject.put(job("d", group=2, arrival=0.012))
+    assert {p.job.tenant for p in subject.take(0.012)} == {"a", "b", "c", "d"}
+
+
+def test_tenants_behind_are_first_and_share_products_with_the_tenants_they_reach() -> None:
+    """Even a single tenant precedes a crowd that is one layer group ahead."""
+    subject = scheduler(slice_s=0.01)
+    now = served_in_order(subject, "behind", 5, pause=0.0001, stage="inference")
+    for tenant in "abc":
+        subject.put(job(tenant, group=3, arrival=now))
+    subject.put(job("behind", group=2, arrival=now))
+    pieces = subject.take(now)
+    assert [p.job.tenant for p in pieces] == ["behind"]
+    subject.done(pieces, now=now, seconds=1e-6)
+    subject.put(job("behind", group=3, arrival=now))
+    assert {p.job.tenant for p in subject.take(now)} == {"a", "b", "c", "behind"}
+
+
+def test_a_tenant_ahead_of_its_fair_share_is_not_first() -> None:
+    subject = scheduler(slice_s=1.0, max_wait_s=0.005)
+    now = served_in_order(subject, "behind", 5, pause=0.0001, stage="inference")
+    subject.put(job("ahead", group=3, arrival=now))
+    subject.put(job("behind", group=2, rows=int(0.01 * RATE / ROW_WORK), arrival=now))
+    first = subject.take(now)
+    assert [p.job.tenant for p in first] == ["behind"]  # for ten milliseconds
+    subject.done(first, now=now + 0.01, seconds=0.01)
+    subject.put(job("behind", group=2, arrival=now + 0.01))
+    assert [p.job.tenant for p in subject.take(now + 0.01)] == ["ahead"]

@@ -1,28 +1,34 @@
 """One place lists the schemes; a new scheme is a module and its registration."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, Direction, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.errors import ConfigError, RoleConflictError, VerificationError
+from symbiosis_priv.federation import Federation, Peer, Registries
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.network import wire
 from tenant import RemoteConfig
 from tenant.cli.options import MASKING_ROLES, Masking
-from tenant.core.pads import EffectSource
+from tenant.core.pads import EffectSource, Pad, PadOrder
+from tenant.core.parts import Rows
+from tenant.masking.backend import RingBackend, _on_host
 from tenant.masking.registry import LocalSource, register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation
-from tests.tenant.conftest import NewFederation, NewSession
-from tests.tenant.scripted import ScriptedProvider
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
 from threat_model.evidence.schemes import SCHEMES, variant
 
 ROOT = Path(__file__).parents[3]
@@ -133,3 +139,177 @@ def test_no_other_module_decides_by_a_schemes_name() -> None:
         for path in (ROOT / package).rglob("*.py"):
             if "masking" in (source := path.read_text(encoding="utf-8")):  # parsing takes longer than searching
                 assert not any(map(compares_masking, ast.walk(ast.parse(source)))), path
+
+
+# A scheme's check of its promises with the given providers
+
+
+EXECUTOR = Peer("alpha", "A", "executor", "alpha.example", 7401, Path("alpha.pem"))
+HELPER = Peer("beta", "B", "helper", "beta.example", 7402, Path("beta.pem"))
+ALONE = Federation("sha256:" + "0" * 64, 10, Path("t.pem"), Path("t.key"), (EXECUTOR, HELPER))
+
+
+def test_executors_from_registries_see_no_unmasked_rows() -> None:
+    federation = replace(ALONE, registries=Registries(("r.example:7500",), Path("federation.pem")))
+    for scheme in registered():
+        scheme.check(ALONE)
+        if not scheme.roles:
+            continue
+        if scheme.name in ("pad", "local"):
+            scheme.check(federation)
+        else:
+            with pytest.raises(ConfigError, match=r"remove \[registry\]"):
+                scheme.check(federation)
+
+
+def test_a_scheme_that_needs_a_helper_is_refused_without_one() -> None:
+    for scheme in registered():
+        if "helper" in scheme.roles:
+            with pytest.raises(RoleConflictError, match=r"needs a .* with role = 'helper'"):
+                scheme.check(replace(ALONE, peers=(EXECUTOR,)))
+        else:
+            scheme.check(replace(ALONE, peers=(EXECUTOR,)))
+
+
+def test_unmasked_rows_are_warned_about_if_a_helper_exists(caplog: pytest.LogCaptureFixture) -> None:
+    scheme_named("none").check(replace(ALONE, peers=(EXECUTOR,)))
+    scheme_named("pad").check(ALONE)
+    assert not caplog.records
+    scheme_named("none").check(ALONE)
+    assert "masking = 'pad'" in caplog.text
+
+
+# One-time pads of one or several helpers: sent rows and opened answers are exact to the bit
+
+
+@pytest.mark.parametrize(("listed", "k"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 3)])
+def test_the_sum_over_all_helpers_is_exact(
+    new_session: NewSession, new_provider: NewProvider, store: WeightStore, listed: int, k: int | None
+) -> None:
+    """n = sum n_j masks every row, and e = sum e_j is its product: the opened answer has the plain product's bits.
+
+    With `[pads] helpers = k`, k of the listed helpers share each pad, and the others get no request for it.
+    """
+    executor, helpers = new_provider(), [new_provider() for _ in range(listed)]
+    session = new_session("pad", [executor], helpers, pad_helpers=k, pool_memory=0)
+    entries = store.manifest().groups
+
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, len(entries) - 1), testing.directions(), st.integers(1, 40), st.integers(0, 2**32))
+    def check(index: GroupIndex, direction: Direction, count: int, seed: int) -> None:
+        for provider in (executor, *helpers):
+            provider.heard.clear()
+        width, _ = entries[index].columns(direction)
+        rows = torch.randint(-8, 9, (count, width), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+        assert torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
+        sent = torch.cat([heard.rows for heard in executor.executed])
+        sharing = [helper for helper in helpers if helper.effects]
+        assert len(sharing) == (k or listed)
+        shares = [torch.cat([heard.rows for heard in helper.effects]) for helper in sharing]
+        effects = [torch.cat([helper.product(heard) for heard in helper.effects]) for helper in sharing]
+        mask = torch.stack(shares).sum(dim=0, dtype=torch.int32)
+        assert torch.equal(sent - mask, rows)
+        assert torch.equal(
+            torch.stack(effects).sum(dim=0, dtype=torch.int32), product_of(store, index, direction, mask)
+        )
+        assert len({bytes(share.numpy().data) for share in shares}) == len(shares)
+
+    check()
+
+
+# Rows on a GPU are copied to the host and back through page-locked memory, with the same bits
+
+
+class _NoProduct:
+    """Keeps the rows, and leaves the results as they are."""
+
+    rows: Any = None
+
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        self.rows = rows
+
+    def close(self) -> None:
+        pass
+
+
+def test_tensors_on_the_host_are_not_copied(preparation: Preparation) -> None:
+    products = _NoProduct()
+    inputs, outputs = (torch.randn(2, width) for width in preparation.manifest.groups[0].columns(FORWARD))
+    RingBackend(preparation.facts, products).multiply(0, FORWARD, [inputs], [outputs])
+    assert products.rows.inputs[0] is inputs
+    assert products.rows.outputs[0] is outputs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_between_the_devices_wait_for_each_other() -> None:
+    for _ in range(20):
+        parts = [torch.randn(rows, 4096, device="cuda", requires_grad=True) for rows in (1, 700)]
+        near = _on_host(parts)
+        assert all(part.is_pinned() for part in near)
+        assert all(torch.equal(here, there.detach().cpu()) for here, there in zip(near, parts, strict=True))
+
+
+# A scheme may open an answer in its own way before the check (`Pad.open`), and no other code depends on it
+
+
+STEP = 64
+"""Bits by which the rounding scheme scales its rows, and so their products."""
+
+
+class Rounded(Pad):
+    def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        for effect in self.effects():
+            answer = answer - effect
+        return (answer + STEP // 2) & -STEP, ()
+
+
+class RoundedSource(LocalSource):
+    """Answers with a small error, which is rounded off."""
+
+    def draw(self, order: PadOrder) -> Pad:
+        pad = super().draw(order)
+        return Rounded(pad.rows, pad.shares)
+
+
+class Rounding(Borrowed):
+    name = "rounding"
+    headroom_bits = 0
+
+    def effects(self, materials: Materials) -> EffectSource:
+        assert materials.store is not None
+        return RoundedSource(materials.facts, materials.secret, materials.store)
+
+
+@pytest.fixture
+def _rounding() -> Iterator[None]:
+    register(Rounding())
+    yield
+    unregister(Rounding.name)
+
+
+@pytest.mark.usefixtures("_rounding")
+def test_a_scheme_opens_answers_in_its_own_way(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """Pads may be split, and a bucket may add rows of zeros."""
+
+    def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
+        return frame(reply, answer + error.to(torch.int32))
+
+    executor.behaviour = err_a_little
+    session = new_session("rounding", [executor], row_bucket=4)
+    for count in (1, 3, 8, 2):
+        rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
+        assert torch.equal(session.product(GroupIndex(1), FORWARD, rows), product_of(store, 1, FORWARD, rows))
+    assert session.ledger().answers_rejected == 0
+
+
+@pytest.mark.usefixtures("_rounding")
+def test_an_error_that_cannot_be_rounded_off_is_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
+    executor.behaviour = lambda heard, reply, answer: frame(reply, answer + STEP)
+    with pytest.raises(VerificationError):
+        new_session("rounding", [executor]).product(
+            GroupIndex(1), FORWARD, torch.full((2, 64), STEP, dtype=torch.int32)
+        )

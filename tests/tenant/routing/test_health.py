@@ -1,9 +1,24 @@
 """Circuit breakers and costs, decision by decision: no sockets, and a clock that the test sets."""
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
 
-from tenant.routing.known_provider import ProviderHealth, State
+from symbiosis_priv.certificates.reading import load_certificates
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.network import wire
+from tenant.core.masked import Quarantine
+from tenant.routing.known_provider import KnownProvider, ProviderHealth, State, Tolerance
+from tenant.routing.probing import Prober
+from tenant.routing.routes import Routes
+from tests.vouching import Vouching
 
 
 def steady(jitter: float = 0.5) -> ProviderHealth:
@@ -129,3 +144,105 @@ def test_cost_is_measured_again_after_a_while_and_rarely_for_slow_providers() ->
         slow.answered(200.0, seconds=0.001, size=100)
     assert not slow.is_stale(300.0)  # the most expensive recent answer counts, not the average
     assert slow.is_stale(400.0)
+
+
+# Probes, and the data that is kept about executors that come and go
+
+
+def test_nothing_is_kept_of_executors_that_have_left(
+    new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An executor from a registry is another peer whenever it announces other layers, which its operator decides."""
+    vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+    certificate = load_certificates(vouching.identity("gamma").certificate)[0]
+    peer = Peer("gamma", "gamma AG", "executor", "127.0.0.1", 7001, certificate)
+    routes = Routes(new_federation([]), with_helpers=False, tolerance=Tolerance(first_pause_s=0.0, last_pause_s=0.0))
+    heard = threading.Semaphore(0)
+
+    def away(provider: KnownProvider) -> wire.Welcome:
+        heard.release()
+        raise ConnectionLostError("nobody there")
+
+    prober = Prober(
+        routes,
+        Manifest(version=1, weight_bits=10, groups=()),
+        retry=lambda provider, wanted: away(provider),
+        try_once=away,
+        closing=threading.Event(),
+    )
+    for last in range(20):
+        routes.update([replace(peer, layers=LayerRange(0, last))])
+        prober.reconnect()
+        assert heard.acquire(timeout=20)
+        for worker in prober.workers:
+            assert worker.join(20)
+    assert len(prober.workers) <= 1
+    assert len(prober._errors) <= 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "probe-gamma"]
+
+
+def test_announcing_other_layers_does_not_reset_an_executors_health(
+    new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Otherwise it would get a trial, and cause a wait, after each new announcement."""
+    vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+    def peer(name: str, port: int) -> Peer:
+        certificate = load_certificates(vouching.identity(name).certificate)[0]
+        return Peer(name, f"{name} AG", "executor", "127.0.0.1", port, certificate)
+
+    gamma, delta = peer("gamma", 7001), peer("delta", 7002)
+    routes = Routes(new_federation([]), with_helpers=False)
+    routes.update([gamma])
+    [first] = routes.executors
+    routes.failed(first, "late")
+    routes.update([replace(gamma, layers=LayerRange(0, 3))])
+    [second] = routes.executors
+    assert second is not first
+    assert second.health.state is State.DOWN
+    routes.update([])
+    routes.update([delta, replace(gamma, layers=LayerRange(1, 3))])
+    assert [str(provider.health.state) for provider in routes.executors] == ["up", "down"]
+
+
+# A quarantined provider stays quarantined after changes of its name, key, address or layers
+
+
+def found(vouching: Vouching, who: str, **changes: object) -> Peer:
+    """An executor as a registry lists it."""
+    certificate = load_certificates(vouching.identity(who, operator="Liar AG").certificate)[0]
+    peer = Peer(who, "Liar AG", "executor", "liar.example", 7401, certificate, layers=LayerRange(0, 3))
+    return replace(peer, **changes)  # type: ignore[arg-type]
+
+
+@given(name=st.booleans(), key=st.booleans(), address=st.booleans(), layers=st.integers(3, 5))
+def test_one_unchanged_trait_identifies_a_quarantined_provider(
+    vouching: Vouching, name: bool, key: bool, address: bool, layers: int
+) -> None:
+    """A provider can change each trait with the help of its authority; one unchanged trait is enough."""
+    quarantine = Quarantine()
+    quarantine.add(found(vouching, "liar"))
+    again = found(
+        vouching,
+        "liar" if key else "fresh",
+        name="LIAR" if name else "somebody",
+        port=7401 if address else 7402,
+        layers=LayerRange(0, layers),
+    )
+    assert (again in quarantine) == (name or key or address)
+
+
+def test_another_executor_of_its_operator_is_judged_by_its_own_answers(vouching: Vouching) -> None:
+    quarantine = Quarantine()
+    quarantine.add(found(vouching, "liar"))
+    assert found(vouching, "fresh", port=7402) not in quarantine
+
+
+def test_changes_of_a_pinned_file_make_no_difference(vouching: Vouching, tmp_path: Path) -> None:
+    pinned = tmp_path / "liar.pem"
+    pinned.write_bytes(vouching.identity("liar").certificate.read_bytes())
+    peer = found(vouching, "liar", certificate=pinned)
+    quarantine = Quarantine()
+    quarantine.add(peer)
+    pinned.unlink()
+    assert peer in quarantine

@@ -818,8 +818,3 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
     session.close()  # again
     with pytest.raises(errors.SymbiosisError, match="closed; load the model again"):
         session.product(OUT, FORWARD, rows)
-
-
-def test_pad_needs_a_helper(executor: ScriptedProvider, new_session: NewSession) -> None:
-    with pytest.raises(errors.RoleConflictError, match="masking = 'pad' needs"):
-        new_session("pad", [executor])

@@ -1,16 +1,29 @@
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers.activations import ACT2FN
 
 from symbiosis_priv import native
+from symbiosis_priv.native import linear
+from tenant import RemoteConfig
 from tenant.endpoint.engine.attention import Attention
-from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
+from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape, held_bytes
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
+from tenant.endpoint.engine.row_blocks import RowBlocks
+from tenant.model.hf import backend_of
+from tenant.model.loading import load_language_model
 from tests.builds import switched
+from tests.tenant.endpoint.long_context import small_model
 
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(BLOCK - 1, BLOCK + 2), st.integers(2 * BLOCK, 2 * BLOCK + 20))
 
@@ -136,3 +149,221 @@ def test_half_precision_is_computed_in_float32() -> None:
     put(full, keys.float(), values.float())
     found = attend(queries, half, scaling=0.25)
     assert torch.equal(found, attend(queries.float(), full, scaling=0.25).bfloat16())
+
+
+# One pass of a model over tokens of many sequences
+
+
+def test_a_prompt_read_in_chunks_has_the_bits_of_one_pass() -> None:
+    """And the logits of transformers' own pass, in float64. There, fewer than 10^4 roundings of 2^-53 stand one after
+    another behind a logit; norms and softmax enlarge an error less than a thousandfold."""
+    length = 2 * BLOCK + 60
+    model = small_model(length).double()
+    tokens = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        own = model(input_ids=torch.tensor([tokens])).logits[0]
+    packed = PackedModel(model)
+    ((uncut, _),) = packed([NextTokens(kv=packed.new_kv(), tokens=tokens, logits=length)])
+    kv, found = packed.new_kv(), []
+    for size in (1, 2, BLOCK - 5, 3, 200, length):
+        chunk = tokens[kv.length :][:size]
+        ((logits, _),) = packed([NextTokens(kv=kv, tokens=chunk, logits=len(chunk))])
+        found.append(logits)
+    packed.close()
+    assert torch.equal(torch.cat(found), uncut)
+    assert (uncut - own).abs().max() <= 1e7 * 2**-53 * own.abs().max()
+
+
+def test_products_run_outside_the_mode_for_local_functions(checkpoint: Path) -> None:
+    """The mode is entered at each call of torch, and a product of a small layer makes a hundred of them."""
+    model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
+    packed, backend, inside = PackedModel(model), backend_of(model), []
+
+    def multiply(*args: Any, **said: Any) -> None:
+        inside.append(torch._C._is_torch_function_all_disabled())
+        type(backend).multiply(backend, *args, **said)
+
+    with mock.patch.object(backend, "multiply", multiply):
+        packed([NextTokens(kv=packed.new_kv(), tokens=[1, 2])])
+    packed.close()
+    assert inside == [True] * len(backend.facts)
+
+
+#
+
+
+SHAPE = Shape(windows=(None, None), heads=3, key_width=2, value_width=1, dtype=torch.float32)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["append", "truncate", "prefix"]), st.integers(0, 2 * BLOCK), st.integers(0, 3)),
+    max_size=12,
+)
+
+
+def extend(kv: KeyValues, numbers: torch.Tensor) -> None:
+    """Append tokens whose keys and values are these numbers, with a sign per layer."""
+    tokens = len(numbers)
+    kv.grow(tokens)
+    for layer in range(SHAPE.layers):
+        values = (numbers * (-1) ** layer).view(-1, 1, 1).expand(tokens, SHAPE.heads, 1)
+        kv.write(layer, values.expand(-1, -1, SHAPE.key_width), values)
+
+
+def numbers_in(kv: KeyValues) -> list[float]:
+    found = [
+        torch.cat(
+            [torch.cat([keys.mT, values], -1) for keys, values in kv.blocks(layer).values()] or [torch.zeros(3, 0, 3)],
+            1,
+        )
+        for layer in (0, 1)
+    ]
+    assert torch.equal(found[0], -found[1])
+    return found[0][2, : kv.length, 1].tolist()
+
+
+@given(STEPS)
+@settings(max_examples=30)
+def test_sequences_that_share_blocks_keep_their_own_tokens(steps: list[tuple[str, int, int]]) -> None:
+    sequences, last = [KeyValues(SHAPE)], 0
+    expected: list[list[float]] = [[]]
+    for step, size, chosen in steps:
+        index = chosen % len(sequences)
+        kv, tokens = sequences[index], expected[index]
+        if step == "append":
+            new = torch.arange(last + 1, last + 1 + size, dtype=torch.float32)
+            last += size
+            extend(kv, new)
+            expected[index] = tokens + new.tolist()
+        elif step == "truncate":
+            kv.truncate(size)
+            expected[index] = tokens[:size]
+        elif size <= len(tokens):
+            sequences.append(kv.prefix(size))
+            expected.append(tokens[:size])
+        assert [numbers_in(kv) for kv in sequences] == expected
+        assert all(held_bytes([kv]) == SHAPE.bytes(len(tokens)) for kv, tokens in zip(sequences, expected, strict=True))
+
+
+def test_a_shared_beginning_is_counted_once_and_freed_with_its_last_sequence() -> None:
+    kv = KeyValues(SHAPE)
+    extend(kv, torch.arange(3 * BLOCK, dtype=torch.float32))
+    other = kv.prefix(2 * BLOCK + 1)
+    assert held_bytes([kv, other]) == SHAPE.bytes(4 * BLOCK)
+    assert kv.blocks(1)[1][0].data_ptr() == other.blocks(1)[1][0].data_ptr()
+    kv.truncate(0)
+    assert held_bytes([kv, other]) == SHAPE.bytes(3 * BLOCK)
+
+
+def test_truncate_ends_a_step_that_stopped_between_layers() -> None:
+    kv = KeyValues(SHAPE)
+    extend(kv, torch.arange(BLOCK, dtype=torch.float32))
+    kv.grow(1)
+    kv.write(0, torch.ones(1, 3, 2), torch.ones(1, 3, 1))
+    assert (kv.length, len(kv.blocks(0))) == (BLOCK + 1, 2)
+    kv.truncate(BLOCK)
+    assert (kv.length, len(kv.blocks(0))) == (BLOCK, 1)
+
+
+def test_the_shape_follows_the_configuration() -> None:
+    llama = LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=5)
+    gemma = GemmaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=1, head_dim=32, num_hidden_layers=5)
+    gpt2 = GPT2Config(n_embd=96, n_head=6, n_layer=5)
+    mistral = MistralConfig(num_hidden_layers=2, sliding_window=8)
+    mixed = Qwen2Config(
+        num_hidden_layers=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    sizes = [Shape.from_config(config, torch.bfloat16) for config in (llama, gemma, gpt2, mistral, mixed)]
+    assert [(shape.heads, shape.key_width) for shape in sizes[:3]] == [(2, 16), (1, 32), (6, 16)]
+    assert [shape.windows for shape in sizes] == [*[(None,) * 5] * 3, (8, 8), (None, 8)]
+    assert sizes[0].bytes(BLOCK + 1) == 2 * BLOCK * 5 * 2 * (16 + 16) * 2
+
+
+@given(st.integers(1, 2 * BLOCK), st.lists(st.integers(1, BLOCK + 40), min_size=1, max_size=12))
+@settings(max_examples=30)
+def test_what_a_window_hides_is_released_and_what_a_later_token_sees_is_there(window: int, steps: list[int]) -> None:
+    """Layer 1 has a window, layer 0 has none."""
+    kv, numbers = KeyValues(replace(SHAPE, windows=(None, window))), list[float]()
+    for tokens in steps:
+        new = torch.arange(len(numbers), len(numbers) + tokens, dtype=torch.float32)
+        extend(kv, new)
+        numbers += new.tolist()
+        assert held_bytes([kv]) <= kv.shape.bytes(len(numbers), step=max(steps))
+        kv.release()
+        seen = max(0, len(numbers) - window + 1)
+        kept = kv.blocks(1)
+        assert list(kept) == list(range(seen // BLOCK, -(-len(numbers) // BLOCK)))
+        for place in range(seen, len(numbers)):
+            assert kept[place // BLOCK][1][0, place % BLOCK, 0] == -numbers[place]
+        assert len(kv.blocks(0)) == -(-len(numbers) // BLOCK)
+        shortest = kv.shortest
+        assert shortest <= len(numbers)
+        shorter = kv.prefix(shortest)
+        shorter.grow(1)
+        first = max(0, shortest - window + 1) // BLOCK
+        assert set(shorter.blocks(1)) >= set(range(first, shortest // BLOCK + 1))
+
+
+# Local functions of rows give a row the same bits, whatever other rows are computed with it
+
+
+_WEIGHT = torch.randn(48, 1536, generator=torch.Generator().manual_seed(0))
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, _weight(x)),
+    "addmm": lambda x: torch.addmm(_weight(x)[:, 0], x.view(-1, x.shape[-1]), _weight(x).t()),
+    "tanh": torch.tanh,
+    "exp": Tensor.exp,
+    **{name: ACT2FN[name] for name in ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu")},
+}
+
+
+def _weight(x: Tensor) -> Tensor:
+    return _WEIGHT[:, : x.shape[-1]].to(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@settings(max_examples=8)
+@example(rows=9, width=193, seed=0)  # a row ends within a vector
+@given(
+    rows=st.integers(1, 40),
+    width=st.one_of(st.integers(1, 333), st.sampled_from([64, 320, 1536])),
+    seed=st.integers(0, 9),
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    name: str, dtype: torch.dtype, rows: int, width: int, seed: int
+) -> None:
+    x = torch.randn(rows, 1, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    compute = FUNCTIONS[name]
+
+    with RowBlocks():
+        together = compute(x)
+        alone = torch.cat([compute(row) for row in x.split(1)])
+    assert torch.equal(together, alone)
+    torch.testing.assert_close(together, compute(x), rtol=0.05, atol=1e-3 if dtype == torch.float32 else 0.1)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=10)
+@given(rows=st.integers(1, 11), outputs=st.integers(1, 21), width=st.integers(1, 130), seed=st.integers(0, 9))
+def test_the_compiled_linear_has_the_same_bits_with_every_instruction_set(
+    dtype: torch.dtype, rows: int, outputs: int, width: int, seed: int
+) -> None:
+    """And an error of at most one rounding per term, of 2^-24 of the sum of all sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(count, width, generator=generator).to(dtype) for count in (rows, outputs))
+    results = []
+    for isa in native.isas():
+        with switched(SYMBIOSIS_PRIV_ISA=isa.name.lower()):
+            results.append(linear(x, weight))
+    assert all(torch.equal(result, results[0]) for result in results)
+    exact, sizes = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    rounding = 2**-24 * (width + 1) + (2**-8 if dtype == torch.bfloat16 else 0)
+    assert ((results[0] - exact).abs() <= rounding * sizes).all()
+
+
+def test_no_rows() -> None:
+    with RowBlocks():
+        assert F.linear(torch.empty(0, 1, 4), torch.ones(3, 4)).shape == (0, 1, 3)

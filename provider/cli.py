@@ -18,7 +18,7 @@ from rich.table import Table
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
-from symbiosis_priv.network.addresses import local_address
+from symbiosis_priv.network.addresses import local_address, parse_address
 from symbiosis_priv.system.interrupts import importing, loading
 from symbiosis_priv.system.processes import end_now
 
@@ -119,7 +119,8 @@ def health(
 
     if config is not None:
         settings = load(config)
-        address, certificate = address or local_address(settings.listen), certificate or settings.tls.certificate
+        address = address or settings.registry.address or local_address(settings.listen)
+        certificate = certificate or settings.tls.certificate
     if address is None or certificate is None:
         raise ConfigError("name the provider: --config provider.toml, or ADDRESS and --certificate PROVIDER.pem")
     report = ask_health(
@@ -204,14 +205,26 @@ def init(
         str | None, typer.Option(help="First and last layer to serve, as in 0-15. Default: all layers.")
     ] = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
+    public_address: Annotated[
+        str | None, typer.Option(help="host:port by which tenants reach it, behind NAT or a forwarder.")
+    ] = None,
 ) -> None:
     """Write a commented provider.toml, and print the settings that are still missing."""
     from provider.config.provider_toml import template
 
+    host = "YOUR.HOST" if public_address is None else parse_address(public_address)[0]
     if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
         checkpoint = os.path.relpath(checkpoint, path.parent)
     revoked = "keys/revoked.txt" if (path.parent / "keys/revoked.txt").exists() else None
-    text = template(name=name, roles=[role], checkpoint=checkpoint, layers=layers, listen=listen, revoked=revoked)
+    text = template(
+        name=name,
+        roles=[role],
+        checkpoint=checkpoint,
+        layers=layers,
+        listen=listen,
+        public_address=public_address,
+        revoked=revoked,
+    )
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -223,7 +236,7 @@ def init(
         put = f"put authority.pem and revoked.txt, which the executor's operator has, into {keys}"
         steps.append(f"symbiosis-priv keys authority{where}" if role == "executor" else put)
     if not (keys / f"{name}.pem").exists():
-        steps.append(f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}")
+        steps.append(f"symbiosis-priv keys provider --name {name} --host {host} --self-signed{where}")
     steps += [
         f"symbiosis-priv provider {command} --config {shlex.quote(str(path))}" for command in ("manifest", "serve")
     ]

@@ -46,6 +46,7 @@ def template(
     checkpoint: str = "model",
     layers: str | None = None,
     listen: str = DEFAULT_LISTEN,
+    public_address: str | None = None,
     revoked: str | None = None,
 ) -> str:
     """A provider.toml with these values. Every other key is commented out, with its default or an example.
@@ -53,6 +54,7 @@ def template(
     Metrics are on, at a loopback address. The explanations come from the docstrings in `provider.config.schema`.
 
     Args:
+        public_address: where tenants reach the provider, if not at `listen`.
         revoked: the list of revoked certificates; None if there is none yet.
 
     Raises:
@@ -70,6 +72,7 @@ def template(
         "tls.key": f"keys/{name}.key",
         "tls.tenant_authority": "keys/authority.pem",
         "tls.revoked": revoked,
+        "registry.address": public_address,
         "metrics.listen": f"127.0.0.1:{port if not listen.endswith(':0') and port < 1 << 16 else 0}",
     }
     text = _HEAD + _keys(ProviderConfig, "", given)

@@ -298,6 +298,7 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         authority: the federation's authority, which has certified this provider and its operator's name.
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
+            `provider health` asks there, too.
         capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
         lifetime_s: validity of an announcement; the provider renews it after a third of this time.

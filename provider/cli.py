@@ -28,6 +28,9 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
 WeightBits = Annotated[
     int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
 ]
+TwoRoundTrips = Annotated[
+    bool, typer.Option("--two-round-trips", help="With MODEL: also serve composed groups (round_trips = 2).")
+]
 TiedHead = Annotated[bool, typer.Option("--tied-head", help="With MODEL: also serve the product of a tied LM head.")]
 NoExperts = Annotated[bool, typer.Option("--no-experts", help="With MODEL: do not serve the experts of a mixture.")]
 OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")]
@@ -76,6 +79,7 @@ def manifest(
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
     tied_head: TiedHead = False,
     no_experts: NoExperts = False,
+    two_round_trips: TwoRoundTrips = False,
 ) -> None:
     """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
     from provider.config.provider_toml import load
@@ -93,7 +97,8 @@ def manifest(
     if settings is not None:
         store = open_store(unplaced(settings))
     else:
-        store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head, experts=not no_experts))
+        scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=2 if two_round_trips else 4)
+        store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         found = store.manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")

@@ -23,6 +23,7 @@ from provider.gateway.gateway import Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
+from symbiosis_priv.checkpoints.manifest import price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import write_atomically
@@ -116,7 +117,12 @@ class Provider:
             else:
                 self.stop()
             raise
-        log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served))
+        entries = manifest.groups[served.start : served.stop]
+        memory, work = price_of_composing(entries)
+        composed: dict[str, str | int] = {}
+        if memory > 1:
+            composed = {"round_trips": 2, "memory": f"x{memory:.2f}", "multiply_adds_of_a_token": f"x{work:.2f}"}
+        log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served), **composed)
         return self
 
     def stop(self) -> None:

@@ -105,6 +105,15 @@ class Single:
     no_experts: Annotated[
         bool, typer.Option("--no-experts", help="With --address: the provider serves no experts.")
     ] = False
+    two_round_trips: Annotated[
+        bool, typer.Option("--two-round-trips", help="With --address: the provider serves composed groups.")
+    ] = False
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(
+            tied_head=self.tied_head, experts=not self.no_experts, round_trips=2 if self.two_round_trips else 4
+        )
 
 
 _SINGLE = Single()
@@ -200,7 +209,7 @@ def _subjects(
         load_pin(single.certificate)
         own = Identity(single.tenant_certificate, single.tenant_key)
         executors, helpers = (Peer(single.address, "unknown", single.role, host, port, single.certificate),), ()
-        weight_bits, scope = single.weight_bits, Scope(tied_head=single.tied_head, experts=not single.no_experts)
+        weight_bits, scope = single.weight_bits, single.scope
     require_identity(own, kind=Kind.TENANT)
     if model is not None:
         resolve(model)

@@ -93,6 +93,54 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
     return QuantisedGroup(weight, channel_scale, stacked)
 
 
+_COMPOSED_BITS = 19
+"""Bits of an entry's size in the integer matrices that `compose` multiplies: 2^10 times finer than the result's."""
+_COMPOSED_ROWS = 1024  # rows that are float64 at the same time
+_EXACT_BITS = 53
+
+
+def compose(second: Tensor, gain: Tensor, first: Tensor) -> Tensor:
+    """The matrix `second diag(gain) first`, to be quantised again. Every party gets the same bits.
+
+    Both factors are rounded to integers of 19 bits and a sign: each row of `first`, and each row of `second` times
+    `gain` and the scales of the rows of `first`. These steps work on single entries, in float64, where each operation
+    is correctly rounded. The product of the integers is exact in float64 whatever the order of its sums, the number of
+    threads and the library, because no partial sum exceeds 2^53: d is at most 2^15. Its rounding to float32 works on
+    single entries again.
+
+    Args:
+        second: float `[o, d]`.
+        gain: float `[d]`.
+        first: float `[d, k]`.
+
+    Returns:
+        float32 `[o, k]`; inf or nan where a weight is inf or nan.
+
+    Raises:
+        CheckpointError: d is larger.
+    """
+    width = gain.shape[0]
+    if width > 1 << _EXACT_BITS - 2 * _COMPOSED_BITS:
+        raise CheckpointError(f"rows of {width} numbers are too long to be composed exactly; remove round_trips")
+    levels = 2.0**_COMPOSED_BITS
+    below, scale = _rounded(first.cpu(), levels)
+    gain = gain.cpu().to(torch.float64) * scale
+    composed = large_tensor((second.shape[0], first.shape[1]), dtype=torch.float32)
+    for start in range(0, len(second), _COMPOSED_ROWS):
+        rows = slice(start, start + _COMPOSED_ROWS)
+        above, scale = _rounded(second[rows].cpu().to(torch.float64) * gain, levels)
+        composed[rows] = (above @ below) * scale[:, None]
+    return composed
+
+
+def _rounded(weight: Tensor, levels: float) -> tuple[Tensor, Tensor]:
+    """Float64 `[o, d]` of integers up to `levels`, and the scales of the rows, float64 `[o]`."""
+    weight = weight.to(torch.float64)
+    scale = weight.abs().amax(dim=1) / levels
+    scale = torch.where(scale < _TINY, 0.0, scale)  # zeros, or too small for a product in float32
+    return (weight / torch.where(scale == 0, torch.inf, scale)[:, None]).round_(), scale
+
+
 def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> bool:
     """Fill int16 `[o, d]` and float64 `[o]` from a float matrix; False if it holds inf or nan."""
     library = native.library()

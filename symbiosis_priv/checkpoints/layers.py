@@ -13,10 +13,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+import msgspec
+
 from symbiosis_priv.errors import ConfigError
 
 Joined = Literal["outputs", "inputs"]
 """The dimension along which the matrices of an expert stack are joined to one dense matrix."""
+
+RoundTrips = Literal[2, 4]
+"""Round trips of a transformer block while tokens are decoded."""
+
+AGAIN, THROUGH = "@again", "@through"
+"""Endings of a composed group's members: its first linear, and the linears that follow it, through norm and first
+linear."""
 
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
@@ -28,13 +37,29 @@ class Scope:
     Args:
         tied_head: the product of an LM head whose weight is the embedding table. The table stays with the tenant.
         experts: the stacks of experts.
+        round_trips: 2 adds composed groups, with which a block takes two round trips while tokens are decoded.
     """
 
     tied_head: bool = False
     experts: bool = True
+    round_trips: RoundTrips = 4
 
 
 DEFAULT_SCOPE = Scope()
+
+
+class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What lies between the first linear of a composed group and the others (`discovery.residuals`).
+
+    Args:
+        residual: the norm whose input is added to the first linear's output.
+        norm: the norm of that sum, a module with one parameter `weight`.
+        one_plus: True if the norm multiplies by one plus its weight.
+    """
+
+    residual: str
+    norm: str
+    one_plus: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +74,8 @@ class GroupSpec:
         inputs: features of the shared input.
         experts: number of matrices in a stack; 1 for linears.
         joined: the dimension along which a stack's matrices are joined.
+        composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) W1` for each
+            linear W2 that follows the norm with the weight g.
     """
 
     members: tuple[str, ...]
@@ -56,6 +83,7 @@ class GroupSpec:
     outputs: tuple[int, ...]
     experts: int = 1
     joined: Joined = "outputs"
+    composed: Composed | None = None
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ part.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Self
@@ -27,7 +28,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction, Widths
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.layers import GroupSpec, Joined, layers_of
+from symbiosis_priv.checkpoints.layers import AGAIN, Composed, GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError, RangeError
 from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
 from symbiosis_priv.system.files import UNDECODABLE
@@ -44,7 +45,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
         members: names of the linears, which share one input.
         outputs: the members' output features, in order.
         digest: SHA-256 of integers, scales and bias, in hex.
-        experts, joined: as in `layers.GroupSpec`. A stack has one member.
+        experts, joined, composed: as in `layers.GroupSpec`. A stack has one member.
     """
 
     members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -53,6 +54,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
     digest: str
     experts: Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPERTS)] = 1
     joined: Joined = "outputs"
+    composed: Composed | None = None
 
     def __post_init__(self) -> None:
         if (self.stacked_outputs if self.joined == "outputs" else self.inputs) % self.experts:
@@ -127,6 +129,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if manifest.version != MANIFEST_VERSION:
             raise CheckpointError(f"manifest version {manifest.version} is not {MANIFEST_VERSION}; upgrade both sides")
         return manifest
+
+
+def while_decoding(groups: Sequence[GroupEntry]) -> list[GroupEntry]:
+    """The layer groups whose products a token takes: a composed group takes the place of its first linear's group."""
+    replaced = {entry.members[0].removesuffix(AGAIN) for entry in groups if entry.composed is not None}
+    return [entry for entry in groups if entry.members[0] not in replaced]
+
+
+def price_of_composing(groups: Sequence[GroupEntry]) -> tuple[float, float]:
+    """The factors by which composed groups multiply the weights that a provider holds, and the multiply-adds of a
+    token."""
+    ordinary, every, token = (
+        sum(entry.inputs * entry.stacked_outputs for entry in entries)
+        for entries in ([entry for entry in groups if entry.composed is None], groups, while_decoding(groups))
+    )
+    return every / ordinary, token / ordinary
 
 
 def join(stack: Tensor, *, joined: Joined, transposed: bool) -> Tensor:

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, compose, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope, layers_of
+from symbiosis_priv.checkpoints.layers import AGAIN, DEFAULT_SCOPE, THROUGH, GroupSpec, LayerRange, Scope, layers_of
 from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest, join
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
@@ -119,7 +119,8 @@ class WeightStore:
         """Returns True if the checkpoint holds every offloaded tensor, and not only the tenant's own tensors."""
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
-            weights = (self._weight_of(name) for spec in self.skeleton.groups for name in spec.members)
+            groups = [spec for spec in self.skeleton.groups if spec.composed is None]
+            weights = (self._weight_of(name) for spec in groups for name in spec.members)
             return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
@@ -260,8 +261,26 @@ class WeightStore:
                 return checkpoint.tensor(parameter)  # raises an error that names what is missing
             return source.read(checkpoint, parameter)
 
+        def composed(member: str, group: GroupSpec) -> Layer:
+            """One member of a composed group."""
+            assert group.composed is not None
+            first = group.members[0].removesuffix(AGAIN)
+            [below] = self._layers(checkpoint, (first,), stored)
+            if member == group.members[0]:
+                return below
+            gain = self._checked(
+                read(f"{group.composed.norm}.weight"), group.composed.norm, "weight", group.outputs[:1]
+            )
+            gain = gain.to(torch.float64) + int(group.composed.one_plus)
+            [above] = self._layers(checkpoint, (member.removesuffix(THROUGH),), stored)
+            bias = None if below.bias is None else compose(above.weight, gain, below.bias[:, None]).flatten()
+            return Layer(member, compose(above.weight, gain, below.weight), bias)
+
         for name in members:
             group, transposed = skeleton.group_of[name], name in skeleton.transposed
+            if group.composed is not None:
+                yield composed(name, group)
+                continue
             weight = self._checked(read(self._weight_of(name)), name, "weight", skeleton.shapes[name])
             if group.experts > 1:
                 yield Layer(name, join(weight, joined=group.joined, transposed=transposed), None)
@@ -293,6 +312,7 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
         optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
+        optional += "-composed" * (self.scope.round_trips == 2)
         how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
         return self.cache / f"manifest-{how}-{identity}.json"
 

@@ -5,6 +5,7 @@ digest = "sha256:..."            # from `symbiosis-priv provider manifest`; chec
 weight_bits = 10
 # tied_head = true               # the providers serve the product of a tied LM head
 # experts = false                # the providers do not serve the experts of a mixture
+# round_trips = 2                # the providers serve composed groups: half the round trips of a decoded token
 # ring_bits = 24                 # bits of the integers on the wire: fewer bytes, coarser rounding. Without it 32
 
 [tenant]
@@ -52,7 +53,7 @@ from typing import Annotated
 
 import msgspec
 
-from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, Scope
+from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, LayerRange, RoundTrips, Scope
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import (
     Company,
@@ -205,6 +206,7 @@ class _Model(_Section, frozen=True):
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
     tied_head: bool = False
     experts: bool = True
+    round_trips: RoundTrips = 4
     ring_bits: RingBits = DEFAULT_RING_BITS
 
     def __post_init__(self) -> None:
@@ -273,7 +275,7 @@ def load_federation(path: str | Path) -> Federation:
         pad_helpers=file.pads.helpers if file.pads else None,
         relay=bool(file.pads and file.pads.relay),
         registries=file.registry,
-        scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts),
+        scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts, round_trips=file.model.round_trips),
     )
     if not federation.executors and federation.registries is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")

@@ -64,6 +64,9 @@ def init(
     no_experts: Annotated[
         bool, typer.Option("--no-experts", help="The providers do not serve the experts of a mixture.")
     ] = False,
+    two_round_trips: Annotated[
+        bool, typer.Option("--two-round-trips", help="The providers serve composed groups (round_trips = 2).")
+    ] = False,
 ) -> None:
     """Write federation.toml from the addresses and certificates that operators gave you; print each fingerprint."""
     from tenant.federation.init import ProviderArgument, parse_company, write_federation
@@ -75,7 +78,7 @@ def init(
         raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
     providers = [ProviderArgument.parse(text, role="executor") for text in executor]
     providers += [ProviderArgument.parse(text, role="helper") for text in helper or ()]
-    scope = Scope(tied_head=tied_head, experts=not no_experts)
+    scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=2 if two_round_trips else 4)
     federation = write_federation(
         path,
         providers,

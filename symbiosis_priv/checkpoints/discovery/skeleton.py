@@ -32,6 +32,7 @@ from symbiosis_priv.checkpoints.discovery.linears import (
     stacks_of,
     widths,
 )
+from symbiosis_priv.checkpoints.discovery.residuals import with_composed
 from symbiosis_priv.checkpoints.discovery.tracing import trace_calls
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, GroupSpec, Scope, is_offloaded
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet
@@ -296,6 +297,15 @@ def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
         specs.append(GroupSpec(tuple(members), inputs, tuple(widths(linears[m])[1] for m in members)))
     if not specs:
         raise _nothing_to_offload(model)
+    if scope.round_trips == 2:
+        with on_this_machine(), isolated(), values:
+            every = with_composed(model, specs)
+        if len(every) == len(specs):
+            raise UnsupportedModelError(
+                f"round_trips = 2: no block of {type(model).__name__} adds one linear's output to the residual stream, "
+                f"normalises the sum with an RMSNorm and multiplies it by the next linears; remove round_trips"
+            )
+        specs = every
     offloaded = {name: linears[name] for name in names if name in linears}
     transposed = {n for n, m in offloaded.items() if isinstance(m, Conv1D)}
     transposed |= {f"{n}.{stack}" for n, m in stacked.items() if m.is_transposed for stack in stacks_in(m)}

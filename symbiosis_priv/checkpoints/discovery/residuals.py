@@ -1,0 +1,149 @@
+"""Finds where a linear, a residual sum, a norm and the next linears follow one another, for `composed` layer groups.
+
+    h' = h + W1 a          h is the input of an earlier norm
+    n  = norm(h')          an RMSNorm: n = r (h' * g), with one factor r per row
+    y  = W2 n              the members of one layer group, all with the input n
+
+Then `y = r (W2 (h * g) + W2 diag(g) W1 a)`. The first product is an ordinary one, and the second one, with `W1 a`, is
+that of a composed group. A tenant knows h and a at the same time, so one round trip brings both (`tenant.model.trips`).
+
+What is found here decides what providers serve, and not what a tenant computes: it compares the sum and the norm with
+these formulas in every pass.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from symbiosis_priv.checkpoints.discovery.linears import called
+from symbiosis_priv.checkpoints.discovery.tracing import inputs_of
+from symbiosis_priv.checkpoints.layers import AGAIN, THROUGH, Composed, GroupSpec
+
+_SUMS = ("add", "__add__", "__radd__", "add_", "__iadd__")
+
+
+def with_composed(model: PreTrainedModel, specs: Sequence[GroupSpec]) -> list[GroupSpec]:
+    """Add the composed groups of a model without weights, each after the group of its first linear. Returns `specs` if
+    the model has none."""
+    groups = {member: spec for spec in specs for member in spec.members if spec.experts == 1}
+    trace = _Trace(model, groups)
+    for inputs in inputs_of(model.forward, model.config, model.main_input_name):
+        if trace.run(model.forward, inputs):
+            break
+    found = {spec.members: [spec] for spec in specs}
+    for composed, first, second in trace.places:
+        members = (f"{first.members[0]}{AGAIN}", *(f"{member}{THROUGH}" for member in second.members))
+        spec = GroupSpec(members, first.inputs, (*first.outputs, *second.outputs), composed=composed)
+        found[first.members].append(spec)
+    return [spec for made in found.values() for spec in made]
+
+
+class _Trace(TorchFunctionMode):
+    """Follows outputs of linears through sums and norms to the next linears, in one run.
+
+    Attributes:
+        places: the composed groups that were found: what they compose, the group of W1, and that of W2.
+    """
+
+    def __init__(self, model: nn.Module, groups: Mapping[str, GroupSpec]) -> None:
+        super().__init__()
+        self.places: list[tuple[Composed, GroupSpec, GroupSpec]] = []
+        self._groups = groups
+        self._linears = {name: module for name, module in model.named_modules() if name in groups}
+        self._norms = {name: one_plus for name, m in model.named_modules() if (one_plus := _gain(m)) is not None}
+        self._modules = {name: model.get_submodule(name) for name in self._norms}
+
+    def run(self, function: Callable[..., Any], inputs: dict[str, Any]) -> bool:
+        """Run a function of the model. Returns False if it failed; then nothing was found."""
+        self._alive: list[Any] = []  # so that no other tensor gets the `id` of one of these
+        self._outputs: dict[int, str] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[int, str] = {}  # the last norm of a tensor
+        self._normed: dict[int, tuple[str, Tensor]] = {}
+        self._reached: dict[str, int] = {}
+        handles = [m.register_forward_hook(self._linear(n), with_kwargs=True) for n, m in self._linears.items()]
+        handles += [m.register_forward_hook(self._norm(n), with_kwargs=True) for n, m in self._modules.items()]
+        try:
+            with self:
+                function(**inputs)
+        except Exception:  # the architecture's code may raise any error where it was not written for such inputs
+            return False
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.places = self._found()
+        return True
+
+    def _linear(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            self._alive += [x, output]
+            self._outputs[id(output)] = name
+            self._reached[name] = id(x) if name not in self._reached else -1  # called twice: no single place
+
+        return hook
+
+    def _norm(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if args and not kwargs:
+                self._alive += [args[0], output]
+                self._inputs[id(args[0])] = name
+                self._normed[id(output)] = (name, args[0])
+
+        return hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if called(func) in _SUMS and not kwargs and len(args) == 2 and all(isinstance(x, Tensor) for x in args):
+            self._alive += [*args, result]
+            self._sums[id(result)] = args
+        return result
+
+    def _found(self) -> list[tuple[Composed, GroupSpec, GroupSpec]]:
+        places = []
+        by_input: dict[int, list[str]] = {}
+        for name, x in self._reached.items():
+            by_input.setdefault(x, []).append(name)
+        taken: set[str] = set()
+        for normed, (norm, total) in self._normed.items():
+            second = [self._groups[name] for name in by_input.get(normed, ())]
+            terms = self._sums.get(id(total), ())
+            for h, o in (terms, terms[::-1]) if terms else ():
+                first, residual = self._outputs.get(id(o)), self._inputs.get(id(h))
+                if first is None or residual is None or first in taken or not second:
+                    continue
+                if len(self._groups[first].members) == 1 and {*second[0].members} <= {*by_input[normed]}:
+                    composed = Composed(residual=residual, norm=norm, one_plus=self._norms[norm])
+                    places.append((composed, self._groups[first], second[0]))
+                    taken.add(first)
+        return places
+
+
+def _gain(module: nn.Module) -> bool | None:
+    """Returns None if a module is not an RMSNorm; else True if it multiplies by one plus its weight, and False if it
+    multiplies by its weight. Tried on a small instance, without the model's weights."""
+    parameters = dict(module.named_parameters())
+    if [*parameters] != ["weight"] or parameters["weight"].dim() != 1 or [*module.buffers()]:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    width = parameters["weight"].shape[0]
+    weight, x = (torch.rand(*shape, device="cpu", generator=generator) + 0.5 for shape in ((width,), (2, width)))
+    small = copy.copy(module)
+    small.__dict__["_parameters"] = {"weight": weight}
+    try:
+        n = small.forward(x)
+    except Exception:  # foreign code may raise anything
+        return None
+    if not isinstance(n, Tensor) or n.shape != x.shape or n.dtype != x.dtype:
+        return None
+    for one_plus in (False, True):
+        u = x * (1 + weight if one_plus else weight)
+        factor = (n * u).sum(1, keepdim=True) / (u * u).sum(1, keepdim=True)
+        if torch.allclose(n, factor * u, rtol=1e-5):
+            return one_plus
+    return None

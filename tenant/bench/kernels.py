@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
@@ -21,45 +22,13 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tenant.bench.measured_models import HALF_THE_CORES, Repeat
-from tenant.bench.options import Json, Rows, Threads, measure, numbers
+from tenant.bench.options import Progress, Rows, Threads, benchmark, numbers
 from tenant.bench.report import Goal, Row, by, figure, where
 
 log = logging.getLogger(__name__)
 
 _SLOW_S = 0.5  # a product that takes longer is measured once
 _WITH_VNNI: Final = "native-avx512"
-
-
-def kernels(
-    *,
-    rows: Rows = "1,8,64,256",
-    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
-    repeat: Repeat = 10,
-    threads: Threads = HALF_THE_CORES,
-    weight_bits: Annotated[
-        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
-    ] = DEFAULT_WEIGHT_BITS,
-    device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
-    json: Json = None,
-) -> None:
-    """Time every exact kernel and float32 in both directions, and show which kernel is chosen.
-
-    Example: symbiosis-priv bench kernels --rows 1,64 --shape 2048x2048
-    """
-    counts = numbers(rows, "--rows")
-    shapes = [re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", part) for part in shape.split(",")]
-    if None in shapes:
-        raise ConfigError(f"--shape {shape!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
-    torch.set_num_threads(threads)
-    timed = partial(measure_kernels, row_counts=counts, repeat=repeat, weight_bits=weight_bits, device=device)
-    measure(
-        "kernels",
-        json,
-        lambda folder, progress: (
-            row for match in shapes if match for row in timed(inputs=int(match[1]), outputs=int(match[2]))
-        ),
-        goals=goals,
-    )
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -72,6 +41,34 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
                 what = f"{name}'s slowest product over float32's, {'up to 8 rows' if few else 'more rows'}"
                 slowest = max(figure(row, "over_float32") for row in of_size)
                 yield Goal(what, slowest, at_most=at_most if name == _WITH_VNNI else 2.2)
+
+
+@benchmark("kernels", goals=goals)
+def kernels(
+    folder: Path,
+    progress: Progress,
+    *,
+    rows: Rows = "1,8,64,256",
+    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
+    repeat: Repeat = 10,
+    threads: Threads = HALF_THE_CORES,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+    device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
+) -> Iterator[Row]:
+    """Time every exact kernel and float32 in both directions, and show which kernel is chosen.
+
+    Example: symbiosis-priv bench kernels --rows 1,64 --shape 2048x2048
+    """
+    counts = numbers(rows, "--rows")
+    shapes = [re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", part) for part in shape.split(",")]
+    if None in shapes:
+        raise ConfigError(f"--shape {shape!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
+    torch.set_num_threads(threads)
+    timed = partial(measure_kernels, row_counts=counts, repeat=repeat, weight_bits=weight_bits, device=device)
+    for match in filter(None, shapes):
+        yield from timed(inputs=int(match[1]), outputs=int(match[2]))
 
 
 def measure_kernels(

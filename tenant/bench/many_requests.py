@@ -25,9 +25,8 @@ from transformers.generation import BaseStreamer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.bench.measured_models import Effort, Llama, provide, relayed, remote_config
-from tenant.bench.options import Json, Masking, measure, scheme
+from tenant.bench.options import Masking, Progress, benchmark, scheme
 from tenant.bench.report import Goal, Row, figure, percentile, where
-from tenant.cli.options import takes
 from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.sequential import SequentialEngine
@@ -56,8 +55,17 @@ Way = Callable[[list[EngineRequest]], list[list[float]]]
 _SHAPE, _ONCE = Llama(width=2048, layers=4, inner=5632), Effort(repeat=1)
 
 
-@takes
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench endpoint`."""
+    for row in where(rows, variant="all together"):
+        what = f"tokens a second of {row['streams']} answers together over one after another"
+        yield Goal(what, figure(row, "over_one_after_another"), at_least=4)
+
+
+@benchmark("endpoint", goals=goals)
 def endpoint(
+    folder: Path,
+    progress: Progress,
     *,
     shape: Llama = _SHAPE,
     model: Annotated[
@@ -68,56 +76,31 @@ def endpoint(
     tokens: Annotated[int, typer.Option(min=2, help="New tokens of each answer.")] = 32,
     masking: Masking = "pad",
     effort: Effort = _ONCE,
-    json: Json = None,
-) -> None:
+) -> Iterator[Row]:
     """Answer many requests together with the endpoint's engine, and one after another with `generate()`.
 
     Example: symbiosis-priv bench endpoint --streams 8 --width 512
     """
-    checkpoint, name = None if model is None else resolve(model), scheme(masking)
-
-    def run(folder: Path, progress: Callable[[str], None]) -> Iterator[Row]:
-        sizes = {"streams": streams, "prompt": prompt, "tokens": tokens}
-        return measure_streams(folder, checkpoint or shape, **sizes, masking=name, effort=effort, on_turn=progress)
-
-    measure("endpoint", json, run, goals=goals)
-
-
-def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench endpoint`."""
-    for row in where(rows, variant="all together"):
-        what = f"tokens a second of {row['streams']} answers together over one after another"
-        yield Goal(what, figure(row, "over_one_after_another"), at_least=4)
-
-
-def measure_streams(
-    directory: Path,
-    model: Path | Llama,
-    *,
-    streams: int,
-    prompt: int,
-    tokens: int,
-    masking: str,
-    effort: Effort,
-    on_turn: Callable[[str], None],
-) -> Iterator[Row]:
-    """Measure all ways to answer, by turns. A row summarises all turns of a way.
-
-    Args:
-        model: a checkpoint, whose requests use the base model; or the shape of a random model with adapters.
-        prompt: number of tokens of each prompt. Each turn has new prompts.
-        effort: number of turns, and torch threads of each process. The whole model uses all cores.
-    """
-    path = model.save(directory / "model") if isinstance(model, Llama) else model
-    tokenizer: Any = _NoText() if isinstance(model, Llama) else load_tokenizer(path)
-    if isinstance(model, Llama):
-        on_turn("writing adapters")
-        _write_adapters(path, directory / "adapters")
-    on_turn("starting providers")
-    with provide(path, directory, threads=effort.threads, relay=relayed([masking])) as local:
-        split = load_language_model(path, remote=remote_config(local, masking, effort), dtype=torch.float32)
+    name = scheme(masking)
+    path = shape.save(folder / "model") if model is None else resolve(model)
+    tokenizer: Any = _NoText() if model is None else load_tokenizer(path)
+    if model is None:
+        progress("writing adapters")
+        torch.manual_seed(0)
+        base = load_model(path, dtype=torch.float32)
+        for adapter, config in _ADAPTERS.items():
+            adapted: Any = get_peft_model(base, config)
+            with torch.no_grad():
+                for parameter in adapted.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(torch.randn_like(parameter) * 0.01)
+            adapted.save_pretrained(str(folder / "adapters" / adapter))
+            base = adapted.unload()
+    progress("starting providers")
+    with provide(path, folder, threads=effort.threads, relay=relayed([name])) as local:
+        split = load_language_model(path, remote=remote_config(local, name, effort), dtype=torch.float32)
         tasks = Tasks(split)
-        loaded = tasks.register_all(directory / "adapters") if isinstance(model, Llama) else []
+        loaded = tasks.register_all(folder / "adapters") if model is None else []
         names = [None, *(task.name for task in loaded)]
         ways: dict[str, Callable[[], Way]] = {
             "one after another": lambda: partial(  # twice the places: one client may take only half of them
@@ -125,14 +108,14 @@ def measure_streams(
             ),
             "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
         }
-        if isinstance(model, Path):
+        if model is not None:
             whole = load_language_model(path, dtype=torch.float32)
             ways["whole model, one after another"] = lambda: partial(_generate, whole, batch=1)
             ways["whole model, one batch"] = lambda: partial(_generate, whole, batch=streams)
         found = {way: _Figures() for way in ways}
         for turn in range(effort.repeat + 1):
             for way, open_way in ways.items():
-                on_turn(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
+                progress(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
                 torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
                 random = np.random.default_rng(turn)
                 requests = [
@@ -144,7 +127,15 @@ def measure_streams(
                     )
                     for i in range(streams if turn else 1)
                 ]
-                _measure(open_way(), requests, split, found[way] if turn else _Figures())
+                figures, answer = found[way] if turn else _Figures(), open_way()
+                before, began = ledger_of(split) or Ledger(), time.perf_counter()
+                answers = answer(requests)
+                figures.seconds += max(times[-1] for times in answers) - began
+                for times in answers:
+                    figures.tokens += len(times)
+                    figures.first.append(times[0] - began)
+                    figures.between += np.diff(times).tolist()
+                figures.round_trips += since(before, ledger_of(split) or Ledger()).executor_round_trips
         backend_of(split).close()
     slow = found["one after another"].per_s
     for way, figures in found.items():
@@ -183,17 +174,6 @@ class _NoText:
         return ""
 
 
-def _measure(way: Way, requests: list[EngineRequest], split: Any, figures: _Figures) -> None:
-    before, began = ledger_of(split) or Ledger(), time.perf_counter()
-    answers = way(requests)
-    figures.seconds += max(times[-1] for times in answers) - began
-    for times in answers:
-        figures.tokens += len(times)
-        figures.first.append(times[0] - began)
-        figures.between += np.diff(times).tolist()
-    figures.round_trips += since(before, ledger_of(split) or Ledger()).executor_round_trips
-
-
 def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
     """Submit all requests together, and close the engine after all answers have ended."""
     answers = [_Answer(engine, request) for request in requests]
@@ -209,7 +189,15 @@ class _Answer:
         self._times: list[float] = []
         self._last: Event | None = None
         self._ended = threading.Event()
-        engine.submit(request, self._take)
+
+        def take(event: Event) -> None:
+            if isinstance(event, Token):
+                self._times.append(time.perf_counter())
+            elif isinstance(event, Done | Failed):
+                self._last = event
+                self._ended.set()
+
+        engine.submit(request, take)
 
     def wait(self) -> list[float]:
         if not self._ended.wait(_ANSWER_S):
@@ -217,13 +205,6 @@ class _Answer:
         if isinstance(self._last, Failed):
             raise self._last.error
         return self._times
-
-    def _take(self, event: Event) -> None:
-        if isinstance(event, Token):
-            self._times.append(time.perf_counter())
-        elif isinstance(event, Done | Failed):
-            self._last = event
-            self._ended.set()
 
 
 def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[list[float]]:
@@ -257,16 +238,3 @@ class _Clock(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def _write_adapters(path: Path, folder: Path) -> None:
-    torch.manual_seed(0)
-    base = load_model(path, dtype=torch.float32)
-    for name, config in _ADAPTERS.items():
-        adapted: Any = get_peft_model(base, config)
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.01)
-        adapted.save_pretrained(str(folder / name))
-        base = adapted.unload()

@@ -25,10 +25,9 @@ from torch import Tensor
 from transformers import AutoModel
 
 from tenant.bench.measured_models import Bert, Effort, provide, remote_config
-from tenant.bench.options import Json, measure
+from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import check_supported, resources
 from tenant.bench.report import Goal, Row, figure, where
-from tenant.cli.options import takes
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
@@ -70,31 +69,6 @@ class QueuedRequests:
 _BERT_BASE, _TRAFFIC, _EFFORT = Bert(), QueuedRequests(), Effort()
 
 
-@takes
-def tasks(
-    *,
-    shape: Bert = _BERT_BASE,
-    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
-    batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
-    traffic: QueuedRequests = _TRAFFIC,
-    effort: Effort = _EFFORT,
-    json: Json = None,
-) -> None:
-    """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS).
-
-    Example: symbiosis-priv bench tasks --tasks 64 --layers 4
-    """
-
-    def run(folder: Path, progress: Callable[[str], None]) -> Iterator[Row]:
-        rows = min(batch, tasks)
-        return measure_tasks(
-            folder, shape, tasks=tasks, batch=rows, tokens=tokens, traffic=traffic, effort=effort, on_turn=progress
-        )
-
-    measure("tasks", json, run, goals=goals)
-
-
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """The goals of `bench tasks`."""
     for measurement, variant, what, at_least in (
@@ -107,51 +81,50 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, figure(row, "gain"), at_least=at_least)
 
 
-def measure_tasks(
-    directory: Path,
-    shape: Bert,
+@benchmark("tasks", goals=goals)
+def tasks(
+    folder: Path,
+    progress: Progress,
     *,
-    tasks: int,
-    batch: int,
-    tokens: int,
-    traffic: QueuedRequests,
-    effort: Effort,
-    on_turn: Callable[[str], None],
+    shape: Bert = _BERT_BASE,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
+    traffic: QueuedRequests = _TRAFFIC,
+    effort: Effort = _EFFORT,
 ) -> Iterator[Row]:
-    """Make task folders, and measure the four comparisons.
+    """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS).
 
-    Args:
-        batch: rows of the mixed batch, each of another task.
-        effort: number of turns, whose median is used, and torch threads of each process. The whole model is measured
-            while no other process works, with the threads of tenant and executor together.
+    The column "gain" is the measured quantity of the first variant divided by that of this variant. The whole model is
+    measured while no other process works, with the threads of tenant and executor together.
 
-    Yields:
-        Rows. `gain` is the measured quantity of the first variant divided by that of this variant.
+    Example: symbiosis-priv bench tasks --tasks 64 --layers 4
     """
     check_supported()
-    path = shape.save(directory / "model")
-    on_turn("writing tasks")
-    repository = write_tasks(directory / "tasks", path, count=tasks)
+    path = shape.save(folder / "model")
+    progress("writing tasks")
+    repository = write_tasks(folder / "tasks", path, count=tasks)
+    rows = min(batch, tasks)
     with _threads(2 * effort.threads):
         model = load_model(path, dtype=torch.float32, kind=AutoModel)
         serving = Tasks(model, memory_limit=1 << 40)
         names = [task.name for task in serving.register_all(repository)]
-        on_turn("loading tasks")
+        progress("loading tasks")
         yield from _memory(serving, names)
-        on_turn("a mixed batch, whole")
-        yield from _batch(serving, names[:batch], tokens, effort.repeat, measurement="batch, whole model")
-        on_turn("coordinated batching")
-        yield from _coordinated(serving, names, traffic, on_turn)
+        progress("a mixed batch, whole")
+        yield from _batch(serving, names[:rows], tokens, effort.repeat, measurement="batch, whole model")
+        progress("coordinated batching")
+        yield from _coordinated(serving, names, traffic, progress)
         serving.close()
         del model, serving
-    on_turn("a mixed batch, split")
-    with _threads(effort.threads), provide(path, directory, threads=effort.threads) as local:
+    progress("a mixed batch, split")
+    with _threads(effort.threads), provide(path, folder, threads=effort.threads) as local:
         remote = remote_config(local, "pad", effort)
         split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
         serving = Tasks(split)
         serving.register_all(repository)
         # one turn, because the round trips are the same in every turn
-        yield from _batch(serving, names[:batch], tokens, 1, measurement="batch, split model")
+        yield from _batch(serving, names[:rows], tokens, 1, measurement="batch, split model")
         serving.close()
         backend_of(split).close()
 
@@ -243,9 +216,7 @@ def _ledger(model: Any) -> Ledger | None:
     return ledger_of(model) if hasattr(model, "hf_quantizer") else None
 
 
-def _coordinated(
-    tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, on_turn: Callable[[str], None]
-) -> Iterator[Row]:
+def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, progress: Progress) -> Iterator[Row]:
     """Measure all plans by turns, batch by batch, so that a change of the machine's speed affects all plans alike."""
 
     def run(rows: int, tokens: int) -> None:
@@ -267,7 +238,7 @@ def _coordinated(
     seconds = dict.fromkeys(plans, 0.0)
     turns = sorted((n / len(batches), name, n) for name, batches in planned.items() for n in range(len(batches)))
     for done, name, n in turns:
-        on_turn(f"coordinated batching, {done:.0%}")
+        progress(f"coordinated batching, {done:.0%}")
         requested = planned[name][n]
         start = time.perf_counter()
         with tasks.batch([request.task for request in requested]):

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
 from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
-from tenant.bench.options import Json, Seconds, Threads, measure, names, numbers, refuse_wrong
+from tenant.bench.options import Progress, Seconds, Threads, benchmark, names, numbers
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, by, distinct, figure, number, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
@@ -35,7 +35,36 @@ _POLICIES: Final = ("none", "lockstep", "opportunistic")
 _SHARDINGS: Final = ("columns", "gathered")
 
 
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench provider`."""
+    for scene in distinct(rows, "generating", "generating_rows", "training", "ranks", "sharding"):
+        policies = by(where(rows, **scene), "policy")
+        ours = policies.get("opportunistic")
+        if ours is None or not (scene["generating"] and scene["training"]):
+            continue
+        sizes = f"{scene['generating']} with rows {scene['generating_rows']}, {scene['training']} train"
+        for other in ("none", "lockstep"):
+            if (theirs := policies.get(other)) is not None:
+                yield Goal(f"tokens a second over {other}'s, {sizes}", ratio(ours, theirs, "tokens_per_s"), at_least=1)
+                yield Goal(f"mean latency over {other}'s, {sizes}", ratio(ours, theirs, "token_mean_ms"), at_most=1)
+    alone = [row for row in rows if row["policy"] == "opportunistic" and not row["training"]]
+    counts = by(alone, "generating")
+    mixed = where(rows, policy="opportunistic", generating=6, training=2)
+    if 6 in counts and mixed:
+        what = "median latency of six tenants with two training ones, over six alone"
+        yield Goal(what, ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
+    if 1 in counts and 16 in counts:
+        tokens = ratio(counts[16], counts[1], "tokens_per_s")
+        yield Goal("tokens of sixteen tenants over those of one", tokens, at_least=4)
+    if 16 in counts:
+        what = "products' share of the executor's busy time, sixteen tenants"
+        yield Goal(what, figure(counts[16], "product_share"), at_least=0.9)
+
+
+@benchmark("provider", goals=goals)
 def provider(
+    folder: Path,
+    progress: Progress,
     *,
     tenants: Annotated[
         str, typer.Option(help="How many at once, generating+training, separated by commas.")
@@ -60,11 +89,10 @@ def provider(
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
-    json: Json = None,
     picture: Annotated[
         Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
     ] = None,
-) -> None:
+) -> Iterator[Row]:
     """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers.
 
     Status 1 if one bit of an answer differs from the answer that the same tenant received alone.
@@ -92,42 +120,13 @@ def provider(
         for count in numbers(ranks, "--ranks")
         for sharding in (ways if count > 1 else ways[:1])  # a single rank does not divide products
     ]
-    measured = partial(measure_tenants, scenarios=scenarios, mixes=mixes, variants=variants, hidden=hidden)
-    found = measure(
-        "provider",
-        json,
-        lambda folder, progress: (row for row, _ in measured(folder, layers=layers, seconds=seconds, threads=threads)),
-        goals=goals,
-    )
+    found = []
+    measured = partial(measure_tenants, folder, scenarios=scenarios, mixes=mixes, variants=variants)
+    for row, _ in measured(hidden=hidden, layers=layers, seconds=seconds, threads=threads):
+        found.append(row)
+        yield row
     if picture is not None:
         write_atomically(picture, draw(found).encode())
-    refuse_wrong(found, "wrong")
-
-
-def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench provider`."""
-    for scene in distinct(rows, "generating", "generating_rows", "training", "ranks", "sharding"):
-        policies = by(where(rows, **scene), "policy")
-        ours = policies.get("opportunistic")
-        if ours is None or not (scene["generating"] and scene["training"]):
-            continue
-        sizes = f"{scene['generating']} with rows {scene['generating_rows']}, {scene['training']} train"
-        for other in ("none", "lockstep"):
-            if (theirs := policies.get(other)) is not None:
-                yield Goal(f"tokens a second over {other}'s, {sizes}", ratio(ours, theirs, "tokens_per_s"), at_least=1)
-                yield Goal(f"mean latency over {other}'s, {sizes}", ratio(ours, theirs, "token_mean_ms"), at_most=1)
-    alone = [row for row in rows if row["policy"] == "opportunistic" and not row["training"]]
-    counts = by(alone, "generating")
-    mixed = where(rows, policy="opportunistic", generating=6, training=2)
-    if 6 in counts and mixed:
-        what = "median latency of six tenants with two training ones, over six alone"
-        yield Goal(what, ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
-    if 1 in counts and 16 in counts:
-        tokens = ratio(counts[16], counts[1], "tokens_per_s")
-        yield Goal("tokens of sixteen tenants over those of one", tokens, at_least=4)
-    if 16 in counts:
-        what = "products' share of the executor's busy time, sixteen tenants"
-        yield Goal(what, figure(counts[16], "product_share"), at_least=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)

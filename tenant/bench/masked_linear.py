@@ -8,7 +8,6 @@ makes pads for the next call. Such calls are measured after the other quantities
 
 import contextlib
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -29,7 +28,7 @@ from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.tls import check_pin, server_context
 from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, Repeat, parsed, provide, relayed
-from tenant.bench.options import Json, Masking, Rows, Threads, measure, numbers, scheme, widths
+from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, scheme, widths
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.blame import DEFAULT_COLUMNS
@@ -45,33 +44,6 @@ _PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
 _HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 
 
-def linear(
-    *,
-    rows: Rows = "1,16,64,256",
-    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
-    masking: Masking = "pad",
-    repeat: Repeat = 50,
-    threads: Threads = HALF_THE_CORES,
-    json: Json = None,
-) -> None:
-    """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
-
-    Pads are drawn before the clock starts. "back to back" is a call with the pads that were drawn during the call
-    before.
-
-    Example: symbiosis-priv bench linear --rows 1,256 --width 2048
-    """
-    counts, sizes, name = numbers(rows, "--rows"), widths(width), scheme(masking)
-    measure(
-        "linear",
-        json,
-        lambda folder, progress: measure_linears(
-            folder, sizes=sizes, row_counts=counts, masking=name, repeat=repeat, threads=threads
-        ),
-        goals=goals,
-    )
-
-
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """The goals of `bench linear`."""
     for row in rows:
@@ -80,33 +52,42 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, figure(row, "masked_over_floor"), at_most=1.3)
 
 
-def measure_linears(
-    directory: Path, *, sizes: Sequence[int], row_counts: Sequence[int], masking: str, repeat: int, threads: int
+@benchmark("linear", goals=goals)
+def linear(
+    folder: Path,
+    progress: Progress,
+    *,
+    rows: Rows = "1,16,64,256",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
+    masking: Masking = "pad",
+    repeat: Repeat = 50,
+    threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:
-    """Start providers and an echo server for each width, and measure a `width` x `width` linear.
+    """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
 
-    Args:
-        sizes: widths of the layer, multiples of `HEAD`.
-        threads: torch threads of each process, including this one.
+    Pads are drawn before the clock starts. "back to back" is a call with the pads that were drawn during the call
+    before.
+
+    Example: symbiosis-priv bench linear --rows 1,256 --width 2048
     """
+    counts, sizes, name = numbers(rows, "--rows"), widths(width), scheme(masking)
     torch.set_num_threads(threads)
-    for width in sizes:
-        folder = directory / str(width)
-        # the output projection is `width` x `width`, and the other layers are small
-        shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
-        model = shape.save(folder / "model")
-        with provide(model, folder, threads=threads, relay=relayed([masking])) as local:
+    for size in sizes:
+        # the output projection is `size` x `size`, and the other layers are small
+        shape = Llama(width=size, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
+        model = shape.save(folder / str(size) / "model")
+        with provide(model, model.parent, threads=threads, relay=relayed([name])) as local:
             federation = load_federation(local.federation)
             executor = federation.executors[0]
             assert isinstance(executor.certificate, Path), "LocalFederation writes files"
             store = WeightStore(model, cache=local.cache)
             preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
             key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
-            bench = _Bench(federation, preparation, store, masking=masking)
+            bench = _Bench(federation, preparation, store, masking=name)
             with contextlib.closing(bench), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
                 port = echo.ask(None, timeout_s=_ECHO_S)
-                for rows in row_counts:
-                    yield bench.run(rows, repeat=repeat, port=port)
+                for count in counts:
+                    yield bench.run(count, repeat=repeat, port=port)
 
 
 class _Bench:
@@ -129,7 +110,12 @@ class _Bench:
         x = torch.randn(rows, self._width, dtype=torch.float32, device="cpu")
         xq = probe_rows(rows, self._width)
         call = partial(self._backend.linear, self._index, FORWARD, x)
-        up, down = self._frame_bytes(call)
+        call()  # makes the connection, whose hello is not counted
+        before = self._session.ledger()
+        call()
+        after = self._session.ledger()
+        up = after.bytes_to_executors - before.bytes_to_executors  # of one request
+        down = after.bytes_from_executors - before.bytes_from_executors
         names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *SPANS)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         turns = _WARM_UP + repeat
@@ -161,17 +147,6 @@ class _Bench:
             "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
         }
 
-    def _frame_bytes(self, call: Callable[[], object]) -> tuple[int, int]:
-        """Return the bytes of one request and of its answer on the wire."""
-        call()  # makes the connection, whose hello is not counted
-        before = self._session.ledger()
-        call()
-        after = self._session.ledger()
-        return (
-            after.bytes_to_executors - before.bytes_to_executors,
-            after.bytes_from_executors - before.bytes_from_executors,
-        )
-
     def _wait_for_pads(self, rows: int) -> None:
         """Wait for the pads of the next two calls, if the scheme has pads, so that no pads are drawn during the first
         call."""
@@ -194,23 +169,23 @@ def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator
     """The work of a `Child`: an echo server for one connection at a time. The handler returns its port."""
     context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
+
+        def accept() -> None:
+            while True:
+                raw, _ = listener.accept()
+                raw.settimeout(_ECHO_S)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with context.wrap_socket(raw, server_side=True) as connection:
+                    header = bytearray(_HEADER.size)
+                    _fill(connection, header)
+                    up, down, repetitions = _HEADER.unpack(header)
+                    request, reply = bytearray(up), bytes(down)
+                    for _ in range(repetitions):
+                        _fill(connection, request)
+                        connection.sendall(reply)
+
+        threading.Thread(target=accept, daemon=True).start()
         yield lambda _: int(listener.getsockname()[1])
-
-
-def _accept(listener: socket.socket, context: ssl.SSLContext) -> None:
-    while True:
-        raw, _ = listener.accept()
-        raw.settimeout(_ECHO_S)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with context.wrap_socket(raw, server_side=True) as connection:
-            header = bytearray(_HEADER.size)
-            _fill(connection, header)
-            up, down, repetitions = _HEADER.unpack(header)
-            request, reply = bytearray(up), bytes(down)
-            for _ in range(repetitions):
-                _fill(connection, request)
-                connection.sendall(reply)
 
 
 def _fill(connection: socket.socket, buffer: bytearray) -> None:

@@ -234,27 +234,30 @@ class _Tenant:
         if isinstance(task, Step):
             self._model.train()
             batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
-            return [self._cost_of(partial(self._step, parts, overlap=task.overlap)) for parts in batches]
+
+            def step(parts: Sequence[torch.Tensor]) -> None:
+                if task.overlap:
+                    overlapped(self._model, self._backward, parts)
+                else:
+                    for ids in parts:
+                        self._backward(ids)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+
+            return [self._cost_of(partial(step, parts)) for parts in batches]
         self._model.eval()
         with torch.no_grad():
-            self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
-            return [self._cost_of(self._next_token) for _ in range(task.tokens)]
+            output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
 
-    def _step(self, parts: Sequence[torch.Tensor], *, overlap: bool) -> None:
-        if overlap:
-            overlapped(self._model, self._backward, parts)
-        else:
-            for ids in parts:
-                self._backward(ids)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            def next_token() -> None:
+                nonlocal output
+                latest, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+                output = self._model(input_ids=latest, past_key_values=cache, use_cache=True)
+
+            return [self._cost_of(next_token) for _ in range(task.tokens)]
 
     def _backward(self, ids: torch.Tensor) -> None:
         self._model(input_ids=ids, labels=ids).loss.backward()
-
-    def _next_token(self) -> None:
-        latest = self._output.logits[:, -1:].argmax(-1)
-        self._output = self._model(input_ids=latest, past_key_values=self._output.past_key_values, use_cache=True)
 
     def _cost_of(self, work: Callable[[], None]) -> Cost:
         before = self._ledger()

@@ -10,7 +10,7 @@ the link's state.
 at the socket, and its test requires that both are equal.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -40,11 +40,10 @@ from tenant.bench.measured_models import (
     remote_config,
     serve_tenant,
 )
-from tenant.bench.options import Batch, Json, Maskings, Tokens, finish, measure, measuring, schemes, show
+from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes, show
 from tenant.bench.processes import Child, check_supported, cpu_seconds
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.bench.steps_and_tokens import TURN_S
-from tenant.cli.options import takes
 from tenant.session.traffic import PredictedTraffic, of_pass, of_step, of_token
 
 WARM_UP = 2
@@ -65,8 +64,28 @@ _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
 }
 
 
-@takes
+def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    """The goals of `bench network`."""
+    for row in where(rows, masking=_NARROW_AND_RELAYED):
+        if str(row["condition"]).startswith("100 Mbit/s") and str(row["work"]).endswith("overlapped"):
+            what = f"an overlapped step over today's, {row['condition']}"
+            yield Goal(what, figure(row, "over_first"), at_most=0.5)
+
+
+def show_network(rows: Sequence[Row]) -> None:
+    """Show a table for each kind of work, and the differences between measurements and predictions."""
+    for work in dict.fromkeys(row["work"] for row in rows):
+        show([{name: row[name] for name in row if name != "difference"} for row in where(rows, work=work)])
+    for row in rows:
+        if row["difference"] is not None:
+            what = f"{row['condition']}, {row['work']}, {row['masking']}"
+            terminal.console().print(f"{what}: {row['difference']}", soft_wrap=True)
+
+
+@benchmark("network", goals=network_goals, show=show_network)
 def network(
+    folder: Path,
+    progress: Progress,
     *,
     condition: Annotated[
         str, typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas.")
@@ -79,8 +98,7 @@ def network(
     ] = 2,
     masking: Maskings = "pad,pad/24/relay",
     effort: Effort = _FIVE_TIMES,
-    json: Json = None,
-) -> None:
+) -> Iterator[Row]:
     """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
 
     The tenant's link is emulated on loopback with a bandwidth, a delay and losses.
@@ -90,33 +108,43 @@ def network(
     if batch % overlap:
         raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
     conditions, maskings = [Condition.parse(text) for text in condition.split(",")], schemes(masking)
-    with measuring() as (folder, progress):
-        rows = measure_network(
-            folder,
-            shape,
-            batch=batch,
-            tokens=tokens,
-            parts=overlap,
-            conditions=conditions,
-            maskings=maskings,
-            effort=effort,
-            on_turn=progress,
-        )
-    for work in dict.fromkeys(row["work"] for row in rows):
-        show([{name: row[name] for name in row if name != "difference"} for row in where(rows, work=work)])
-    for row in rows:
-        if row["difference"] is not None:
-            what = f"{row['condition']}, {row['work']}, {row['masking']}"
-            terminal.console().print(f"{what}: {row['difference']}", soft_wrap=True)
-    finish("network", json, rows, goals=network_goals)
-
-
-def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench network`."""
-    for row in where(rows, masking=_NARROW_AND_RELAYED):
-        if str(row["condition"]).startswith("100 Mbit/s") and str(row["work"]).endswith("overlapped"):
-            what = f"an overlapped step over today's, {row['condition']}"
-            yield Goal(what, figure(row, "over_first"), at_most=0.5)
+    check_supported()
+    model = shape.save(folder / "model")
+    steps = WARM_UP + effort.repeat
+    step = Step(batch=batch, tokens=tokens, steps=steps)
+    work: dict[str, Task] = {"step": step}
+    if overlap > 1:
+        work[f"step, {overlap} parts"] = replace(step, parts=overlap)
+        work[f"step, {overlap} parts overlapped"] = replace(step, parts=overlap, overlap=True)
+    work["token"] = Generate(prompt=8, tokens=steps)
+    with ExitStack() as stack:
+        link = stack.enter_context(open_link())
+        providers = provide(model, folder, threads=effort.threads, host=link.host, relay=relayed(maskings))
+        local = stack.enter_context(providers)
+        groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
+        found: dict[tuple[Condition, str], list[Row]] = {}
+        free: dict[tuple[str, str], Measured] = {}  # over the link without limits, which comes first
+        first: dict[
+            tuple[Condition, str], float
+        ] = {}  # seconds of a whole batch, or of a token, with the first masking
+        for link_condition, name in product((Condition(), *conditions), maskings):
+            progress(f"{name}: {link_condition}")
+            link.apply(link_condition)
+            remote = remote_config(local, name, effort, federation=federation)
+            with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
+                for what, task in work.items():
+                    before = cpu_seconds([link.emulator])
+                    costs = tenant.ask(task, timeout_s=TURN_S)
+                    emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
+                    measured = Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
+                    unlimited = free.setdefault((what, name), measured)
+                    first_s = first.setdefault((link_condition, what.partition(",")[0]), measured.seconds)
+                    labels: Row = {"condition": str(link_condition), "work": what, "masking": name}
+                    row = _row(link_condition, _design(groups, task, name), measured, unlimited)
+                    rows = found.setdefault((link_condition, what), [])
+                    rows.append({**labels, **row, "over_first": measured.seconds / first_s})
+    shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
+    yield from ({**shared, "tokens": tokens, **row} for rows in found.values() for row in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,67 +169,6 @@ class Measured:
         """Return the mean of a count of the session's ledger."""
         mean = fmean(cost.counted[name] for cost in self.costs)
         return int(mean) if mean.is_integer() else mean
-
-
-def measure_network(
-    directory: Path,
-    shape: Llama,
-    *,
-    batch: int,
-    tokens: int,
-    parts: int,
-    conditions: Sequence[Condition],
-    maskings: Sequence[str],
-    effort: Effort,
-    on_turn: Callable[[str], None],
-) -> list[Row]:
-    """Measure, and return a row per condition, kind of work and masking.
-
-    The link without limits comes first. `over_first` is the time divided by that of a whole batch, or of a token, with
-    the first masking.
-
-    Args:
-        batch, tokens: size of a fine-tuning step.
-        parts: number of parts of a batch, which are measured one after the other and overlapped; 1 for whole batches
-            only.
-        effort: number of steps and generated tokens of each measurement, threads, and the tenant's memory for pads.
-    """
-    check_supported()
-    model = shape.save(directory / "model")
-    steps = WARM_UP + effort.repeat
-    step = Step(batch=batch, tokens=tokens, steps=steps)
-    work: dict[str, Task] = {"step": step}
-    if parts > 1:
-        work[f"step, {parts} parts"] = replace(step, parts=parts)
-        work[f"step, {parts} parts overlapped"] = replace(step, parts=parts, overlap=True)
-    work["token"] = Generate(prompt=8, tokens=steps)
-    with ExitStack() as stack:
-        link = stack.enter_context(open_link())
-        local = stack.enter_context(
-            provide(model, directory, threads=effort.threads, host=link.host, relay=relayed(maskings))
-        )
-        groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
-        found: dict[tuple[Condition, str], list[Row]] = {}
-        free: dict[tuple[str, str], Measured] = {}
-        first: dict[tuple[Condition, str], float] = {}
-        for condition, masking in product((Condition(), *conditions), maskings):
-            on_turn(f"{masking}: {condition}")
-            link.apply(condition)
-            remote = remote_config(local, masking, effort, federation=federation)
-            with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
-                for name, task in work.items():
-                    before = cpu_seconds([link.emulator])
-                    costs = tenant.ask(task, timeout_s=TURN_S)
-                    emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
-                    measured = Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
-                    unlimited = free.setdefault((name, masking), measured)
-                    row = _row(condition, _design(groups, task, masking), measured, unlimited)
-                    first_s = first.setdefault((condition, name.partition(",")[0]), measured.seconds)
-                    labels: Row = {"condition": str(condition), "work": name, "masking": masking}
-                    rows_of_work = found.setdefault((condition, name), [])
-                    rows_of_work.append({**labels, **row, "over_first": measured.seconds / first_s})
-        shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
-        return [{**shared, "tokens": tokens, **row} for rows in found.values() for row in rows]
 
 
 def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> PredictedTraffic:
@@ -263,15 +230,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.095 else f"{1e3 * seconds:.2g} ms"
 
 
-def bytes_(*, masking: Maskings = "pad,pad/24,pad/24/relay", json: Json = None) -> None:
-    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B.
-
-    Example: symbiosis-priv bench bytes --masking pad,pad/24/relay
-    """
-    maskings = schemes(masking)
-    measure("bytes", json, lambda folder, progress: moved_bytes(maskings), goals=bytes_goals)
-
-
 def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """The goals of `bench bytes`."""
     for row in where(rows, masking=_NARROW_AND_RELAYED):
@@ -281,12 +239,13 @@ def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(f"{what} float16's without masks", figure(row, "over_float16_unmasked"), at_most=1.55)
 
 
-def moved_bytes(maskings: Sequence[str]) -> Iterator[Row]:
-    """Yield a row per model, work and masking, and the ratio to unmasked rows and answers in float16.
+@benchmark("bytes", goals=bytes_goals)
+def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,pad/24/relay") -> Iterator[Row]:
+    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B.
 
-    Args:
-        maskings: schemes with a helper; the others are compared with the first one.
+    Example: symbiosis-priv bench bytes --masking pad,pad/24/relay
     """
+    maskings = schemes(masking)
     for model, shape in MODELS.items():
         config = replace(shape, layers=1).config()
         config.architectures = ["LlamaForCausalLM"]
@@ -294,15 +253,15 @@ def moved_bytes(maskings: Sequence[str]) -> Iterator[Row]:
         for work, (rows, directions) in _WORK.items():
             plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in groups[d == BACKWARD :])
             first = None
-            for masking in maskings:
-                transport = parsed(masking).transport
+            for name in maskings:
+                transport = parsed(name).transport
                 traffic = sum((of_pass(groups, d, rows, transport) for d in directions), PredictedTraffic())
                 moved = traffic.up + traffic.down + traffic.effects
                 first = first or moved
                 yield {
                     "model": model,
                     "work": work,
-                    "masking": masking,
+                    "masking": name,
                     "up_mb": traffic.up / 1e6,
                     "down_mb": traffic.down / 1e6,
                     "effects_mb": traffic.effects / 1e6,

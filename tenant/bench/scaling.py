@@ -2,7 +2,7 @@
 growth."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import linear_regression
 from typing import Annotated
@@ -13,10 +13,9 @@ from symbiosis_priv.display import figures
 from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench import steps_and_tokens
 from tenant.bench.measured_models import Effort, Llama, Step
-from tenant.bench.options import Json, Masking, Rows, measure, numbers, scheme, widths
+from tenant.bench.options import Masking, Progress, Rows, benchmark, numbers, scheme, widths
 from tenant.bench.report import Row, number
 from tenant.bench.steps_and_tokens import measure_step
-from tenant.cli.options import takes
 
 _TICK_S = 0.01  # resolution of the CPU clock
 _FIGURES = ("width", "layers", "tokens", "variant", "wall_s", "tenant_cpu_s", "tenant_cpu_over_whole")
@@ -24,8 +23,10 @@ AXES = {"rows": "rows of a step", "width": "width", "layers": "layers"}
 _EFFORT = Effort()
 
 
-@takes
+@benchmark("scale")
 def scale(
+    folder: Path,
+    progress: Progress,
     *,
     rows: Rows = "64,128,256,512",
     width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
@@ -33,8 +34,7 @@ def scale(
     masking: Masking = "pad",
     effort: Effort = _EFFORT,
     svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
-    json: Json = None,
-) -> None:
+) -> Iterator[Row]:
     """Measure the tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
 
     Two of the lists stay at their first value while the third one varies.
@@ -43,59 +43,30 @@ def scale(
     """
     counts, sizes, depths, name = numbers(rows, "--rows"), widths(width), numbers(layers, "--layers"), scheme(masking)
     pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
-
-    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
-        return measure_scale(
-            folder, rows=counts, widths=sizes, depths=depths, masking=name, effort=effort, on_turn=progress
-        )
-
-    found = measure("scale", json, run)
-    for axis, file in pictures.items():
-        write_atomically(file, picture(found, axis).encode())
-
-
-def measure_scale(
-    directory: Path,
-    *,
-    rows: Sequence[int],
-    widths: Sequence[int],
-    depths: Sequence[int],
-    masking: str,
-    effort: Effort,
-    on_turn: Callable[[str], None],
-) -> list[Row]:
-    """Measure, and return a row per point, variant and axis (`rows`, `width`, `layers`), with the slope of its line.
-
-    Two of the lists stay at their first value while the third one varies.
-
-    Args:
-        rows, widths, depths: the points; widths must be multiples of 64.
-        effort, on_turn: see `measure_step` and `comparison`.
-    """
     measured: dict[tuple[int, int], list[Row]] = {}
-    base = (widths[0], depths[0])
-    for width, depth in dict.fromkeys([base, *((w, depths[0]) for w in widths), *((widths[0], d) for d in depths)]):
+    base = (sizes[0], depths[0])
+    for wide, deep in dict.fromkeys([base, *((size, depths[0]) for size in sizes), *((sizes[0], d) for d in depths)]):
         # the usual inner width of a Llama's MLP: 8/3 of the width, rounded up to a multiple of 64
-        shape = Llama(width=width, layers=depth, inner=64 * math.ceil(width * 8 / 3 / 64))
-        folder = directory / f"{width}-{depth}"
-        folder.mkdir(parents=True)
-        with steps_and_tokens.comparison(folder, shape, [masking], effort) as running:
-            for count in rows if (width, depth) == base else rows[:1]:
-                on_turn(f"width {width}, {depth} layers, {count} rows")
+        shape = Llama(width=wide, layers=deep, inner=64 * math.ceil(wide * 8 / 3 / 64))
+        here = folder / f"{wide}-{deep}"
+        here.mkdir(parents=True)
+        with steps_and_tokens.comparison(here, shape, [name], effort) as running:
+            for count in counts if (wide, deep) == base else counts[:1]:
+                progress(f"width {wide}, {deep} layers, {count} rows")
                 task = Step(batch=1, tokens=count)
-                found = measure_step(running, shape, task, [masking], repeat=effort.repeat, on_turn=lambda _: None)
+                found = measure_step(running, shape, task, [name], repeat=effort.repeat, on_turn=lambda _: None)
                 kept = [{figure: row[figure] for figure in _FIGURES} for row in found]
-                measured.setdefault((width, depth), []).extend(kept)
+                measured.setdefault((wide, deep), []).extend(kept)
     by_axis: dict[str, list[Row]] = {
         "rows": measured[base],
-        "width": [row for width in widths for row in measured[width, depths[0]] if row["tokens"] == rows[0]],
-        "layers": [row for depth in depths for row in measured[widths[0], depth] if row["tokens"] == rows[0]],
+        "width": [row for size in sizes for row in measured[size, depths[0]] if row["tokens"] == counts[0]],
+        "layers": [row for deep in depths for row in measured[sizes[0], deep] if row["tokens"] == counts[0]],
     }
-    with_slopes = list[Row]()
-    for axis, found in by_axis.items():
-        placed = [{"axis": axis, "at": row["tokens" if axis == "rows" else axis], **row} for row in found]
-        with_slopes += [{**row, "slope": slope(points(placed, axis, str(row["variant"])))} for row in placed]
-    return with_slopes
+    for axis, of_axis in by_axis.items():
+        placed = [{"axis": axis, "at": row["tokens" if axis == "rows" else axis], **row} for row in of_axis]
+        if axis in pictures:
+            write_atomically(pictures[axis], picture(placed, axis).encode())
+        yield from ({**row, "slope": slope(points(placed, axis, str(row["variant"])))} for row in placed)
 
 
 def points(rows: Sequence[Row], axis: str, variant: str) -> list[tuple[float, float]]:

@@ -17,9 +17,8 @@ import typer
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from tenant.bench.measured_models import Llama, Repeat, provide
-from tenant.bench.options import Json, measure
+from tenant.bench.options import Progress, benchmark
 from tenant.bench.report import Goal, Row, by, figure
-from tenant.cli.options import takes
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 
@@ -28,25 +27,6 @@ _PIECE = 1 << 24  # bytes read at a time
 _SHARD = "128MB"
 _BYTES = 2  # bytes of a weight in bfloat16
 _BILLION = Llama(width=2048, layers=16, inner=8192)
-
-
-@takes
-def start(
-    *,
-    shape: Llama = _BILLION,
-    repeat: Repeat = 3,
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
-        os.cpu_count() or 1
-    ),
-    json: Json = None,
-) -> None:
-    """Time a provider's start, cold and warm, the tenant's verification keys, and reading the checkpoint.
-
-    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
-
-    Example: symbiosis-priv bench start --width 1024 --layers 8 --inner 4096
-    """
-    measure("start", json, partial(measure_start, shape=shape, threads=threads, repeat=repeat), goals=goals)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -58,41 +38,48 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         yield Goal("verification keys over reading", figure(keys, "over_reading"), at_most=3)
 
 
-def measure_start(
-    directory: Path, on_turn: Callable[[str], None], *, shape: Llama, threads: int, repeat: int
-) -> list[Row]:
-    """Measure one model with random weights in bfloat16. Returns a row per kind of start.
+@benchmark("start", goals=goals)
+def start(
+    folder: Path,
+    progress: Progress,
+    *,
+    shape: Llama = _BILLION,
+    repeat: Repeat = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
+        os.cpu_count() or 1
+    ),
+) -> Iterator[Row]:
+    """Time a provider's start, cold and warm, the tenant's verification keys, and reading the checkpoint.
 
-    Args:
-        directory: new or empty folder on the measured disk, which needs 4 free bytes per weight.
-        threads: torch threads of a provider, and of this process while it makes keys.
-        repeat: number of turns; the rows contain medians.
+    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
+
+    Example: symbiosis-priv bench start --width 1024 --layers 8 --inner 4096
     """
-    on_turn("writing a checkpoint")
-    model = directory / "model"
+    progress("writing a checkpoint")
+    model = folder / "model"
     shape.save(model, dtype=torch.bfloat16, shard=_SHARD)
     torch.set_num_threads(threads)
     seconds: dict[str, list[float]] = {}
     own_cpu: dict[str, list[float]] = {}  # CPU time of this process, without the providers
 
     def clock(what: str, work: Callable[[], object]) -> None:
-        on_turn(what)
+        progress(what)
         begun, cpu = time.perf_counter(), time.process_time()
         work()
         seconds.setdefault(what, []).append(time.perf_counter() - begun)
         own_cpu.setdefault(what, []).append(time.process_time() - cpu)
 
-    local = provide(model, directory, threads=threads, helpers=0, deadline_s=_START_S)
+    local = provide(model, folder, threads=threads, helpers=0, deadline_s=_START_S)
     clock("provider, first start", local.start)
     try:
-        digest = WeightStore(model, cache=directory / "federation" / "cache").manifest().digest
+        digest = WeightStore(model, cache=folder / "federation" / "cache").manifest().digest
         for turn in range(repeat):
             local.kill("executor")
             clock("provider, warm cache", lambda: local.restart("executor"))
             forget(model)
             clock("read the checkpoint", lambda: read(model))
             forget(model)
-            cache = directory / f"keys-{turn}"
+            cache = folder / f"keys-{turn}"
             keys = partial(prepare, digest=digest, columns=DEFAULT_COLUMNS, cache=cache)
             clock("tenant, verification keys", partial(keys, WeightStore(model, cache=cache)))
             clock("tenant, keys at hand", partial(keys, None))
@@ -100,8 +87,8 @@ def measure_start(
         local.stop()
     reading = statistics.median(seconds["read the checkpoint"])
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return [
-        {
+    for what, times in seconds.items():
+        yield {
             "million_weights": round(size / _BYTES / 1e6),
             "checkpoint_mib": round(size / 2**20),
             "threads": threads,
@@ -110,8 +97,6 @@ def measure_start(
             "own_cpu_s": None if what.startswith("provider") else statistics.median(own_cpu[what]),
             "over_reading": statistics.median(times) / reading,
         }
-        for what, times in seconds.items()
-    ]
 
 
 def read(model: Path) -> None:

@@ -29,62 +29,15 @@ from tenant.bench.measured_models import (
     remote_config,
     serve_tenant,
 )
-from tenant.bench.options import Batch, Json, Maskings, Tokens, measure, schemes
+from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
-from tenant.cli.options import takes
 
 WHOLE = "whole"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
 _SHAPE, _EFFORT, _MASKINGS = Llama(width=2048, layers=4, inner=5632), Effort(), "none,pad,local"
-
-
-@takes
-def step(
-    *,
-    shape: Llama = _SHAPE,
-    batch: Batch = 4,
-    tokens: Tokens = 128,
-    masking: Maskings = _MASKINGS,
-    effort: Effort = _EFFORT,
-    json: Json = None,
-) -> None:
-    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process.
-
-    Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
-    """
-    task, maskings = Step(batch=batch, tokens=tokens), schemes(masking)
-
-    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
-        with comparison(folder, shape, maskings, effort) as running:
-            return measure_step(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
-
-    measure("step", json, run, goals=step_goals)
-
-
-@takes
-def token(
-    *,
-    shape: Llama = _SHAPE,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
-    masking: Maskings = _MASKINGS,
-    effort: Effort = _EFFORT,
-    json: Json = None,
-) -> None:
-    """Measure a generated token of a Llama, whole and split.
-
-    Example: symbiosis-priv bench token --width 2048 --layers 4 --masking none,pad
-    """
-    task, maskings = Generate(prompt=prompt, tokens=tokens), schemes(masking)
-
-    def run(folder: Path, progress: Callable[[str], None]) -> list[Row]:
-        with comparison(folder, shape, maskings, effort) as running:
-            return measure_token(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
-
-    measure("token", json, run, goals=token_goals)
 
 
 def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -112,6 +65,59 @@ def token_goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal("a token without masks over the whole model's", figure(none, "token_over_whole"), at_most=1.0)
         if none is not None and pad is not None:
             yield Goal("a token with pads over one without masks", ratio(pad, none, "token_ms"), at_most=1.15)
+
+
+@benchmark("step", goals=step_goals)
+def step(
+    folder: Path,
+    progress: Progress,
+    *,
+    shape: Llama = _SHAPE,
+    batch: Batch = 4,
+    tokens: Tokens = 128,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
+) -> Iterator[Row]:
+    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process.
+
+    Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
+    """
+    task, maskings = Step(batch=batch, tokens=tokens), schemes(masking)
+    with comparison(folder, shape, maskings, effort) as running:
+        yield from measure_step(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
+
+
+@benchmark("token", goals=token_goals)
+def token(
+    folder: Path,
+    progress: Progress,
+    *,
+    shape: Llama = _SHAPE,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
+) -> Iterator[Row]:
+    """Measure a generated token of a Llama, whole and split.
+
+    Example: symbiosis-priv bench token --width 2048 --layers 4 --masking none,pad
+    """
+    maskings = schemes(masking)
+    with comparison(folder, shape, maskings, effort) as running:
+        task = Generate(prompt=prompt, tokens=tokens)
+        turns = _turns(running, task, [WHOLE, *maskings], repeat=effort.repeat, on_turn=progress)
+    millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
+    for name in turns:
+        yield {
+            **_shape(shape),
+            "prompt": prompt,
+            "tokens": tokens,
+            "variant": _variant(name),
+            "token_ms": millis[name],
+            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) / tokens if name != WHOLE else None,
+            "token_over_whole": millis[name] / millis[WHOLE],
+            "tenant_cpu_ms": 1e3 * _median(turns[name], lambda turn: turn.tenant_cpu_s) / tokens,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,69 +207,37 @@ def measure_step(
     maskings: Sequence[str],
     *,
     repeat: int,
-    on_turn: Callable[[str], None],
-) -> list[Row]:
-    """Measure, and return a row per variant with medians over `repeat` turns, after a warm-up turn.
+    on_turn: Progress,
+) -> Iterator[Row]:
+    """Measure a step. Yields a row per variant with medians over `repeat` turns, after a warm-up turn.
 
     Args:
         running: a comparison with a tenant per masking scheme.
     """
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
-    rows: list[Row] = []
     for name in turns:
         tenant, executor, helper = running.peaks_mib(name)
         split = name != WHOLE
-        rows.append(
-            {
-                **_shape(shape),
-                "batch": task.batch,
-                "tokens": task.tokens,
-                "variant": _variant(name),
-                "wall_s": _median(turns[name], lambda turn: sum(turn.seconds)),
-                "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
-                "tenant_cpu_s": cpu[name],
-                "executor_cpu_s": _median(turns[name], lambda turn: turn.executor_cpu_s) if split else None,
-                "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
-                "tenant_cpu_over_whole": cpu[name] / cpu[WHOLE] if cpu[WHOLE] else None,
-                "tenant_peak_mib": tenant,
-                "executor_peak_mib": executor if split else None,
-                "helper_peak_mib": helper if split else None,
-            }
-        )
-    return rows
-
-
-def measure_token(
-    running: Comparison,
-    shape: Llama,
-    task: Generate,
-    maskings: Sequence[str],
-    *,
-    repeat: int,
-    on_turn: Callable[[str], None],
-) -> list[Row]:
-    """Measure, and return a row per variant with medians over all tokens of `repeat` turns. Arguments as for
-    `measure_step`."""
-    turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
-    millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
-    return [
-        {
+        yield {
             **_shape(shape),
-            "prompt": task.prompt,
+            "batch": task.batch,
             "tokens": task.tokens,
             "variant": _variant(name),
-            "token_ms": millis[name],
-            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) / task.tokens if name != WHOLE else None,
-            "token_over_whole": millis[name] / millis[WHOLE],
-            "tenant_cpu_ms": 1e3 * _median(turns[name], lambda turn: turn.tenant_cpu_s) / task.tokens,
+            "wall_s": _median(turns[name], lambda turn: sum(turn.seconds)),
+            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
+            "tenant_cpu_s": cpu[name],
+            "executor_cpu_s": _median(turns[name], lambda turn: turn.executor_cpu_s) if split else None,
+            "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
+            "tenant_cpu_over_whole": cpu[name] / cpu[WHOLE] if cpu[WHOLE] else None,
+            "tenant_peak_mib": tenant,
+            "executor_peak_mib": executor if split else None,
+            "helper_peak_mib": helper if split else None,
         }
-        for name in turns
-    ]
 
 
 def _turns(
-    running: Comparison, task: Task, names: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
+    running: Comparison, task: Task, names: Sequence[str], *, repeat: int, on_turn: Progress
 ) -> dict[str, list[TurnCost]]:
     turns: dict[str, list[TurnCost]] = {name: [] for name in names}
     for turn in range(_WARM_UP + repeat):

@@ -37,7 +37,7 @@ from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
-from tenant.bench.options import Json, Seconds, Threads, measure, refuse_wrong
+from tenant.bench.options import Json, Seconds, Threads, measure
 from tenant.bench.processes import Child, Resources, cpu_seconds, lower_own_priority, resources
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.connections.channel import Channel, fresh_nonce
@@ -240,13 +240,12 @@ def abuse(
 
     Example: symbiosis-priv bench abuse --hidden 512 --seconds 2
     """
-    rows = measure(
+    measure(
         "abuse",
         json,
         lambda folder, progress: measure_abuse(folder, hidden=hidden, seconds=seconds, visits=visits, threads=threads),
         goals=goals,
     )
-    refuse_wrong(rows, "wrong")
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:

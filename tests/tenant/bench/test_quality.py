@@ -6,10 +6,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from symbiosis_priv.cli import app
 from tenant.bench.measured_models import Bert
-from tenant.bench.quality import goals, measure_quality
-from tenant.bench.report import number
+from tenant.bench.quality import goals
+from tenant.bench.report import number, read
 
 
 def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
@@ -17,10 +19,11 @@ def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
     words = Tokenizer(WordLevel({str(word): word for word in range(100)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
-    text = " ".join(map(str, range(40)))
-    rows = list(
-        measure_quality(folder, text=text, tokens=30, rings=(32, 24), weight_bits=(10,), progress=lambda _: None)
-    )
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(40))))
+    files = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--json", str(tmp_path / "report.json")]
+    shown = CliRunner().invoke(app, ["bench", "quality", *files, "--tokens", "30", "--weight-bits", "10"])
+    assert shown.exception is None, shown.output
+    rows = read(tmp_path / "report.json").rows
     assert [(row["arithmetic"], row["ring_bits"]) for row in rows] == [("bfloat16", None), ("ring", 32), ("ring", 24)]
     assert rows[0]["error_over_bfloat16"] == 1
     assert all(

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -187,16 +186,17 @@ class Proxy:
 
     async def listen(self, port: int) -> int:
         """Open a port of the proxy, and forward its connections to `port`."""
-        server = await asyncio.start_server(partial(self._connect, port), _HERE, 0)
+
+        async def connect(near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(2 * self._condition.delay_s)
+            with contextlib.suppress(OSError, TimeoutError), contextlib.closing(to_near):
+                far, to_far = await asyncio.wait_for(asyncio.open_connection(_HERE, port), _CONNECT_S)
+                with contextlib.closing(to_far):
+                    await asyncio.gather(self._forward(near, to_far, index=0), self._forward(far, to_near, index=1))
+
+        server = await asyncio.start_server(connect, _HERE, 0)
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
-
-    async def _connect(self, port: int, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(2 * self._condition.delay_s)
-        with contextlib.suppress(OSError, TimeoutError), contextlib.closing(to_near):
-            far, to_far = await asyncio.wait_for(asyncio.open_connection(_HERE, port), _CONNECT_S)
-            with contextlib.closing(to_far):
-                await asyncio.gather(self._forward(near, to_far, index=0), self._forward(far, to_near, index=1))
 
     async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, index: int) -> None:
         """Forward one direction of one connection."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -27,7 +28,7 @@ from transformers import AutoModel
 from tenant.bench.measured_models import Bert, Effort, provide, remote_config
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import check_supported, resources
-from tenant.bench.report import Goal, Row, figure, where
+from tenant.bench.report import Goal, Row, Value, figure, where
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
@@ -151,6 +152,11 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
     return repository
 
 
+def _row(measurement: str, variant: str, **figures: Value) -> Row:
+    columns = ("tasks", "rows", "tokens", "batches", "variant", "memory_mib", "wall_s", "round_trips", "gain")
+    return {"measurement": measurement, **dict.fromkeys(columns), "variant": variant, **figures}
+
+
 def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     """Measure the process's resident memory before and after loading, which includes Python objects."""
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
@@ -162,13 +168,13 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     seconds = time.perf_counter() - start
     gc.collect()
     grown = max(tasks.bytes, resources([os.getpid()]).bytes - before)
-    row: Row = {"measurement": "memory", "tasks": len(names), "rows": None, "tokens": None, "batches": None}
-    whole, shared = len(names) * copies, copies + grown
-    yield {**row, "variant": "a full copy per task", "memory_mib": whole / _MIB, **_cost(None), "gain": 1.0}
-    yield {**row, "variant": "one model", "memory_mib": shared / _MIB, **_cost(seconds), "gain": whole / shared}
+    row, whole, shared = partial(_row, "memory", tasks=len(names)), len(names) * copies, copies + grown
+    yield row("a full copy per task", memory_mib=whole / _MIB, gain=1.0)
+    yield row("one model", memory_mib=shared / _MIB, wall_s=seconds, gain=whole / shared)
 
 
 def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, measurement: str) -> Iterator[Row]:
+    """Measure the median seconds and the round trips to executors of a turn (None for a whole model)."""
     ids = _ids(len(names), tokens)
 
     def one_after_the_other() -> None:
@@ -180,40 +186,29 @@ def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, meas
         with tasks.batch(names):
             _forward(tasks, ids)
 
-    variants = {"one task after the other": one_after_the_other, "mixed batch": mixed}
-    found = {name: _measured(tasks, work, repeat) for name, work in variants.items()}
-    first = found["one task after the other"]
-    for name, (seconds, trips) in found.items():
-        yield {
-            "measurement": measurement,
-            "tasks": len(names),
-            "rows": len(names),
-            "tokens": tokens,
-            "batches": len(names) if name.startswith("one") else 1,
-            "variant": name,
-            "memory_mib": None,
-            **_cost(seconds, trips),
-            "gain": first[0] / seconds if trips is None else (first[1] or 0) / trips,
-        }
-
-
-def _measured(tasks: Tasks, work: Callable[[], None], repeat: int) -> tuple[float, int | None]:
-    """Return the median seconds and the round trips to executors of a turn (None for a whole model)."""
-    work()
-    before = _ledger(tasks.model)
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
+    split = hasattr(tasks.model, "hf_quantizer")
+    first: tuple[float, int] | None = None
+    for variant, work in {"one task after the other": one_after_the_other, "mixed batch": mixed}.items():
         work()
-        times.append(time.perf_counter() - start)
-    trips = None
-    if before is not None:
-        trips = since(before, _ledger(tasks.model) or before).executor_round_trips // repeat
-    return statistics.median(times), trips
-
-
-def _ledger(model: Any) -> Ledger | None:
-    return ledger_of(model) if hasattr(model, "hf_quantizer") else None
+        before, times = (ledger_of(tasks.model) if split else None) or Ledger(), []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        after = (ledger_of(tasks.model) if split else None) or before
+        trips, seconds = since(before, after).executor_round_trips // repeat, statistics.median(times)
+        first = first or (seconds, trips)
+        yield _row(
+            measurement,
+            variant,
+            tasks=len(names),
+            rows=len(names),
+            tokens=tokens,
+            batches=1 if work is mixed else len(names),
+            wall_s=seconds,
+            round_trips=trips if split else None,
+            gain=first[1] / trips if split else first[0] / seconds,
+        )
 
 
 def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, progress: Progress) -> Iterator[Row]:
@@ -227,7 +222,13 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, pr
     costs = measure_costs(
         tasks, run, examples, rows=sorted({1, 4, traffic.size}), tokens=sorted({1, longest}), repeat=1
     )
-    requests = _requests(tasks, names[:_TASKS], traffic, longest)
+    random = np.random.default_rng(0)
+    lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
+    chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=traffic.requests)]
+    requests = [
+        Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
+        for task, length in zip(chosen, lengths, strict=True)
+    ]
     plans: dict[str, Callable[[Sequence[Request], Costs], Batches]] = {
         "fixed size": lambda requests, costs: fixed(requests, size=traffic.size),
         "own cost only": by_task,
@@ -245,36 +246,21 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, pr
             _forward(tasks, *padded(requested))
         seconds[name] += time.perf_counter() - start
     for name, batches in planned.items():
-        yield {
-            "measurement": "coordinated batching",
-            "tasks": min(len(names), _TASKS),
-            "rows": traffic.requests,
-            "tokens": round(traffic.mean),
-            "batches": len(batches),
-            "variant": name,
-            "memory_mib": None,
-            **_cost(seconds[name]),
-            "gain": seconds["fixed size"] / seconds[name],
-        }
-
-
-def _requests(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, longest: int) -> list[Request]:
-    random = np.random.default_rng(0)
-    lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
-    chosen = random.integers(len(names), size=traffic.requests)
-    return [
-        Request(task=names[task], method=tasks[names[task]].id.method, input_ids=_ids(1, int(length))[0])
-        for task, length in zip(chosen, lengths, strict=True)
-    ]
+        yield _row(
+            "coordinated batching",
+            name,
+            tasks=min(len(names), _TASKS),
+            rows=traffic.requests,
+            tokens=round(traffic.mean),
+            batches=len(batches),
+            wall_s=seconds[name],
+            gain=seconds["fixed size"] / seconds[name],
+        )
 
 
 @torch.inference_mode()
 def _forward(tasks: Tasks, ids: Tensor, mask: Tensor | None = None) -> None:
     tasks.model(input_ids=ids, attention_mask=mask)
-
-
-def _cost(seconds: float | None, round_trips: int | None = None) -> Row:
-    return {"wall_s": seconds, "round_trips": round_trips}
 
 
 def _ids(rows: int, tokens: int) -> Tensor:

@@ -264,7 +264,22 @@ class _Bench:
 
     def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> tuple[Row, dict[str, str]]:
         """Measure a scenario."""
-        loads = [self._load(*load, seconds) for load in mix.loads(scenario)]
+        loads = []
+        for name, kind, rows, rank in mix.loads(scenario):
+            if name not in self._identities:
+                self._identities[name] = self._local.issue_tenant(name)
+            load = RequestLoad(
+                name=name,
+                identity=self._identities[name],
+                kind=kind,
+                rows=rows,
+                rank=rank,
+                federation=self._local.federation,
+                groups=self._groups,
+                seconds=seconds,
+                checked_s=min(_CHECKED_S, seconds),
+            )
+            loads.append(load)
         with contextlib.ExitStack() as running:
             tenants: list[Child[Phase, Any]] = [
                 running.enter_context(Child(load.name, serve_load, load)) for load in loads
@@ -274,54 +289,32 @@ class _Bench:
                 for load, tenant in zip(loads, tenants, strict=True)
             }
             _ask_together(tenants, "checked", seconds=loads[0].checked_s)
-            before = self._executor()
+            before = self._local.status("executor")["executor"]
             seen: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
-            after = self._executor()
-        row = self._row(scenario, loads, seen, seconds)
-        row |= _executor_figures(before, after)
-        row |= {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
-        return row, alone
-
-    def _load(self, name: str, kind: Kind, rows: int, rank: int, seconds: float) -> RequestLoad:
-        if name not in self._identities:
-            self._identities[name] = self._local.issue_tenant(name)
-        return RequestLoad(
-            name=name,
-            identity=self._identities[name],
-            kind=kind,
-            rows=rows,
-            rank=rank,
-            federation=self._local.federation,
-            groups=self._groups,
-            seconds=seconds,
-            checked_s=min(_CHECKED_S, seconds),
-        )
-
-    def _executor(self) -> dict[str, Any]:
-        """Return the entry of the executor in the provider's `/status`."""
-        executor: dict[str, Any] = self._local.status("executor")["executor"]
-        return executor
-
-    def _row(self, scenario: Scenario, loads: Sequence[RequestLoad], seen: Sequence[LoadResult], seconds: float) -> Row:
-        of_kind = {
-            kind: [(load.rows, found.turns) for load, found in zip(loads, seen, strict=True) if load.kind == kind]
-            for kind in ("generating", "training")
-        }
-        per_s = {kind: sum(rows * len(turns) for rows, turns in found) / seconds for kind, found in of_kind.items()}
-        millis = {kind: _millis([t for _, turns in found for t in turns]) for kind, found in of_kind.items()}
-        sizes = sorted({rows for rows, _ in of_kind["generating"]})
-        return {
+            after = self._local.status("executor")["executor"]
+        row: Row = {
             "generating": scenario.generating,
-            "generating_rows": ", ".join(map(str, sizes)) or None,
+            "generating_rows": ", ".join(map(str, sorted({one.rows for one in loads if one.kind == "generating"})))
+            or None,
             "training": scenario.training,
             "policy": self._variant.policy,
             "ranks": self._variant.ranks,
             "sharding": self._variant.sharding if self._variant.ranks > 1 else None,
-            "tokens_per_s": per_s["generating"],
-            **{f"token_{name}_ms": value for name, value in millis["generating"].items()},
-            "trained_rows_per_s": per_s["training"],
-            **{f"step_{name}_ms": value for name, value in millis["training"].items() if name != "mean"},
         }
+        for kind, per_s, turn in (
+            ("generating", "tokens_per_s", "token"),
+            ("training", "trained_rows_per_s", "step"),
+        ):
+            found = [(one.rows, result.turns) for one, result in zip(loads, seen, strict=True) if one.kind == kind]
+            turns = [seconds for _, turns in found for seconds in turns]
+            row[per_s] = sum(rows * len(turns) for rows, turns in found) / seconds
+            if kind == "generating":
+                row["token_mean_ms"] = 1000 * statistics.fmean(turns) if turns else None
+            for q in (50, 99):
+                row[f"{turn}_p{q}_ms"] = percentile(turns, q, unit=1e-3) if turns else None
+        row |= _executor_figures(before, after)
+        row |= {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
+        return row, alone
 
 
 def _ask_together(tenants: Sequence[Child[Phase, Any]], phase: Phase, *, seconds: float) -> list[Any]:
@@ -344,10 +337,3 @@ def _executor_figures(before: dict[str, Any], after: dict[str, Any]) -> Row:
         "idle_share": grown("idle") / grown("uptime"),
         "resident_mib": after["resident"] / (1 << 20),
     }
-
-
-def _millis(turns: Sequence[float]) -> Row:
-    if not turns:
-        return {"mean": None, "p50": None, "p99": None}
-    p50, p99 = (percentile(turns, q, unit=1e-3) for q in (50, 99))
-    return {"mean": 1000 * statistics.fmean(turns), "p50": p50, "p99": p99}

@@ -124,7 +124,13 @@ class _Bench:
             for _ in range(turns):
                 seconds["echo"].append(_seconds(exchange))
                 seconds["product"].append(_seconds(partial(self._matrix.product, xq)))
-                self._wait_for_pads(rows)
+                # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
+                self._session.runtime.pads.order(GroupIndex(self._index), FORWARD, 2 * rows)
+                deadline = time.monotonic() + _PREFETCH_DEADLINE_S
+                while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
+                    time.sleep(2e-4)
                 with recorded() as spent:
                     seconds["masked"].append(_seconds(call))
                 for span in SPANS:
@@ -146,16 +152,6 @@ class _Bench:
             "masked_over_echo": p50["masked"] / p50["echo"],
             "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
         }
-
-    def _wait_for_pads(self, rows: int) -> None:
-        """Wait for the pads of the next two calls, if the scheme has pads, so that no pads are drawn during the first
-        call."""
-        self._session.runtime.pads.order(GroupIndex(self._index), FORWARD, 2 * rows)
-        deadline = time.monotonic() + _PREFETCH_DEADLINE_S
-        while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
-            if time.monotonic() > deadline:
-                raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
-            time.sleep(2e-4)
 
 
 def _seconds(run: Callable[[], object]) -> float:

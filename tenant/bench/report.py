@@ -220,30 +220,23 @@ class Table:
 def render(reports: Sequence[ResultFile]) -> str:
     """Format result files as a page: a section per benchmark, with command, machine, table and goals of each file."""
     page = ""
-    for benchmark in dict.fromkeys(report.benchmark for report in reports):
-        page += f"\n## bench {benchmark}\n"
-        for report in reports:
-            if report.benchmark == benchmark:
-                page += "\n" + _render(report)
+    for report in sorted(reports, key=lambda one: [other.benchmark for other in reports].index(one.benchmark)):
+        heading = f"\n## bench {report.benchmark}\n"
+        page += "\n" if heading in page else f"{heading}\n"
+        machine, table = report.machine, Table.of(report.rows)
+        versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+        page += (
+            f"`{report.command}`\n\n{report.date[:10]}, {machine.cpu}, {machine.cores} cores "
+            f"({', '.join(machine.instructions) or 'no extensions'}), {machine.memory_gib:g} GiB, "
+            f"{machine.gpu or 'no GPU'}, {versions}.\n\n"
+        )
+        if table.shared:
+            page += f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.\n\n"
+        page += _table(table.headings, table.rows)
+        if report.goals:
+            goals = [[goal.what, goal.wanted, _cell(goal.measured), goal.verdict] for goal in report.goals]
+            page += "\n" + _table(("goal", "wanted", "measured", ""), goals)
     return page.lstrip("\n")
-
-
-def _render(report: ResultFile) -> str:
-    machine, table = report.machine, Table.of(report.rows)
-    head = (
-        f"{report.date[:10]}, {machine.cpu}, {machine.cores} cores "
-        f"({', '.join(machine.instructions) or 'no extensions'}), {machine.memory_gib:g} GiB, "
-        f"{machine.gpu or 'no GPU'}, "
-        f"{', '.join(f'{name} {number}' for name, number in report.versions.items())}"
-    )
-    lines = [f"`{report.command}`", "", head + ".", ""]
-    if table.shared:
-        lines += [f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.", ""]
-    text = "\n".join(lines) + "\n" + _table(table.headings, table.rows)
-    if report.goals:
-        goals = [[goal.what, goal.wanted, _cell(goal.measured), goal.verdict] for goal in report.goals]
-        text += "\n" + _table(("goal", "wanted", "measured", ""), goals)
-    return text
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -148,7 +148,16 @@ class Comparison:
         pids = self._pids(name)
         before = [cpu_seconds([pid]) for pid in pids]
         costs = self._tenants[name].ask(task, timeout_s=TURN_S)
-        spent = [now - then for now, then in zip(_cpu_when_idle(pids), before, strict=True)]
+        until = time.monotonic() + TURN_S
+        polls, last = 0, [cpu_seconds([pid]) for pid in pids]
+        while polls < _IDLE_POLLS:
+            if time.monotonic() > until:
+                raise DeadlineExceededError(f"the processes are still busy {TURN_S:g} s after the answer")
+            time.sleep(_POLL_S)
+            now = [cpu_seconds([pid]) for pid in pids]
+            polls = polls + 1 if sum(now) - sum(last) < _IDLE_S else 0
+            last = now
+        spent = [after - then for after, then in zip(last, before, strict=True)]
         moved = sum(n for cost in costs for name, n in cost.counted.items() if name.startswith("bytes_"))
         seconds = [cost.seconds for cost in costs]
         return TurnCost(
@@ -165,19 +174,6 @@ class Comparison:
 
     def _pids(self, name: str) -> list[int]:
         return [self._tenants[name].pid, *self._providers]
-
-
-def _cpu_when_idle(pids: Sequence[int]) -> list[float]:
-    until = time.monotonic() + TURN_S
-    polls, last = 0, [cpu_seconds([pid]) for pid in pids]
-    while polls < _IDLE_POLLS:
-        if time.monotonic() > until:
-            raise DeadlineExceededError(f"the processes are still busy {TURN_S:g} s after the answer")
-        time.sleep(_POLL_S)
-        now = [cpu_seconds([pid]) for pid in pids]
-        polls = polls + 1 if sum(now) - sum(last) < _IDLE_S else 0
-        last = now
-    return last
 
 
 @contextmanager

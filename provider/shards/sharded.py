@@ -197,9 +197,12 @@ class ShardedOperands(Operands):
         self._heartbeats = Heartbeats(
             rank=self._rank, world=self._world, counters=rank_group.counters(), lost=self._end
         )
-        self._require_one_model(
-            f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
-        )
+        what = f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
+        mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
+        theirs = mine.clone()
+        dist.broadcast(theirs, _LEAD, group=self._plans)  # NCCL takes no tensor on the CPU
+        if not torch.equal(mine, theirs):
+            raise CheckpointError(f"rank {self._rank} has {what}; rank 0 differs: give all ranks the same [model]")
         if os.environ["LOCAL_RANK"] == "0":
             for index in store.served:
                 store.matrix(index)  # one at a time: packs a missing layer group, checks an existing one
@@ -310,54 +313,36 @@ class ShardedOperands(Operands):
     ) -> None:
         """Compute what one rank adds to a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
         unit, count = self._units[plan.group], plan.rows[self._rank]
-        if plan.mode is Mode.EXPERTS:
-            self._by_expert(unit, plan, count, counts, rows, out)
-        elif plan.mode is Mode.GATHERED:
-            self._gathered(unit, plan, count, rows, out)
-        elif plan.direction == FORWARD:
-            self._columns_forward(unit, count, rows, out)
-        else:
-            self._columns_backward(unit, count, rows, out)
-
-    def _gathered(self, unit: Unit, plan: _Plan, count: int, rows: Tensor | None, out: Tensor | None) -> None:
-        inputs, outputs = unit.columns(plan.direction)
-        mine = self._scattered(None if rows is None else rows.split(list(plan.rows)), count, inputs)
-        product = self._matrix(count, outputs)
-        unit(mine, plan.direction, product)
-        self._collect(product, None if out is None else out.split(list(plan.rows)))
-
-    def _columns_forward(self, unit: Unit, count: int, rows: Tensor | None, out: Tensor | None) -> None:
-        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
-        shared = self._broadcast(rows, count, unit.columns(FORWARD).rows)
-        columns = shards[self._rank]
-        product = self._matrix(count, columns.stop - columns.start)
-        unit.multiply_shard(columns, shared, FORWARD, product)
-        chunks = None if out is None else [out.new_empty((count, shard.stop - shard.start)) for shard in shards]
-        self._collect(product, chunks)
-        if chunks is not None:
-            torch.cat(chunks, dim=1, out=out)
-
-    def _columns_backward(self, unit: Unit, count: int, rows: Tensor | None, out: Tensor | None) -> None:
-        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
-        columns = shards[self._rank]
-        chunks = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
-        mine = self._scattered(chunks, count, columns.stop - columns.start)
-        product = self._matrix(count, unit.columns(BACKWARD).result)
-        unit.multiply_shard(columns, mine, BACKWARD, product)
-        self._sum(product, out)
-
-    def _by_expert(
-        self, unit: Unit, plan: _Plan, count: int, counts: Counts | None, rows: Tensor | None, out: Tensor | None
-    ) -> None:
-        experts = self._entries[plan.group].experts
-        numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
-        dist.broadcast(numbers, _LEAD, group=self._plans)
+        experts = self._entries[plan.group].experts if plan.mode is Mode.EXPERTS else 1
         inputs, outputs = unit.columns(plan.direction, experts=experts)
-        shared = self._broadcast(rows, count, inputs)
-        product = self._matrix(count, outputs).zero_()
-        columns = unit.columns_of(self._rank, self._world)
-        unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
-        self._sum(product, out)
+        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
+        columns = shards[self._rank]
+        if plan.mode is Mode.EXPERTS:
+            numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
+            dist.broadcast(numbers, _LEAD, group=self._plans)
+            shared = self._broadcast(rows, count, inputs)
+            product = self._matrix(count, outputs).zero_()
+            unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
+            self._sum(product, out)
+        elif plan.mode is Mode.GATHERED:
+            mine = self._scattered(None if rows is None else rows.split(list(plan.rows)), count, inputs)
+            product = self._matrix(count, outputs)
+            unit(mine, plan.direction, product)
+            self._collect(product, None if out is None else out.split(list(plan.rows)))
+        elif plan.direction == FORWARD:
+            shared = self._broadcast(rows, count, inputs)
+            product = self._matrix(count, columns.stop - columns.start)
+            unit.multiply_shard(columns, shared, FORWARD, product)
+            chunks = None if out is None else [out.new_empty((count, shard.stop - shard.start)) for shard in shards]
+            self._collect(product, chunks)
+            if chunks is not None:
+                torch.cat(chunks, dim=1, out=out)
+        else:
+            parts = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
+            mine = self._scattered(parts, count, columns.stop - columns.start)
+            product = self._matrix(count, outputs)
+            unit.multiply_shard(columns, mine, BACKWARD, product)
+            self._sum(product, out)
 
     # Matrices between rank 0, which passes tensors on the CPU, and the other ranks, which pass None
 
@@ -398,14 +383,7 @@ class ShardedOperands(Operands):
     def _matrix(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=torch.int32, device=self._device)
 
-    # Start and failure
-
-    def _require_one_model(self, what: str) -> None:
-        mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
-        theirs = mine.clone()
-        dist.broadcast(theirs, _LEAD, group=self._plans)  # NCCL takes no tensor on the CPU
-        if not torch.equal(mine, theirs):
-            raise CheckpointError(f"rank {self._rank} has {what}; rank 0 differs: give all ranks the same [model]")
+    # Failure
 
     @contextmanager
     def _ending_on_error(self, what: str) -> Iterator[None]:

@@ -1,11 +1,9 @@
 """`tenant check`: what a split model keeps, what it sends, and how the ring's arithmetic changes its output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -18,9 +16,6 @@ from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, MAX_WE
 from tenant.cli.options import Model, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length
-
-if TYPE_CHECKING:  # importing torch would delay --help
-    from tenant.training.quantisation_error import Quality, Similarity
 
 
 def check(
@@ -78,17 +73,16 @@ def check(
     load = partial(load_model, model, kind=kind)
     measured: Any
     compare: Callable[..., Any] = quantisation_error.compare_vectors
-    table: Callable[..., Table]
+    of = "outputs"
     if text is None:
         assert inputs is not None
         measured = [quantisation_error.read_inputs(inputs)]
-        table = partial(_similarity_table, of="outputs")
     else:
         check_reads_text(kind)
         tokenizer = load_tokenizer(model)
         causal = is_language_model(kind)
         compare = quantisation_error.compare if causal else compare
-        table = _quality_table if causal else partial(_similarity_table, of="hidden states")
+        of = "hidden states"
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     splits: dict[str, Any] = {}
     for label, ring_bits in rings:
@@ -107,7 +101,7 @@ def check(
         backend_of(split).close()
     with terminal.progress_bar("bf16") as progress:
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
-    terminal.console().print(table(models))
+    terminal.console().print(_comparison(models, of=of))
 
 
 def _division_table(folder: Path, *, tied_head: bool, federation: Federation | None) -> Table:
@@ -144,20 +138,23 @@ def _division_table(folder: Path, *, tied_head: bool, federation: Federation | N
     return table
 
 
-def _quality_table(models: dict[str, Quality]) -> Table:
-    first = next(iter(models.values()))
-    table = table_of(f"compared with unquantised fp32, {first.tokens:,} tokens", *models)
-    table.add_row("same first choice", *(f"{q.top1:.3%}" for q in models.values()))
-    table.add_row("perplexity", *(f"{q.perplexity:.4f}" for q in models.values()))
-    table.add_row("fp32's perplexity", *(f"{q.reference_perplexity:.4f}" for q in models.values()))
-    table.add_row("difference", *(f"{q.perplexity_change:+.3%}" for q in models.values()))
-    table.add_row("smallest cosine of logits", *(f"{q.min_cosine:.6f}" for q in models.values()))
-    return table
+def _comparison(models: dict[str, Any], *, of: str) -> Table:
+    """Return the table of `Quality` or `Similarity` of each model."""
+    from tenant.training.quantisation_error import Quality
 
-
-def _similarity_table(models: dict[str, Similarity], *, of: str) -> Table:
     first = next(iter(models.values()))
-    table = table_of(f"compared with unquantised fp32, {first.vectors:,} vectors", *models)
-    table.add_row(f"smallest cosine of {of}", *(f"{q.min_cosine:.6f}" for q in models.values()))
-    table.add_row(f"mean cosine of {of}", *(f"{q.mean_cosine:.6f}" for q in models.values()))
+    is_quality = isinstance(first, Quality)
+    compared = f"{first.tokens:,} tokens" if is_quality else f"{first.vectors:,} vectors"
+    table = table_of(f"compared with unquantised fp32, {compared}", *models)
+    figures = {f"smallest cosine of {of}": ("min_cosine", ".6f"), f"mean cosine of {of}": ("mean_cosine", ".6f")}
+    if is_quality:
+        figures = {
+            "same first choice": ("top1", ".3%"),
+            "perplexity": ("perplexity", ".4f"),
+            "fp32's perplexity": ("reference_perplexity", ".4f"),
+            "difference": ("perplexity_change", "+.3%"),
+            "smallest cosine of logits": ("min_cosine", ".6f"),
+        }
+    for label, (name, form) in figures.items():
+        table.add_row(label, *(format(getattr(one, name), form) for one in models.values()))
     return table

@@ -50,10 +50,15 @@ def finetune(
         from tenant.model import ledger as ledgers
         from tenant.training import finetune as finetuning
 
-    with _notes_shown(), _training_progress() as on_progress:
-        result = finetuning.finetune(
-            model, text, output, remote=remote.config(), options=options, on_progress=on_progress
-        )
+    try:
+        with _training_progress() as on_progress:
+            result = finetuning.finetune(
+                model, text, output, remote=remote.config(), options=options, on_progress=on_progress
+            )
+    except BaseException as error:
+        for note in getattr(error, "__notes__", ()):  # they say what is saved
+            typer.echo(note, err=True)
+        raise
     where = "held-out data" if result.held_out else "training data"
     table = table_of("fine-tuned", "")
     table.add_row("adapter", str(result.adapter))
@@ -68,18 +73,6 @@ def finetune(
         for row in ledgers.table_rows(result.ledger, tokens=result.tokens):
             table.add_row(*row)
     terminal.console().print(table)
-
-
-@contextmanager
-def _notes_shown() -> Iterator[None]:
-    """Context manager: print the notes of an exception, which say what is saved, before the exception itself is
-    printed."""
-    try:
-        yield
-    except BaseException as error:
-        for note in getattr(error, "__notes__", ()):
-            typer.echo(note, err=True)
-        raise
 
 
 @contextmanager

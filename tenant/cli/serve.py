@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 from contextlib import ExitStack
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -27,7 +28,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
         with loading():
             from tenant.endpoint import serving
 
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as usual, so that the session is closed
         with terminal.working(f"loading {name}"):
             service = opened.enter_context(
                 serving.opened(model, remote.config(), name=name, adapters=adapters, options=options, clients=len(keys))
@@ -43,8 +44,3 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
             terminal.say(f"page: http://{address}/#key={keys[0]}")
             terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")
         server.run()
-
-
-def _end(*_: object) -> None:
-    """End the program as usual, so that the session is closed."""
-    raise SystemExit(0)

@@ -79,10 +79,21 @@ def init(
     providers = [ProviderArgument.parse(text, role="executor") for text in executor]
     providers += [ProviderArgument.parse(text, role="helper") for text in helper or ()]
     scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=2 if two_round_trips else 4)
+    if digest is None:
+        folder = resolve(str(model))
+        with loading("torch"):
+            import torch
+
+            from symbiosis_priv.checkpoints.weights import WeightStore
+
+        store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
+        with terminal.progress_bar("quantising") as progress:
+            entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
+            digest = store.assemble(entries).digest
     federation = write_federation(
         path,
         providers,
-        digest=digest or _digest(str(model), weight_bits, scope),
+        digest=digest,
         weight_bits=weight_bits,
         scope=scope,
         tenant_certificate=certificate,
@@ -97,19 +108,6 @@ def init(
         typer.echo(f"  let the executor's operator sign {tenant}.csr")
         typer.echo(f"  put the {certificate.name} that you receive into {directory}")
     typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
-
-
-def _digest(model: str, weight_bits: int, scope: Scope) -> str:
-    folder = resolve(model)
-    with loading("torch"):
-        import torch
-
-        from symbiosis_priv.checkpoints.weights import WeightStore
-
-    store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
-    with terminal.progress_bar("quantising") as progress:
-        entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
-        return store.assemble(entries).digest
 
 
 @app.command()
@@ -131,25 +129,18 @@ def check(
         resolve(model)
     with loading("torch"):
         from tenant.federation.probe import probe_all
+        from tenant.routing.discovery import DEADLINE_S, Discovered, Discovery
 
-    preparation = _preparation(loaded, model)
-    found = _found(loaded, timeout)
+    preparation, found = _preparation(loaded, model), Discovered()
+    if loaded.registries is not None:
+        discovery = Discovery(loaded, deadline_s=min(timeout, DEADLINE_S))
+        discovery.refresh()
+        discovery.close(0.0)
+        found = discovery.found
     with_found = replace(loaded, peers=(*loaded.peers, *found.executors))
     with terminal.working("asking the providers"):
         findings = probe_all(with_found, preparation, timeout=timeout)
     _show(with_found, findings, preparation, found)
-
-
-def _found(federation: Federation, timeout: float) -> Discovered:
-    """Ask the registries of a federation for executors. The result is empty without registries."""
-    from tenant.routing.discovery import DEADLINE_S, Discovered, Discovery
-
-    if federation.registries is None:
-        return Discovered()
-    discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S))
-    discovery.refresh()
-    discovery.close(0.0)
-    return discovery.found
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
@@ -228,7 +219,7 @@ def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.checkpoints.layers import spans
 
-    peer, none, layers, throughput = finding.peer, "", "", ""
+    peer, layers, throughput = finding.peer, "", ""
     groups = finding.groups.get(FORWARD, range(0))
     if preparation is not None and groups:
         layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
@@ -239,9 +230,9 @@ def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
         peer.role,
         f"{peer.host}:{peer.port}",
         layers,
-        none if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
-        none if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
-        none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
+        "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
+        "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
+        "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
         throughput,
         "failed" if finding.failure else "ok",
     ]

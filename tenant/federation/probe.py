@@ -238,7 +238,17 @@ class ProviderProbe:
                 f"certificates by its own clock. Set both by NTP"
             )
         welcome = self._hello()
-        groups = self._check_groups(welcome.groups)
+        groups = welcome.groups
+        if self._preparation is not None:
+            layers = self._preparation.manifest.layers
+            if groups.stop > len(layers):
+                raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model does not have")
+            wanted = finding.peer.layers
+            if wanted is not None and (absent := set(wanted.groups(layers)) - set(groups)):
+                raise ProtocolError(
+                    f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
+                    f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
+                )
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
         times = []
         for _ in range(_ROUND_TRIPS):
@@ -279,23 +289,6 @@ class ProviderProbe:
         if self._welcome.model_digest != digest:
             raise ProtocolError(f"{self.name} does not serve the pinned model")
         return self._welcome
-
-    def _check_groups(self, groups: range) -> range:
-        """Return `groups`. Raises `ProtocolError` if a layer group is not in the model, or if a layer of the federation
-        file is missing."""
-        if self._preparation is None:
-            return groups
-        layers = self._preparation.manifest.layers
-        if groups.stop > len(layers):
-            raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model does not have")
-        if (wanted := self.finding.peer.layers) is not None:
-            expected = wanted.groups(layers)
-            if absent := set(expected) - set(groups):
-                raise ProtocolError(
-                    f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
-                    f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
-                )
-        return groups
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
         """Verify a product of one row at the first and the last group of linears, in both directions.

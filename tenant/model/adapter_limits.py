@@ -11,7 +11,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +77,25 @@ def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> Pef
             what = f"{field} in {folder / 'adapter_config.json'}"
             if getattr(config, "layer_replication", None):
                 raise CheckpointError(f"{what} is a pattern used with layer_replication; write a list of module names")
-            found = _matching(pattern, names, what=what)
+            try:  # in a child process with limited time and memory
+                done = subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _MATCH, str(_MEMORY)],
+                    input=json.dumps([pattern, names]),
+                    capture_output=True,
+                    text=True,
+                    timeout=_PATIENCE_S,
+                    check=True,
+                )
+                found: list[str] = json.loads(done.stdout)
+            except (subprocess.SubprocessError, ValueError) as error:
+                raise CheckpointError(
+                    f"{what} is not a regular expression that can be matched in {_PATIENCE_S:g} s; write a list of "
+                    f"module names"
+                ) from error
             if not found and field != "feedforward_modules":
                 raise CheckpointError(f"{what} matches no module of this model; load the same base model")
             setattr(config, field, "|".join(map(re.escape, found)) or _NOTHING)
     return config
-
-
-def _matching(pattern: str, names: Sequence[str], *, what: str) -> list[str]:
-    """Return the names that match, found by a child process with limited time and memory."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _MATCH, str(_MEMORY)],
-            input=json.dumps([pattern, list(names)]),
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=True,
-        )
-        found: list[str] = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
-        raise CheckpointError(
-            f"{what} is not a regular expression that can be matched in {_PATIENCE_S:g} s; write a list of module names"
-        ) from error
-    return found
 
 
 class MemoryLimit(TorchDispatchMode):

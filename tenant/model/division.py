@@ -1,7 +1,7 @@
 """Counts the parameters that are offloaded and those that stay with the tenant, by kind."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,8 +59,16 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
     prefix = f"{model.base_model_prefix}."
     names = {name.removeprefix(prefix) for name in members}
     modules = dict(model.named_modules())
-    kinds = _kinds(model, names)
     ties = model.all_tied_weights_keys  # on the meta device, tied modules have parameters of their own
+    # the kinds of the modules that are kept because of their place in the model
+    kinds = dict.fromkeys(task_heads(model), HEADS)
+    experts = tuple(experts_of(model))
+    for name in routed_modules(model):
+        kinds[name] = EXPERTS if name.startswith(experts) else ROUTERS
+    owners = [[name.rpartition(".")[0] for name in tie] for tie in ties.items()]
+    tables = {source for target, source in owners if target in names}
+    for target, source in owners:
+        kinds |= dict.fromkeys((target, source), TABLE if source in tables else TIED_HEAD)
     every = dict(model.named_parameters(remove_duplicate=False))
     kept: Counter[str] = Counter()
     offloaded = 0
@@ -74,19 +82,6 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
         else:
             kept[kinds.get(owner) or _kind(modules[owner])] += parameter.numel()
     return Division(offloaded=offloaded, kept=dict(kept.most_common()))
-
-
-def _kinds(model: PreTrainedModel, offloaded: Set[str]) -> dict[str, str]:
-    """Return the kinds of the modules that are kept because of their place in the model, by name."""
-    kinds = dict.fromkeys(task_heads(model), HEADS)
-    experts = tuple(experts_of(model))
-    for name in routed_modules(model):
-        kinds[name] = EXPERTS if name.startswith(experts) else ROUTERS
-    ties = [[name.rpartition(".")[0] for name in tie] for tie in model.all_tied_weights_keys.items()]
-    tables = {source for target, source in ties if target in offloaded}
-    for target, source in ties:
-        kinds |= dict.fromkeys((target, source), TABLE if source in tables else TIED_HEAD)
-    return kinds
 
 
 def _kind(module: nn.Module) -> str:

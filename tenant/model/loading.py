@@ -228,26 +228,22 @@ def warn_of_other_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> 
     text becomes, so only the template that the user has prepared is used."""
     given: Any = tokenizer.chat_template
     known = given.get("default") if isinstance(given, dict) else given
-    if _adapter_template(folder) not in (None, known):
+    path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    template: object = None  # as `tokenizer.save_pretrained` writes it
+    try:
+        if path.exists():
+            template = read_limited(path, _MAX_TEMPLATE_BYTES).decode()
+        elif settings.exists():
+            template = read_json(settings).get("chat_template")
+    except (OSError, UnicodeDecodeError, CheckpointError):  # unreadable, too large, or not UTF-8
+        template = ""
+    if isinstance(template, str) and template != known:
         log.warning(
             "the chat template in %s is not used: providers see how many rows a text becomes, and a template decides "
             "that. If you trust the template, copy it into the base model's folder (chat_template.jinja), and run "
             "`symbiosis-priv tenant prepare`",
             folder,
         )
-
-
-def _adapter_template(folder: Path) -> str | None:
-    """Return the chat template in a PEFT folder, as `tokenizer.save_pretrained` writes it; None if there is none, and
-    an empty text if the file is unreadable, too large, or not UTF-8."""
-    path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    try:
-        if path.exists():
-            return read_limited(path, _MAX_TEMPLATE_BYTES).decode()
-        template = read_json(settings).get("chat_template") if settings.exists() else None
-    except (OSError, UnicodeDecodeError, CheckpointError):
-        return ""
-    return template if isinstance(template, str) else None
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

@@ -58,7 +58,16 @@ def overlapped(model: nn.Module, work: Callable[[P], R], parts: Sequence[P]) -> 
         BaseException: the first error of a part. Gradients are then as they were before.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
-    _check(model, trained)
+    if trained and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedMethodError(
+            "several processes sum their gradients during the backward pass, which parts of a batch cannot share; run "
+            "one part after the other"
+        )
+    if not trained and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedMethodError(
+            "prompt learning changes the model while it generates, so parts of a batch cannot generate at the same "
+            "time; run one part after the other"
+        )
     turns = _Turns({parameter.device for parameter in model.parameters() if parameter.is_cuda})
     seeds = torch.randint(1 << 62, (len(parts),), dtype=torch.int64, device="cpu").tolist()
     takers = [_Part(turns, seed) for seed in seeds]
@@ -166,8 +175,16 @@ _thread_state = _ThreadState()
 @contextmanager
 def _gradients(trained: Sequence[nn.Parameter], parts: Sequence[_Part]) -> Iterator[None]:
     """Context manager: set the gradients of each part aside, and add them in the order of the parts at the end."""
+
+    def set_aside(parameter: Tensor) -> None:
+        part, gradient = _thread_state.part, parameter.grad
+        assert part is not None
+        assert gradient is not None
+        part.gradients.append((parameter, gradient))
+        parameter.grad = None
+
     before = [parameter.grad for parameter in trained]
-    hooks = [parameter.register_post_accumulate_grad_hook(_set_aside) for parameter in trained]
+    hooks = [parameter.register_post_accumulate_grad_hook(set_aside) for parameter in trained]
     for parameter in trained:
         parameter.grad = None
     try:
@@ -179,14 +196,6 @@ def _gradients(trained: Sequence[nn.Parameter], parts: Sequence[_Part]) -> Itera
     for part in parts:
         for owner, gradient in part.gradients:
             owner.grad = gradient if owner.grad is None else owner.grad.add_(gradient)
-
-
-def _set_aside(parameter: Tensor) -> None:
-    part, gradient = _thread_state.part, parameter.grad
-    assert part is not None
-    assert gradient is not None
-    part.gradients.append((parameter, gradient))
-    parameter.grad = None
 
 
 def _modes() -> Callable[[], ExitStack]:
@@ -204,16 +213,3 @@ def _modes() -> Callable[[], ExitStack]:
         return stack
 
     return entered
-
-
-def _check(model: Any, trained: Sequence[nn.Parameter]) -> None:
-    if trained and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UnsupportedMethodError(
-            "several processes sum their gradients during the backward pass, which parts of a batch cannot share; run "
-            "one part after the other"
-        )
-    if not trained and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UnsupportedMethodError(
-            "prompt learning changes the model while it generates, so parts of a batch cannot generate at the same "
-            "time; run one part after the other"
-        )

@@ -228,7 +228,14 @@ def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
             "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
         )
     text = render_chat(messages, tokenizer)
-    replies = list(_replies(messages, text, tokenizer))
+    replies = []  # (start, end) in the text of each assistant message: the text that follows the generation prompt
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render_chat(messages[:i], tokenizer, add_generation_prompt=True)
+            after = render_chat(messages[: i + 1], tokenizer)
+            # some templates render a message differently if others follow; such a message is not learned
+            if after.startswith(before) and text.startswith(after):
+                replies.append((len(before), len(after)))
     if not replies:
         raise ConfigError("the rendered chat has no message of role assistant, so there is nothing to learn; add one")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template adds them
@@ -238,21 +245,6 @@ def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
 
     pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
     return Example(list(encoded["input_ids"]), [token if learned(*at) else NOT_LEARNED for token, at in pairs])
-
-
-def _replies(
-    messages: list[dict[str, str]], text: str, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) in `text` of each assistant message: the text that follows the generation prompt.
-
-    Some templates render a message differently if others follow. Such a message is not learned.
-    """
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = render_chat(messages[:i], tokenizer, add_generation_prompt=True)
-            after = render_chat(messages[: i + 1], tokenizer)
-            if after.startswith(before) and text.startswith(after):
-                yield len(before), len(after)
 
 
 def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -122,7 +122,29 @@ def finetune(
                 interrupts=interrupts,
                 overlap=options.overlap,
                 model=peft_model,
-                args=_arguments(output, options),
+                args=TrainingArguments(
+                    output_dir=str(output),
+                    max_steps=options.steps or -1,
+                    num_train_epochs=options.epochs,
+                    learning_rate=options.learning_rate,
+                    per_device_train_batch_size=options.batch_size,
+                    per_device_eval_batch_size=options.batch_size,
+                    gradient_accumulation_steps=options.gradient_accumulation,
+                    activation_checkpointing=options.gradient_checkpointing,  # as transformers 5 names it
+                    activation_checkpointing_kwargs={"use_reentrant": False}
+                    if options.gradient_checkpointing
+                    else None,
+                    save_strategy="steps",
+                    save_steps=options.save_every,
+                    save_total_limit=1,
+                    seed=options.seed,
+                    include_num_input_tokens_seen="all",
+                    logging_steps=1,
+                    dataloader_pin_memory=False,
+                    remove_unused_columns=False,
+                    disable_tqdm=True,
+                    report_to=list(options.report_to) or "none",
+                ),
                 train_dataset=train,
                 eval_dataset=held_out or train,
                 data_collator=partial(collate, multiple=options.pad_to_multiple_of),
@@ -198,27 +220,3 @@ def _targets(model: Any, chosen: str) -> str | list[str]:
             f"chooses all but the LM head"
         )
     return names
-
-
-def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(output),
-        max_steps=options.steps or -1,
-        num_train_epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.gradient_accumulation,
-        activation_checkpointing=options.gradient_checkpointing,  # as transformers 5 names it
-        activation_checkpointing_kwargs={"use_reentrant": False} if options.gradient_checkpointing else None,
-        save_strategy="steps",
-        save_steps=options.save_every,
-        save_total_limit=1,
-        seed=options.seed,
-        include_num_input_tokens_seen="all",
-        logging_steps=1,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to=list(options.report_to) or "none",
-    )

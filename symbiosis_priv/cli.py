@@ -190,10 +190,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     An error of this project's tree, or a file that the system refuses, is one line on stderr and status 1. With
     SYMBIOSIS_PRIV_TRACEBACK=1 the traceback is shown too. Wrong usage is status 2, Ctrl-C is 130. Any other exception
-    is a bug, and its traceback is shown.
-
-    Args:
-        args: the words after the program's name; `sys.argv` by default.
+    is a bug, and its traceback is shown. `args`: the words after the program's name; `sys.argv` by default.
     """
     # torch reads it later, when it is loaded. Threads that spin while they wait take cores from other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

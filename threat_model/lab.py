@@ -208,11 +208,8 @@ class Lab:
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
     def record(self, scheme: AttackedScheme, workload: Workload, *, federation: Path | None = None) -> Recording:
-        """Fine-tune and generate under a scheme, and record every party's view.
-
-        Args:
-            federation: a federation file to use instead of the one with the scheme's number of helpers.
-        """
+        """Fine-tune and generate under a scheme, and record every party's view. `federation`: a federation file to use
+        instead of the one with the scheme's number of helpers."""
         started, recorder, truth = time.monotonic(), Recorder(), Truth(steps=workload.steps)
         keep = BlockStore.keep
 

@@ -122,11 +122,7 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
 
 def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Public]:
     """q, k and v sent separately: three requests of the same rows, each under its own fresh noise. Returns also the
-    public knowledge that they are siblings.
-
-    Args:
-        recording: a recording on the float path.
-    """
+    public knowledge that they are siblings. `recording`: a recording on the float path."""
     count = len(public.manifest.groups)
     groups = (0, count, count + 1)
     exchanges = []

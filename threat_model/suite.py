@@ -30,11 +30,7 @@ _EXPERTS = 8
 
 @dataclass(frozen=True)
 class RouteCell:
-    """The attack on routes against one mode.
-
-    Args:
-        promised: True if the mode promises to hide decoded tokens.
-    """
+    """The attack on routes against one mode. `promised`: True if the mode promises to hide decoded tokens."""
 
     mode: Experts
     promised: bool

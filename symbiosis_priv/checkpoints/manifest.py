@@ -192,11 +192,7 @@ class GroupFacts:
         return facts.as_stack(group.bounds(experts=entry.experts, along_outputs=not entry.transposed))
 
     def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
-        """A copy of these facts of a stack, with `by_expert` set.
-
-        Args:
-            bounds: limits of rows for one expert.
-        """
+        """A copy of these facts of a stack, with `by_expert` set. `bounds`: limits of rows for one expert."""
         experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
         scale, bias = self.channel_scale, self.bias
         if self.entry.transposed:  # each expert has as many outputs as the whole matrix

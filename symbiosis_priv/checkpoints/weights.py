@@ -152,10 +152,8 @@ class WeightStore:
     def packed(self, index: int) -> tuple[Packed, Choice]:
         """One group's packed weights, mapped and not checked. `matrix` writes and checks the file.
 
-        The weights of a stack whose entry is `transposed` are packed transposed.
-
-        Raises:
-            ConfigError: there is no such file, because `matrix` could not write it.
+        The weights of a stack whose entry is `transposed` are packed transposed. Raises `ConfigError`: there is no such
+        file, because `matrix` could not write it.
         """
         entry = self.manifest().groups[index]
         choice = self._choice(entry)

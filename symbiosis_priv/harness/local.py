@@ -159,11 +159,8 @@ class LocalFederation:
         return self._provider(name).service.logs()
 
     def status(self, name: str) -> dict[str, Any]:
-        """The `/status` of a provider that was started with `{"metrics": METRICS}`.
-
-        Raises:
-            ConnectionLostError: the provider does not answer.
-        """
+        """The `/status` of a provider that was started with `{"metrics": METRICS}`. Raises `ConnectionLostError`: the
+        provider does not answer."""
         ready = [json.loads(line) for line in self.logs(name).splitlines() if '"event": "listening"' in line][-1]
         connection = http.client.HTTPConnection(*parse_address(ready["metrics"]), timeout=_STATUS_S)
         try:

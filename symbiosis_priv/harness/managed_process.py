@@ -56,10 +56,7 @@ class ManagedProcess:
             )
 
     def wait_ready(self, until: float) -> str:
-        """Wait until the service is ready, and return its address.
-
-        Args:
-            until: deadline by `time.monotonic`.
+        """Wait until the service is ready, and return its address. `until`: deadline by `time.monotonic`.
 
         Raises:
             ConfigError: the service has ended; the message quotes its log.

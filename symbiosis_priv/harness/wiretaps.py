@@ -40,11 +40,8 @@ class AnswerTimes:
 
 
 class ExecutorKiller(AnswerTimes):
-    """Kills one executor, once, just before a request to it is sent, so that the request is lost.
-
-    Args:
-        kill: function that ends the provider with the given name.
-    """
+    """Kills one executor, once, just before a request to it is sent, so that the request is lost. `kill`: function that
+    ends the provider with the given name."""
 
     def __init__(self, kill: Callable[[str], None]) -> None:
         super().__init__()

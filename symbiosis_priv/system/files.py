@@ -97,10 +97,7 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Replace a file (or an empty folder). A reader sees the old one or the complete new one.
 
     Only the owner can change the new file, whatever the umask: some of these files are mapped into memory, and
-    truncating a mapped file would end the process.
-
-    Raises:
-        StorageError: the file could not be written.
+    truncating a mapped file would end the process. Raises `StorageError`: the file could not be written.
     """
     with storing(path):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -159,14 +156,8 @@ _POLL_S: Final = 0.05
 
 
 def lock(descriptor: int, *, patience_s: float = 0.0) -> bool:
-    """Lock an open file or folder. Waits at most `patience_s` seconds for another process that holds the lock.
-
-    Returns:
-        False if the other process still holds the lock.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Lock an open file or folder. Waits at most `patience_s` seconds for another process that holds the lock. Returns
+    False if the other process still holds the lock. Raises `OSError`: the file system has no locks."""
     until = time.monotonic() + patience_s
     while True:
         try:

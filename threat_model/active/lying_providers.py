@@ -131,11 +131,7 @@ def plausible_is_enough() -> Iterator[None]:
 
 
 def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveReport:
-    """Run every lie against real, masked sessions.
-
-    Args:
-        repeats: sessions per lie.
-    """
+    """Run every lie against real, masked sessions. `repeats`: sessions per lie."""
     with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
         preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
         detections = []

@@ -31,11 +31,8 @@ _TEMPLATE = "chat_template.jinja"
 
 
 def attack_folders(lab: Lab) -> dict[str, bool]:
-    """Attack the tenant with folders. Returns True for each attack that the tenant refused, by name.
-
-    Raises:
-        SymbiosisError: the tenant refused an honest copy, so refused attacks would prove nothing.
-    """
+    """Attack the tenant with folders. Returns True for each attack that the tenant refused, by name. Raises
+    `SymbiosisError`: the tenant refused an honest copy, so refused attacks would prove nothing."""
     cache = lab.folder / "cache"
     prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
     unmasked = {

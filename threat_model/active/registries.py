@@ -41,13 +41,8 @@ _INTERNAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "169.254.169.254", "fe8
 
 def attack_registry(federation: Federation) -> dict[str, bool]:
     """Attack a tenant with dishonest listings. Returns True for each attack that the tenant refused, by name.
-
-    Args:
-        federation: a tenant's federation with a pinned executor and a helper.
-
-    Raises:
-        SymbiosisError: the tenant refused an honest listing, so refused attacks would prove nothing.
-    """
+    `federation`: a tenant's federation with a pinned executor and a helper. Raises `SymbiosisError`: the tenant refused
+    an honest listing, so refused attacks would prove nothing."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         authority, own = (create_authority(folder / name, name="federation", days=_DAYS) for name in ("real", "own"))

@@ -142,11 +142,8 @@ class Chaos:
 def run_chaos(
     directory: Path, work: TenantWork, killing: Killing, *, on_event: Callable[[str], None] = lambda _: None
 ) -> Chaos:
-    """Start the providers, do the work once while providers are killed, and once undisturbed.
-
-    Raises:
-        SymbiosisError: the disturbed run did not finish.
-    """
+    """Start the providers, do the work once while providers are killed, and once undisturbed. Raises `SymbiosisError`:
+    the disturbed run did not finish."""
     model = _SHAPE.save(directory / "model")
     on_event("starting providers")
     numbers = {"executors": killing.executors, "helpers": killing.helpers, "pad_helpers": killing.pad_helpers}

@@ -64,11 +64,8 @@ _LARGEST = 100  # largest entry of a row, so that the exact product is in the ra
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Sharded executors, and the tenants that send requests to them.
-
-    Args:
-        pause_s: pause of a tenant between two requests, so that the restarting group gets processor time.
-    """
+    """Sharded executors, and the tenants that send requests to them. `pause_s`: pause of a tenant between two requests,
+    so that the restarting group gets processor time."""
 
     ranks: Annotated[int, Option(min=2, help="Processes of each executor.")] = 2
     tenants: Annotated[int, Option(min=1, help="Tenants that send requests at once.")] = 2
@@ -135,10 +132,7 @@ def serve_requests(
     path: Path, model: Path, cache: Path, identity: Identity, options: Sharding
 ) -> Iterator[Callable[[None], list[TimedAnswer]]]:
     """The work of a `Child`: sends requests until the parent's first question. Its reply has the times of all answers.
-
-    Args:
-        options: masking, rows of each request, and the pause between two of them.
-    """
+    `options`: masking, rows of each request, and the pause between two of them."""
     torch.set_num_threads(1)
     federation = replace(load_federation(path), tenant_certificate=identity.certificate, tenant_key=identity.key)
     store = WeightStore(model, cache=cache)
@@ -195,12 +189,8 @@ def measure_ranks(
     losses: Collection[str] = LOSSES.keys(),
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """A row for each number of groups and each loss.
-
-    Raises:
-        DeadlineExceededError: a group did not restart in time.
-        SymbiosisError: a tenant has failed.
-    """
+    """A row for each number of groups and each loss. Raises `DeadlineExceededError`: a group did not restart in time;
+    `SymbiosisError`: a tenant has failed."""
     check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}

@@ -349,11 +349,8 @@ class Subject:
 
     def answer(self, case: Case) -> Tensor:
         """The provider's answer to a valid request, `[rows, width]`. Does not check that the reply is bound to it.
-
-        Raises:
-            Violation: the provider refused, sent another kind of reply, or closed the connection twice.
-            TransportError: the provider cannot be reached, or does not answer in time.
-        """
+        Raises `Violation`: the provider refused, sent another kind of reply, or closed the connection twice;
+        `TransportError`: the provider cannot be reached, or does not answer in time."""
         reply, body = self.exchange(case, case.header(self.role))
         return self.matrix(reply, body, case)
 

@@ -47,11 +47,7 @@ class AttackedScheme:
 
 
 def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> AttackedScheme:
-    """One setting of a registered scheme.
-
-    Args:
-        name: column of the report; the scheme's own name if None.
-    """
+    """One setting of a registered scheme. `name`: column of the report; the scheme's own name if None."""
     helpers = helpers if "helper" in scheme.roles else 0
     return AttackedScheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)
 

@@ -59,10 +59,7 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
     """The success rate of randomly permuted guesses: the chance level.
 
     This is the mean of `guess[pi] == truth` over all permutations pi, in closed form. An attack that always guesses the
-    most frequent token scores exactly at this level.
-
-    Args:
-        guess, truth: int64 `[n]`.
+    most frequent token scores exactly at this level. `guess`, `truth`: int64 `[n]`.
     """
     if not len(truth):
         return 0.0

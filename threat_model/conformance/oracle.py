@@ -59,8 +59,7 @@ class Difference:
 
 
 class Oracle(ABC):
-    """Judges answers for one model. `sampled`: layer groups that random examples use; the sweep uses all layer groups.
-    """
+    """Judges answers for one model. `sampled`: layer groups that random examples use; the sweep uses all layer groups."""
 
     floats = False
     """True if the oracle can judge float answers."""

@@ -28,7 +28,8 @@ from tenant.cli.options import loading, takes
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
-    from threat_model.conformance import PropertyResult, Subject
+    from threat_model.conformance.subject import Subject
+    from threat_model.conformance.trials import PropertyResult
 
 
 def threat_model(
@@ -153,7 +154,7 @@ def verify(
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
     subjects = _subjects(federation, single, model, floats=floats, seed=chosen, deadline=deadline)
-    from threat_model.conformance import passed
+    from threat_model.conformance.trials import passed
 
     begun = time.monotonic()
     manifest = subjects[0].oracle.manifest
@@ -217,7 +218,8 @@ def _subjects(
         from symbiosis_priv.checkpoints.weights import WeightStore
         from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.preparation.keys import prepare
-        from threat_model.conformance import CheckpointOracle, Dialler, Oracle, PreparedOracle, Subject
+        from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
+        from threat_model.conformance.subject import Dialler, Subject
 
     oracle: Oracle
     if model is None:
@@ -259,7 +261,8 @@ _STYLE = {
 def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[PropertyResult]:
     """Run every property, and print each result as soon as it is known. A provider's name, and the reason why
     properties were not judged, are printed once."""
-    from threat_model.conformance import PROPERTIES, verify
+    from threat_model.conformance.properties import PROPERTIES
+    from threat_model.conformance.trials import verify
 
     console = terminal.console()
     results: list[PropertyResult] = []

@@ -167,12 +167,10 @@ def last_sections(suite: Suite) -> list[Section]:
     ]
 
 
-def pool_cells(suite: Suite, attack: str) -> list[Cell]:
-    return [
-        c
-        for c in suite.cells
-        if c.attack.name == attack and "masking_options" in c.scheme.options and c.outcome is not None
-    ]
+def pool_outcomes(suite: Suite, attack: str) -> list[tuple[AttackedScheme, Outcome]]:
+    """The outcomes of an attack on the paper's pools of noise."""
+    cells = [c for c in suite.cells if c.attack.name == attack and "masking_options" in c.scheme.options]
+    return [(c.scheme, c.outcome) for c in cells if c.outcome is not None]
 
 
 def noise_scales(suite: Suite) -> list[float]:
@@ -212,11 +210,10 @@ def show(suite: Suite, console: Console) -> None:
         parts.append(table)
     legend = ", ".join(f"{mark} {verdict}" for verdict, (mark, _, _) in _LOOKS.items())
     costs = []
-    for cell in pool_cells(suite, "candidate subtraction, forward"):
-        assert cell.outcome is not None  # pool_cells
-        f = cell.outcome.figures
+    for scheme, outcome in pool_outcomes(suite, "candidate subtraction, forward"):
+        f = outcome.figures
         tried, counted = f"{f['distances tried']:,.0f}", f"10^{f['combinations, log10']:.0f}"
-        costs.append((cell.scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
+        costs.append((scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
     headings = ("scheme", "distances tried", "combinations the paper counts", "rows read, worst layer")
     parts += [
         Text(f"{'success | chance' if full else 'success'}, in %. {legend}; ! not as promised", style="dim"),
@@ -256,17 +253,9 @@ def to_json(suite: Suite) -> str:
         "promised_cells": promised,
         "promised_cells_outside_their_interval": outside,
         "cells": [
-            {
-                "attack": c.attack.name,
-                "party": c.attack.party,
-                "metric": c.attack.metric,
-                "scheme": c.scheme.name,
-                "verdict": c.verdict,
-                "promised": c.promised,
-                "expected": c.expected,
-                "seconds": round(c.seconds, 3),
-            }
-            | ({} if c.outcome is None else _outcome_json(c.outcome))
+            {"attack": c.attack.name, "party": c.attack.party, "metric": c.attack.metric}
+            | {"scheme": c.scheme.name, "verdict": c.verdict, "promised": c.promised, "expected": c.expected}
+            | {"seconds": round(c.seconds, 3), **({} if c.outcome is None else _outcome_json(c.outcome))}
             for c in suite.cells
         ],
         "planted": [
@@ -289,14 +278,8 @@ def to_json(suite: Suite) -> str:
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "success": outcome.success,
-        "trials": outcome.trials,
-        "chance": outcome.chance,
-        "interval": [outcome.interval.low, outcome.interval.high],
-        "p_value": outcome.p_value,
-        "figures": dict(outcome.figures),
-    }
+    plain = {name: getattr(outcome, name) for name in ("success", "trials", "chance", "p_value", "figures")}
+    return plain | {"interval": [outcome.interval.low, outcome.interval.high]}
 
 
 _RATE = Axis("success", 0.0, 1.0)
@@ -304,28 +287,27 @@ _RATE = Axis("success", 0.0, 1.0)
 
 def pool_charts(suite: Suite) -> list[str]:
     charts = []
-    for attack in (a for a in suite.attacks if a.family == "noise removal"):
+    for attack in (a for a in suite.attacks if a.removes_noise):
         series: dict[str, list[tuple[float, float]]] = {}
-        for cell in pool_cells(suite, attack.name):
-            assert cell.outcome is not None  # pool_cells
-            pool = cell.scheme.options["masking_options"]
+        for scheme, outcome in pool_outcomes(suite, attack.name):
+            pool = scheme.options["masking_options"]
             points = series.setdefault(f"noise × {pool['noise_scale']:g}", [])
-            points.append((float(pool["pool_size"]), cell.outcome.success))
+            points.append((float(pool["pool_size"]), outcome.success))
         charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
     return charts
 
 
 def adapter_charts(suite: Suite) -> list[str]:
-    found = [c for c in suite.cells if "loss, stolen" in (c.outcome.figures if c.outcome else {})]
     errors, losses, ends = [], [], list[float]()
-    for cell in found:
-        assert cell.outcome is not None  # found
-        f = cell.outcome.figures
-        error = f["worst relative error"]
-        errors.append(Bar(cell.scheme.name, error, error, error, 0.01))
-        losses.append(Bar(cell.scheme.name, f["loss, stolen"], f["loss, true"], f["loss, base model"], f["loss, true"]))
-        ends += [f["loss, true"], f["loss, base model"]]
-    if not found:
+    for cell in suite.cells:
+        f = cell.outcome.figures if cell.outcome else {}
+        if "loss, stolen" in f:
+            error = f["worst relative error"]
+            errors.append(Bar(cell.scheme.name, error, error, error, 0.01))
+            true, base = f["loss, true"], f["loss, base model"]
+            losses.append(Bar(cell.scheme.name, f["loss, stolen"], true, base, true))
+            ends += [true, base]
+    if not ends:
         return []
     low, high = min(ends), max(ends)
     room = 0.2 * (high - low) + 1e-3
@@ -401,9 +383,9 @@ def to_html(suite: Suite) -> str:
     hidden = []
     for scale in noise_scales(suite):
         measured = max(
-            c.outcome.figures["median relative error"]
-            for c in pool_cells(suite, "candidate subtraction, forward")
-            if c.outcome and c.scheme.options["masking_options"]["noise_scale"] == scale
+            outcome.figures["median relative error"]
+            for scheme, outcome in pool_outcomes(suite, "candidate subtraction, forward")
+            if scheme.options["masking_options"]["noise_scale"] == scale
         )
         bits, best = gaussian_channel_bits(scale), scale / math.sqrt(1 + scale * scale)
         hidden.append((f"{scale:g}", f"{bits:.2g}", f"{best:.3f}", f"{measured:.1e}"))
@@ -450,31 +432,31 @@ def _pictures(charts: Sequence[str]) -> str:
 
 
 def _html_table(section: Section) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in section.headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in section.rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in section.rows]
+    return _html_rows(section.headings, rows)
+
+
+def _html_rows(headings: Sequence[str], rows: Sequence[str], kind: str = "") -> str:
+    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
+    return f'<table class="{kind}"><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>'
 
 
 def _html_cells(suite: Suite) -> str:
-    head = "".join(f"<th>{escape(s.name)}</th>" for s in suite.schemes)
+    css = {verdict: verdict.name.lower().replace("_", "-") for verdict in _LOOKS}
     rows = []
     for party, attacks in _by_party(suite):
-        rows.append(f'<tr><td class="party" colspan="{len(suite.schemes) + 1}">by {party}</td></tr>')
+        rows.append(f'<td class="party" colspan="{len(suite.schemes) + 1}">by {party}</td>')
         for attack in attacks:
-            row = f"<tr><td>{escape(attack.name)}</td>"
+            row = f"<td>{escape(attack.name)}</td>"
             for cell in (suite.cell(attack.name, scheme.name) for scheme in suite.schemes):
-                kind = _css(cell.verdict) + ("" if cell.expected else " alarm")
+                kind = css[cell.verdict] + ("" if cell.expected else " alarm")
                 o, mark = cell.outcome, _LOOKS[cell.verdict][0]
                 text = mark if o is None else f"{o.success:.1%} {mark}<br><small>chance {o.chance:.1%}</small>"
                 row += f'<td class="{kind}" title="{cell.verdict}">{text}</td>'
-            rows.append(row + "</tr>")
-    legend = "".join(f'<span class="{_css(verdict)}">{look[0]} {verdict}</span>' for verdict, look in _LOOKS.items())
+            rows.append(row)
+    legend = "".join(f'<span class="{css[verdict]}">{look[0]} {verdict}</span>' for verdict, look in _LOOKS.items())
+    table = _html_rows(["attack", *(s.name for s in suite.schemes)], rows, "cells")
     return (
         f'<p class="legend">{legend}<small>success, and what chance would score</small></p>'
-        f'<div class="wide"><table class="cells"><tr><th>attack</th>{head}</tr>{"".join(rows)}</table></div>'
+        f'<div class="wide">{table}</div>'
     )
-
-
-def _css(verdict: Verdict) -> str:
-    """The class of a verdict in the page's style sheet."""
-    return verdict.name.lower().replace("_", "-")

@@ -18,7 +18,7 @@ from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.reused_noise import CandidateSubtraction
 from threat_model.attacks.tokens import BlockLabels, HeadLabels, TokensFromRoutes
-from threat_model.conformance import PROPERTIES
+from threat_model.conformance.properties import PROPERTIES
 from threat_model.evidence.schemes import (
     LOCAL,
     NONE,

@@ -58,7 +58,6 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
     generations."""
 
     name = "adapter by least squares"
-    family = "adapter"
     decisive = True
     sees = "forward rows of generations"
     source = "Symbiosis Figure 8"

@@ -72,17 +72,13 @@ class Outcome:
 class Attack(ABC, Generic[V, G]):
     """One named attack.
 
-    `source` names a section or a rule of docs/threat-model.md, or a paper.
-
-    `by_design`: no scheme hides what this attack finds. It must succeed everywhere; the report lists it as "not
-    hidden".
-
-    `decisive`: the attack must succeed against every scheme that promises nothing against its party. Otherwise its
-    failure against other schemes would prove nothing.
+    `source` names a section or a rule of docs/threat-model.md, or a paper. `by_design`: no scheme hides what this
+    attack finds. It must succeed everywhere; the report lists it as "not hidden". `decisive`: the attack must succeed
+    against every scheme that promises nothing against its party. Otherwise its failure against other schemes would
+    prove nothing. `removes_noise`: the report shows its success by the size of the pool of noises.
     """
 
     name: str
-    family: str
     party: ClassVar[Party] = "executor"
     sees: ClassVar[str]
     source: ClassVar[str]
@@ -90,6 +86,7 @@ class Attack(ABC, Generic[V, G]):
     chance: ClassVar[str]
     by_design: ClassVar[bool] = False
     decisive: ClassVar[bool] = False
+    removes_noise: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, view: V, public: Public, rng: torch.Generator) -> G | None:

@@ -29,8 +29,6 @@ _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[CollusionView]):
     """Tries every pad row that follows from seeds and requests on every masked row."""
 
-    family = "collusion"
-
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> GuessedRows | None:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.executor.of(direction=self.direction)}):
@@ -67,7 +65,6 @@ class HelperAlone(Attack[HelperView, Tensor]):
     """Treats the pad rows that a helper expands as rows, and matches them with the vocabulary in order."""
 
     name = "helper's pads as rows"
-    family = "collusion"
     party = "helper"
     sees = "seeds, row ranges, effects"
     source = "threat model, pad"
@@ -94,7 +91,6 @@ class Coalition(DirectedAttack[CollusionView, Tensor]):
     """
 
     name = "distinguisher of a coalition"
-    family = "statistics"
     party = "all but a helper"
     sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
     source = "threat model, pad"

@@ -23,7 +23,6 @@ class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Execu
     """
 
     name = "product less blocks"
-    family = "noise removal"
     sees = "masked rows, relayed blocks, and its products less the blocks"
     source = "threat model, relay"
 

@@ -36,7 +36,7 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     """
 
     name = "candidate subtraction"
-    family = "noise removal"
+    removes_noise = True
     decisive = True
     sees = "rows, and noises whose effect it was asked for"
     source = "against Symbiosis §3.8"
@@ -61,7 +61,7 @@ class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Executo
     """
 
     name = "zero and padding rows"
-    family = "noise removal"
+    removes_noise = True
     sees = "rows, no noise"
     source = "threat model, paper-pool"
 
@@ -130,7 +130,7 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     """
 
     name = "differencing"
-    family = "noise removal"
+    removes_noise = True
     sees = "rows, no noise"
     source = "rule 3; two-time pad"
     metric = "claimed differences within 1 %"
@@ -190,7 +190,7 @@ class BlindClustering(FirstLayerAttack):
     """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
 
     name = "blind clustering"
-    family = "noise removal"
+    removes_noise = True
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 

@@ -26,7 +26,6 @@ _HEADER_MOST, _TOLERANCE = 250, 0.1
 
 
 class _SideChannel:
-    family = "side channel"
     metric = "facts right"
     chance = "0"
     by_design: ClassVar[bool] = True
@@ -134,7 +133,6 @@ class MixedBatches(Attack[NeighbourView, Tensor]):
     answers."""
 
     name = "neighbour in the same batch"
-    family = "protocol"
     party = "neighbour"
     sees = "its own rows and answers"
     source = "threat model, between tenants"

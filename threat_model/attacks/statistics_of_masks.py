@@ -36,7 +36,6 @@ class SeedRecovery(RowsAttack[ExecutorView]):
     """
 
     name = "seed of the generator"
-    family = "generator"
     sees = "rows, in order"
     source = "rule 1"
 
@@ -77,7 +76,6 @@ class SamplerGrid(FirstLayerAttack):
     """
 
     name = "sampler grid"
-    family = "generator"
     sees = "rows of the first layer group, no noise"
     source = "rule 1; Mironov, CCS 2012"
 
@@ -127,7 +125,6 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
     """Chi-square on each byte and serial correlation along and across rows, per layer and direction."""
 
     name = "uniformity of bytes"
-    family = "statistics"
     sees = "rows, and relayed blocks"
     source = "Knuth, TAOCP 2, 3.3"
     metric = "tests that reject at 1 %"
@@ -180,7 +177,6 @@ class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
     """
 
     name = "two-row distinguisher"
-    family = "statistics"
     decisive = True
     sees = "rows of a game with two rows that it chose, half of them labelled"
     source = "indistinguishability under chosen plaintext"

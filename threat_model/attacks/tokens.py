@@ -46,7 +46,7 @@ class Averaging(FirstLayerAttack):
     """
 
     name = "averaging siblings"
-    family = "noise removal"
+    removes_noise = True
     sees = "rows of every group that reads the embedding, no noise"
     source = "rule 4"
 
@@ -73,7 +73,7 @@ class SubspaceProjection(FirstLayerAttack):
     """
 
     name = "subspace projection (PCA)"
-    family = "noise removal"
+    removes_noise = True
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 
@@ -104,7 +104,6 @@ class RowScale(FirstLayerAttack):
     """
 
     name = "row scale in clear"
-    family = "protocol"
     sees = "header fields of the first layer group"
     source = "rule 5"
 
@@ -128,7 +127,6 @@ class EvenMasks(FirstLayerAttack):
     """
 
     name = "even masks"
-    family = "text"
     sees = "the lowest bit of each entry, first layer group"
     source = "rule 11"
 
@@ -152,7 +150,6 @@ class FirstLayerTokens(FirstLayerAttack):
     """
 
     name = "tokens, first layer"
-    family = "text"
     decisive = True
     sees = "rows of the first layer group"
     source = "threat model, none"
@@ -178,7 +175,6 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
     """
 
     name = "tokens, deep layer"
-    family = "text"
     decisive = True
     sees = "rows of the second block alone"
     source = "activation matching"
@@ -228,7 +224,6 @@ def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Te
 
 
 class _GradientAttack(LabelsAttack[ExecutorView]):
-    family = "text"
     metric = "labels"
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
@@ -280,7 +275,6 @@ class TokensFromRoutes(LabelsAttack[ExecutorView]):
     """Guesses each decoded token from the counts of its requests."""
 
     name = "tokens from routes"
-    family = "side channel"
     sees = "row counts of experts, layer by layer"
     source = "docs/experts.md; MoEcho, arXiv 2508.15036"
 

@@ -3,7 +3,7 @@
 `symbiosis-priv verify` tests all properties. To test a provider from Python:
 
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
-    for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
+    for outcome in trials.verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
 Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and
 the checks in `connections`.
@@ -20,21 +20,3 @@ A pass means that *these* requests were answered correctly. A provider could sti
 Freivalds' check of every answer detects that (`tenant.core.verifier`). Rows and seeds are random test data: they are
 not a tenant's data, and are never used as masks.
 """
-
-from threat_model.conformance.oracle import CheckpointOracle as CheckpointOracle
-from threat_model.conformance.oracle import Difference as Difference
-from threat_model.conformance.oracle import Oracle as Oracle
-from threat_model.conformance.oracle import PreparedOracle as PreparedOracle
-from threat_model.conformance.properties import PROPERTIES as PROPERTIES
-from threat_model.conformance.subject import Case as Case
-from threat_model.conformance.subject import Dialler as Dialler
-from threat_model.conformance.subject import NotTested as NotTested
-from threat_model.conformance.subject import RawConnection as RawConnection
-from threat_model.conformance.subject import Subject as Subject
-from threat_model.conformance.subject import Violation as Violation
-from threat_model.conformance.trials import Property as Property
-from threat_model.conformance.trials import PropertyResult as PropertyResult
-from threat_model.conformance.trials import Run as Run
-from threat_model.conformance.trials import passed as passed
-from threat_model.conformance.trials import run_property as run_property
-from threat_model.conformance.trials import verify as verify

@@ -10,6 +10,7 @@ W` are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in a
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ _SMALLEST_NORMAL = 2.0**-126
 _Group = tuple[Array, Array, Array | None]
 """Integers int16 and weights float32, both `[o, d]`; bias float64 `[o]` or None."""
 
-_BYTES_PER_WEIGHT = 6  # bytes of a weight in int16 and in float32
-_MEMORY = 512 << 20
+_BYTES_PER_WEIGHT = 6  # in int16 and in float32
+_MEMORY = 512 << 20  # bytes of the sampled layer groups
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Difference:
 
 
 class Oracle(ABC):
-    """Judges answers for one model. `sampled`: layer groups that random examples use; the sweep uses all layer groups."""
+    """Judges answers for one model. `sampled`: layer groups that random examples use; the sweep uses all groups."""
 
     floats = False
     """True if the oracle can judge float answers."""
@@ -81,13 +82,8 @@ class Oracle(ABC):
     def judge_ring(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
     ) -> Difference | None:
-        """The first wrong entry of a ring answer; None if it is the product modulo 2^32.
-
-        Args:
-            rows: int32 `[r, d]`.
-            answer: int32 `[r, o]`.
-            counts: rows of every expert, if each row is for one expert of a stack.
-        """
+        """The first wrong entry of a ring answer, int32 `[r, o]`, to int32 rows `[r, d]`; None if it is the product
+        modulo 2^32. `counts` are the rows of every expert, if each row is for one expert of a stack."""
 
     @abstractmethod
     def has_bias(self, index: int) -> bool:
@@ -105,21 +101,14 @@ class CheckpointOracle(Oracle):
 
     floats = True
 
-    def __init__(self, store: WeightStore, *, seed: int, memory: int = _MEMORY) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, *, seed: int) -> None:
+        self._store, groups = store, store.manifest().groups
         self._kept: dict[int, _Group] = {}
-        manifest = store.manifest()
-        sampled: list[int] = []
-        used = 0
-        order = list(range(len(manifest.groups)))
+        order = list(range(len(groups)))
         random.Random(seed).shuffle(order)
-        for index in order:
-            entry = manifest.groups[index]
-            used += _BYTES_PER_WEIGHT * entry.inputs * entry.stacked_outputs
-            if used > memory and sampled:
-                break
-            sampled.append(index)
-        super().__init__(manifest, tuple(sorted(sampled)))
+        used = itertools.accumulate(_BYTES_PER_WEIGHT * groups[i].inputs * groups[i].stacked_outputs for i in order)
+        fitting = max(1, sum(total <= _MEMORY for total in used))
+        super().__init__(store.manifest(), tuple(sorted(order[:fitting])))
 
     def judge_ring(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None

@@ -19,15 +19,7 @@ from symbiosis_priv.network import wire
 from threat_model.conformance.connections import check_batching, check_refusals
 from threat_model.conformance.oracle import CheckpointOracle, Difference, first_difference
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case
-from threat_model.conformance.trials import (
-    EXECUTOR,
-    HELPER,
-    Property,
-    Run,
-    arithmetics,
-    claim,
-    requests,
-)
+from threat_model.conformance.trials import EXECUTOR, HELPER, Property, Run, arithmetics, claim, requests
 
 _BLOCK = 32
 _UNIFORM_ROWS = 4

@@ -82,11 +82,8 @@ class Dialler:
 
 
 class RawConnection:
-    """A connection that sends valid and invalid messages and checks no answer. A context manager.
-
-    `tenant.connections.channel.Channel` reconnects, resends and refuses replies that are not bound to their request. A
-    tenant needs that, but it would hide the faults that `properties` looks for.
-    """
+    """A connection that sends valid and invalid messages and checks no answer, which would hide the faults that
+    `properties` looks for. A context manager."""
 
     def __init__(self, connection: ClientConnection, *, dialler: Dialler) -> None:
         self._connection, self._dialler = connection, dialler
@@ -101,17 +98,13 @@ class RawConnection:
         self._connection.close()
 
     def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
-        """Send one frame. Raises TransportError: the connection was closed, or the provider does not read."""
+        """Send one frame. Raises `TransportError`: the connection was closed, or the provider does not read."""
         with self._exchange() as deadline:
             self._connection.send(message, payload, deadline=deadline)
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
-        """Wait for one frame. Returns its header and its payload.
-
-        Raises:
-            ProtocolError: not a frame, or its payload exceeds `max_payload` bytes. The connection cannot be used again.
-            TransportError: the connection was closed, or no frame arrived in time.
-        """
+        """Wait for one frame. Returns its header and its payload. Raises `ProtocolError`: not a frame, or a payload of
+        more than `max_payload` bytes; `TransportError`: the connection was closed, or no frame arrived in time."""
         with self._exchange() as deadline:
             reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
@@ -145,14 +138,8 @@ class RawConnection:
 
 @dataclass(frozen=True)
 class Case:
-    """One request.
-
-    Args:
-        rows: rows of the product: the payload for an executor, the expanded seed for a helper.
-        seed: 32 bytes for a helper.
-        first_row: first row of the seed's stream, for a helper.
-        counts: rows of every expert, if each row is for one expert of a stack.
-    """
+    """One request. `rows` are those of the product: the payload for an executor; for a helper, the expansion of `seed`
+    from `first_row` on. `counts` are the rows of every expert, if each row is for one expert of a stack."""
 
     index: int
     direction: Direction
@@ -163,6 +150,10 @@ class Case:
     counts: Counts | None = None
     ring_bits: wire.RingBits = 32
 
+    @property
+    def encoding(self) -> wire.Encoding:
+        return wire.encoding_of(self.arithmetic, self.ring_bits)
+
     def piece(self, start: int, rows: int) -> Self:
         """A request for some of the rows."""
         counts = None if self.counts is None else clip(self.counts, start, rows)
@@ -171,17 +162,18 @@ class Case:
 
     def header(self, role: wire.Role) -> wire.Execute | wire.Effect:
         """The request's header in a role, with a fresh nonce."""
-        shared: dict[str, Any] = {
-            "nonce": secrets.token_bytes(wire.NONCE_BYTES),
-            "group": self.index,
-            "direction": self.direction,
-            "rows": len(self.rows),
-            "counts": self.counts,
-            "ring_bits": self.ring_bits,
-        }
+        binding = wire.Binding(
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
+            group=self.index,
+            direction=self.direction,
+            arithmetic=self.arithmetic,
+            rows=len(self.rows),
+            counts=self.counts,
+            ring_bits=self.ring_bits,
+        ).binding()
         if role == "executor":
-            return wire.Execute(arithmetic=self.arithmetic, **shared)
-        return wire.Effect(arithmetic="ring", seed=self.seed, first_row=self.first_row, **shared)
+            return wire.Execute(**binding)
+        return wire.Effect(**binding | {"arithmetic": "ring", "seed": self.seed, "first_row": self.first_row})
 
     def payload(self, role: wire.Role) -> Tensor | None:
         """The request's matrix in a role."""
@@ -207,49 +199,40 @@ def effect_case(
 
 
 class Violation(Exception):
-    """A request that refutes a property.
+    """A request that refutes a property. `what`: the provider's fault, in one clause."""
 
-    Args:
-        what: the provider's fault, in one clause.
-        culprit: the provider at fault, if it is not the one that the property was run on.
-    """
+    culprit: str | None = None
+    """The provider at fault, if it is not the one that the property was run on."""
 
     def __init__(
-        self,
-        what: str,
-        *,
-        case: Case | None = None,
-        group: str | None = None,
-        difference: Difference | None = None,
-        culprit: str | None = None,
+        self, what: str, *, case: Case | None = None, group: str | None = None, difference: Difference | None = None
     ) -> None:
         super().__init__(what)
-        self.what, self.case, self.group = what, case, group
-        self.difference, self.culprit = difference, culprit
+        self.what, self.case, self.group, self.difference = what, case, group, difference
 
     def lines(self) -> list[str]:
         """The counterexample as lines of text."""
         out = [self.what]
-        if self.case is not None:
-            case = self.case
+        if (case := self.case) is not None:
+            count, width = case.rows.shape
             out.append(
                 f"request: {self.group or f'group {case.index}'}, {case.direction}, {case.arithmetic}, "
-                f"{len(case.rows)} row{'s' * (len(case.rows) != 1)} of {case.rows.shape[1]}"
+                f"{count} row{'s' * (count != 1)} of {width}"
             )
             if case.counts is not None:
                 out.append(f"rows of every expert: {', '.join(map(str, case.counts))}")
             if case.seed:
                 out.append(f"seed {case.seed.hex()}, first row {case.first_row}")
-            row = self.difference.row if self.difference else 0
-            if row < len(case.rows):
-                columns = case.rows[row].nonzero()[:, 0].tolist()
-                shown = ", ".join(f"column {c} = {case.rows[row, c].item()!r}" for c in columns[:_SHOWN])
+            place = self.difference.row if self.difference else 0
+            if place < count:
+                row = case.rows[place]
+                columns = row.nonzero()[:, 0].tolist()
+                shown = ", ".join(f"column {c} = {row[c].item()!r}" for c in columns[:_SHOWN])
                 more = len(columns) - _SHOWN
-                shown = f"{shown}, and {more} more" if more > 0 else f"{shown}; all others 0"
-                if len(case.rows[row].unique()) == 1:
-                    first = case.rows[row, 0].item()
-                    shown = f"every column = {first!r}" if first else "all zero"
-                out.append(f"row {row}: {shown}")
+                shown += f", and {more} more" if more > 0 else "; all others 0"
+                if len(row.unique()) == 1:
+                    shown = f"every column = {row[0].item()!r}" if columns else "all zero"
+                out.append(f"row {place}: {shown}")
         if self.difference is not None:
             out.append(str(self.difference))
         return out
@@ -257,16 +240,11 @@ class Violation(Exception):
     def document(self) -> dict[str, Any]:
         """The counterexample for a JSON report; `nonzero` lists `[row, column, value]`."""
         out: dict[str, Any] = {"what": self.what, "group": self.group}
-        if self.case is not None:
-            case = self.case
+        if (case := self.case) is not None:
             where = case.rows.nonzero()[:_VALUES].tolist()
-            out |= {
-                "direction": case.direction,
-                "arithmetic": case.arithmetic,
-                "rows": len(case.rows),
-                "width": case.rows.shape[1],
-                "nonzero": [[row, column, case.rows[row, column].item()] for row, column in where],
-            }
+            out |= {"direction": case.direction, "arithmetic": case.arithmetic}
+            out |= {"rows": len(case.rows), "width": case.rows.shape[1]}
+            out["nonzero"] = [[row, column, case.rows[row, column].item()] for row, column in where]
             if case.seed:
                 out |= {"seed": case.seed.hex(), "first_row": case.first_row}
         if self.difference is not None:
@@ -284,12 +262,8 @@ class WrongRole(NotTested):
 
 @dataclass
 class Subject:
-    """One provider in one role, under test.
-
-    Args:
-        executors: for a helper: executors to compare its effects with.
-        require_floats: if True, an executor must serve floats; if False, floats are tested only if it serves them.
-    """
+    """One provider in one role, under test. `executors`: those to compare a helper's effects with. `require_floats`: an
+    executor must serve floats; otherwise they are tested only if it serves them."""
 
     dialler: Dialler
     oracle: Oracle
@@ -300,12 +274,10 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The provider's name in the federation file."""
         return self.dialler.peer.name
 
     @property
     def role(self) -> wire.Role:
-        """The role in which the provider is tested."""
         return self.dialler.peer.role
 
     @property
@@ -360,21 +332,19 @@ class Subject:
             try:
                 connection = self._connected()
                 return connection.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
-            except ProtocolError as error:
+            except (ProtocolError, TransportError) as error:
                 self.close()
-                raise self.violation(f"answers with a broken frame: {error}", case) from error
-            except ConnectionLostError:
-                self.close()
-            except TransportError:
-                self.close()
-                raise
+                if isinstance(error, ProtocolError):
+                    raise self.violation(f"answers with a broken frame: {error}", case) from error
+                if not isinstance(error, ConnectionLostError):
+                    raise
         self._connected()  # raises if the provider is unreachable
         raise self.violation("closes the connection instead of answering", case)
 
     def answer_bytes(self, case: Case) -> int:
         """Number of bytes of the correct answer's matrix."""
         _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
-        return wire.encoding_of(case.arithmetic, case.ring_bits).size(len(case.rows), width)
+        return case.encoding.size(len(case.rows), width)
 
     def matrix(self, reply: wire.Reply, body: bytearray, case: Case) -> Tensor:
         """The matrix of a result. Raises `Violation` for another kind of reply."""
@@ -385,8 +355,7 @@ class Subject:
         if len(body) != self.answer_bytes(case):
             raise self.violation(f"answers with {len(body)} bytes where {self.answer_bytes(case)} belong", case)
         _, width = self.oracle.widths(case.index, case.direction, by_expert=case.counts is not None)
-        encoding = wire.encoding_of(case.arithmetic, case.ring_bits)
-        return encoding.unpack(body, rows=len(case.rows)).view(len(case.rows), width)
+        return case.encoding.unpack(body, rows=len(case.rows)).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
         """The first wrong entry of an answer."""

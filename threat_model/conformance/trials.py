@@ -47,7 +47,6 @@ def requests(
     Args:
         among: layer groups; `subject.sampled` if None.
         by_expert: True for rows for single experts, False for none; None draws one of the two if a group is a stack.
-        arithmetics: for an executor.
         like: a request whose group, direction and arithmetic they repeat, so that a provider may compute them together.
     """
     if like is not None:
@@ -197,12 +196,8 @@ def claim(
 
 @dataclass
 class PropertyResult:
-    """The result of one property at one provider.
-
-    Args:
-        reason: the reason why the property was not tested, or why there was no answer.
-        wrong_role: True if the provider refuses the role, so that no property can be tested.
-    """
+    """The result of one property at one provider. `reason`: why the property was not tested, or why there was no
+    answer. `wrong_role`: the provider refuses the role, so that no property can be tested."""
 
     provider: str
     role: wire.Role
@@ -217,16 +212,11 @@ class PropertyResult:
 
     def document(self) -> dict[str, Any]:
         """The result for a JSON report."""
-        return {
-            "provider": self.provider,
-            "role": self.role,
+        plain = ("provider", "role", "verdict", "examples", "reason", "culprit")
+        return {name: getattr(self, name) for name in plain} | {
             "property": self.property.name,
             "claim": self.property.claim,
-            "verdict": self.verdict,
-            "examples": self.examples,
             "seconds": round(self.seconds, 3),
-            "reason": self.reason,
-            "culprit": self.culprit,
             "counterexample": None if self.violation is None else self.violation.document(),
         }
 

@@ -23,15 +23,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from provider.config.schema import (
-    ExecutorConfig,
-    Limits,
-    ModelConfig,
-    ProviderConfig,
-    RelayConfig,
-    RelayTarget,
-    TlsConfig,
-)
+from provider.config import schema
 from provider.operations.health_request import ask_health
 from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
@@ -112,14 +104,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         recipe = Pretraining(
-            steps=60,
-            window=48,
-            sentences=1500,
-            vocab=320,
-            width=64,
-            blocks=3,
-            experts=self._experts,
-            tied=self._tied,
+            steps=60, window=48, sentences=1500, vocab=320, width=64, blocks=3, experts=self._experts, tied=self._tied
         )
         checkpoint = make_base_model(self.folder / "model", recipe=recipe)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
@@ -138,10 +123,8 @@ class Lab:
         self._private = torch.tensor(tokenizer.encode(text))
         with ExitStack() as starting:
             self._entries = list(self._start_providers(checkpoint, starting))
-            for helpers in range(self._helpers + 1):
-                self.write_federation(f"{helpers}", helpers)
-            self.federation_path = self.folder / "federation-1.toml"
-            self.federation = load_federation(self.federation_path)
+            written = [self.write_federation(f"{n}", n) for n in range(self._helpers + 1)]
+            self.federation_path, self.federation = written[1], load_federation(written[1])
             self.relayed = self.write_federation("relay", 1, pads={"relay": True})
             company = {"Holding SE": ["executor", "helper"]}
             self.one_company = self.write_federation("company", 1, pads={"helpers": 1}, companies=company)
@@ -151,7 +134,7 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start_providers(self, checkpoint: Path, stack: ExitStack) -> Iterator[dict[str, object]]:
+    def _start_providers(self, checkpoint: Path, stack: ExitStack) -> Iterator[Mapping[str, object]]:
         """Start an executor and then the helpers. Yields each provider's entry in a federation file."""
         keys = self.folder / "keys"
         authority = create_authority(keys)
@@ -161,36 +144,29 @@ class Lab:
         identities = {
             name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in ("executor", *helpers)
         }
-        relay = RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
+        relay = schema.RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
         for name, identity in identities.items():
             role: wire.Role = "executor" if name == "executor" else "helper"
-            provider = stack.enter_context(
-                Provider(
-                    ProviderConfig(
-                        name=name,
-                        listen="localhost:0",
-                        roles=(role,),
-                        log_level="warning",
-                        model=ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
-                        tls=TlsConfig(
-                            certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
-                        ),
-                        # hundreds of sessions are opened, and each would wait for its share of handshakes
-                        limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
-                        executor=ExecutorConfig(float_path=True),
-                        relay=relay,
-                    )
-                )
+            config = schema.ProviderConfig(
+                name=name,
+                listen="localhost:0",
+                roles=(role,),
+                log_level="warning",
+                model=schema.ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
+                tls=schema.TlsConfig(
+                    certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
+                ),
+                # hundreds of sessions are opened, and each would wait for its share of handshakes
+                limits=schema.Limits(handshake_share=1.0, handshake_share_serving=1.0),
+                executor=schema.ExecutorConfig(float_path=True),
+                relay=relay,
             )
+            address = stack.enter_context(Provider(config)).address
             if role == "executor":
-                relay = RelayConfig(to=(RelayTarget(address=provider.address, certificate=identity.certificate),))
-            yield {
-                "name": name,
-                "operator": f"operator of the {name}",
-                "role": role,
-                "address": provider.address,
-                "certificate": f"keys/{name}.pem",
-            }
+                target = schema.RelayTarget(address=address, certificate=identity.certificate)
+                relay = schema.RelayConfig(to=(target,))
+            entry = {"name": name, "operator": f"operator of the {name}", "role": role, "address": address}
+            yield entry | {"certificate": f"keys/{name}.pem"}
 
     def write_federation(self, name: str, helpers: int, **tables: Any) -> Path:
         """Write `federation-<name>.toml` with the executor, the first `helpers` helpers, and these tables of
@@ -251,9 +227,8 @@ class Lab:
         remote = RemoteConfig(cache=self.folder / "cache", wiretap=recorder, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool warns about what this report shows
-            return AutoModelForCausalLM.from_pretrained(
-                self.store.path, quantization_config=remote, trust_remote_code=False
-            )
+            kind, path = AutoModelForCausalLM, self.store.path
+            return kind.from_pretrained(path, quantization_config=remote, trust_remote_code=False)
 
     def _generate(self, model: Any, prompts: Tensor, tokens: int, *, sample: bool = False) -> None:
         with torch.no_grad():

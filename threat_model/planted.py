@@ -60,13 +60,8 @@ def score(attack: Attack[Any, Any], view: object, public: Public, recording: Rec
 
 
 def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], None]) -> list[PlantedFault]:
-    """Plant every fault, and run the attack that must find it.
-
-    Args:
-        ring: a recording without masks, in the ring.
-        floats: a recording on the float path; its truth has the float rows.
-        step: called with a description before each step.
-    """
+    """Plant every fault, and run the attack that must find it. `ring` is a recording without masks, `floats` one on the
+    float path, whose truth has the float rows. `step` is called with a description before each step."""
     step("planted faults")
     public = lab.public
     small, other = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(77)
@@ -126,7 +121,7 @@ def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Pu
     count = len(public.manifest.groups)
     groups = (0, count, count + 1)
     exchanges = []
-    for order, call in recording.truth.of(group=0, direction=FORWARD):
+    for order, call in recording.truth.of(group=0, direction=FORWARD).items():
         for i, group in enumerate(groups):
             noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
             exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
@@ -170,12 +165,8 @@ def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: 
     """The executor's view if the tenant had masked each request with `mask`. Requests for effects are left out."""
     calls = recording.truth.calls
     kept = [e for e in recording.views.executor.of(group=group) if e.order in calls]
-    return ExecutorView(
-        tuple(
-            replace(e, rows=mask(calls[e.order].rows), arithmetic="ring" if e.arithmetic == "ring" else "float")
-            for e in kept
-        )
-    )
+    masked = [replace(e, rows=mask(calls[e.order].rows)) for e in kept]
+    return ExecutorView(tuple(e if e.arithmetic == "ring" else replace(e, arithmetic="float") for e in masked))
 
 
 def _with_scales(recording: Recording, public: Public) -> ExecutorView:

@@ -71,11 +71,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One attack on one scheme.
-
-    `promised`: the scheme claims to hide rows from the attack's party. `expected`: the verdict agrees with that claim
-    (or with `Attack.decisive`).
-    """
+    """One attack on one scheme. `promised`: the scheme claims to hide rows from the attack's party. `expected`: the
+    verdict agrees with that claim (or with `Attack.decisive`)."""
 
     attack: Attack[Any, Any]
     scheme: AttackedScheme
@@ -177,8 +174,6 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
     expected = True
     if promised:
         expected = verdict in (Verdict.HIDDEN, Verdict.ABSENT)
-    elif attack.by_design:
-        expected = verdict is Verdict.BY_DESIGN
-    elif attack.decisive and (scheme.helpers or "helper" not in attack.party):
+    elif attack.by_design or (attack.decisive and (scheme.helpers or "helper" not in attack.party)):
         expected = verdict in (Verdict.BROKEN, Verdict.BY_DESIGN)
     return Cell(attack, scheme, outcome, verdict, promised, expected, time.monotonic() - started)

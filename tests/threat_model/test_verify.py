@@ -682,7 +682,7 @@ def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, caps
         yield PropertyResult("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), culprit="alpha")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("threat_model.conformance.verify", interrupted)
+    monkeypatch.setattr("threat_model.conformance.trials.verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_properties([], examples=1, seed=0, budget=1.0)
     shown = capsys.readouterr().out

@@ -109,11 +109,8 @@ class ActiveReport:
         """Returns True if every lie was caught, verified aborts carried no information, and the planted fault was
         found."""
         verified, skipped = self.leaks
-        return (
-            all(d.caught == d.trials for d in self.detections)
-            and not verified.information
-            and (skipped.information > 0.3)  # bits of information about 32 fair bits, exceeded by chance once in 10^7
-        )
+        informed = skipped.information > 0.3  # bits about 32 fair bits, exceeded by chance once in 10^7
+        return all(d.caught == d.trials for d in self.detections) and not verified.information and informed
 
 
 @contextmanager
@@ -239,14 +236,8 @@ def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch
 
 def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
     """Plug-in estimate of the mutual information in bits; exactly 0 if one of the sequences is constant."""
-    n = len(a)
-    total = 0.0
-    for x in (False, True):
-        for y in (False, True):
-            joint = sum(p == x and q == y for p, q in zip(a, b, strict=True)) / n
-            if joint:
-                total += joint * math.log2(joint / (sum(p == x for p in a) / n * sum(q == y for q in b) / n))
-    return total
+    n, of_a, of_b, joint = len(a), Counter(a), Counter(b), Counter(zip(a, b, strict=True))
+    return sum(count / n * math.log2(count * n / (of_a[x] * of_b[y])) for (x, y), count in joint.items())
 
 
 def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:

@@ -35,12 +35,8 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
     `SymbiosisError`: the tenant refused an honest copy, so refused attacks would prove nothing."""
     cache = lab.folder / "cache"
     prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
-    unmasked = {
-        "quant_method": QUANT_METHOD,
-        "masking": "none",
-        "federation": str(lab.federation_path),
-        "cache": str(cache),
-    }
+    unmasked = {"quant_method": QUANT_METHOD, "masking": "none"}
+    unmasked |= {"federation": str(lab.federation_path), "cache": str(cache)}
     changes: dict[str, Change] = {
         "a quantization_config that turns masking off": lambda folder: _edit(folder, quantization_config=unmasked),
         "the same, nested": lambda folder: _edit(folder, audio_config={"quantization_config": unmasked}),

@@ -51,23 +51,18 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
             where = folder / operator
             return issue(where, authority=signer, kind=Kind.PROVIDER, name=name, operator=operator, days=_DAYS, **more)
 
-        def descriptor(
-            identity: Identity,
-            *,
-            address: tuple[str, int] = ("localhost", _PORT),
-            after_s: float = 0.0,
-            draining: bool = False,
-        ) -> bytes:
+        def descriptor(identity: Identity, host: str = "localhost", port: int = _PORT, **more: Any) -> bytes:
+            """A descriptor of an executor, `after_s` seconds from now."""
             return describe(
                 identity,
-                address=address,
+                address=(host, port),
                 model_digest=federation.model_digest,
                 weight_bits=federation.weight_bits,
                 layers=LayerRange(0, 0),
                 capacity=1.0,
-                issued=round(MS * (_NOW + after_s)),
+                issued=round(MS * (_NOW + more.pop("after_s", 0))),
                 lifetime_s=_LIFE_S,
-                draining=draining,
+                **more,
             )
 
         executor, revoked = (identity(name, operator=f"{name} AG") for name in ("newcomer", "leaver"))
@@ -79,7 +74,7 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
         remote = replace(asking, registries=msgspec.structs.replace(registries, addresses=("registry.example:7500",)))
         if _accepted(asking, [descriptor(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not accepted")
-        steered = any(_accepted(remote, [descriptor(steering, address=(host, _PORT))]) for host in _INTERNAL)
+        steered = any(_accepted(remote, [descriptor(steering, host)]) for host in _INTERNAL)
 
         pinned, helper = federation.executors[0], federation.helpers[0]
         good = descriptor(executor)
@@ -95,12 +90,10 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
             "an executor of a helper's company": [descriptor(identity("innocent", operator=helper.operator))],
             "an executor by the name of a pinned one": [descriptor(identity(pinned.name, operator="Impostor AG"))],
             # another name of the same machine
-            "an executor at the address of a pinned helper": [descriptor(impostor, address=("localhost", helper.port))],
+            "an executor at the address of a pinned helper": [descriptor(impostor, port=helper.port)],
             "an executor that was revoked": [descriptor(revoked)],
             "an executor that was revoked, its certificate's signature written another way": [descriptor(twin_revoked)],
-            "a host that the executor's certificate does not name": [
-                descriptor(executor, address=("elsewhere.example", _PORT))
-            ],
+            "a host that the executor's certificate does not name": [descriptor(executor, "elsewhere.example")],
             "a descriptor of an hour ago": [descriptor(executor, after_s=-3600)],
             "a descriptor of the future": [descriptor(executor, after_s=3600)],
             "an executor that has left, by what it said before": [
@@ -138,7 +131,5 @@ def twin_of(identity: Identity, folder: Path) -> Identity:
 
 def _tlv(tag: int, content: bytes) -> bytes:
     size = len(content)
-    if size < _LONG:
-        return bytes([tag, size]) + content
-    length = size.to_bytes((size.bit_length() + 7) // 8)
-    return bytes([tag, _LONG | len(length)]) + length + content
+    length = b"" if size < _LONG else size.to_bytes((size.bit_length() + 7) // 8)
+    return bytes([tag, _LONG | len(length) if length else size]) + length + content

@@ -40,13 +40,8 @@ _SHIFT, _ITERATIONS = 1e-13, 12
 
 @dataclass(frozen=True, eq=False)
 class Stolen:
-    """The guess for one linear.
-
-    Args:
-        update: the guessed `B @ A`, float64 `[o, d]`.
-        matrix: a multiple of the guessed `W + B @ A`, before public weights were used, `[o, d]`.
-        weight: the public W, `[o, d]`.
-    """
+    """The guess for one linear, float64 `[o, d]`: the guessed `B @ A`; a multiple of the guessed `W + B @ A`, before
+    public weights were used; and the public W."""
 
     update: Tensor
     matrix: Tensor
@@ -83,23 +78,13 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
             real = truth.updates[name].double()
             errors.append(float((stolen.update - real).norm() / real.norm()))
             first += _beats_decoys(stolen, real, rng)
-        count = len(errors)
-        outcome = Outcome(
-            sum(error <= RECOVERED for error in errors),
-            count,
-            0.0,
-            binomial_tail(first, count, 1 / (_DECOYS + 1)),
-            {"worst relative error": max(errors), "best relative error": min(errors)},
-        )
-        real_part = {name: truth.updates[name] for name in guess}
+        hits, p_value = sum(e <= RECOVERED for e in errors), binomial_tail(first, len(errors), 1 / (_DECOYS + 1))
+        outcome = Outcome(hits, len(errors), 0.0, p_value)
         taken = {name: stolen.update.float() for name, stolen in guess.items()} if outcome.broken else {}
-        base = truth.loss({})
-        losses = {
-            "loss, base model": base,
-            "loss, stolen": truth.loss(taken) if taken else base,
-            "loss, true": truth.loss(real_part),
-        }
-        return replace(outcome, figures={**outcome.figures, **losses})
+        figures = {"worst relative error": max(errors), "best relative error": min(errors)}
+        figures |= {"loss, base model": truth.loss({}), "loss, stolen": truth.loss(taken)}
+        figures["loss, true"] = truth.loss({name: truth.updates[name] for name in guess})
+        return replace(outcome, figures=figures)
 
 
 def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -160,29 +145,21 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
     inverse = torch.linalg.pinv(x, rtol=1e-7)
     away = torch.eye(n, dtype=x.dtype) - x @ inverse
     flat = y.flatten(0, 1)
-    form = (flat @ flat.t()).view(n, k, n, k) * away[:, None, :, None]
-    z = _last_eigenvector(form.view(n * k, n * k)).view(n, k, 1)
-    matrix = (inverse @ (z * y).sum(dim=1)).t()
+    form = ((flat @ flat.t()).view(n, k, n, k) * away[:, None, :, None]).view(n * k, n * k)
+    # z is the eigenvector of the smallest eigenvalue, by inverse iteration; if the two smallest eigenvalues are close,
+    # a combination of their eigenvectors
+    shift = _SHIFT * form.diagonal().mean() * torch.eye(n * k, dtype=form.dtype)
+    factors, pivots = torch.linalg.lu_factor(form + shift)
+    z = torch.randn((n * k, 1), generator=torch.Generator().manual_seed(0), dtype=form.dtype)
+    for _ in range(_ITERATIONS):
+        z = normalize(torch.linalg.lu_solve(factors, pivots, z), dim=0)
+    matrix = (inverse @ (z.view(n, k, 1) * y).sum(dim=1)).t()
     factor = torch.linalg.eigvals(weight @ torch.linalg.pinv(matrix, rtol=1e-9)).real.median()
     u, s, v = torch.linalg.svd(factor * matrix - weight, full_matrices=False)
     half = len(s) // 2
     # cut the spectrum at its steepest fall; the rest is noise
     rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
     return Stolen((u[:, :rank] * s[:rank]) @ v[:rank], matrix, weight)
-
-
-def _last_eigenvector(form: Tensor) -> Tensor:
-    """The eigenvector of the smallest eigenvalue of a positive semidefinite matrix `[m, m]`, by inverse iteration.
-
-    If the two smallest eigenvalues are close, the result is a combination of their eigenvectors.
-    """
-    size = len(form)
-    shift = _SHIFT * form.diagonal().mean() * torch.eye(size, dtype=form.dtype)
-    factors, pivots = torch.linalg.lu_factor(form + shift)
-    vector = torch.randn((size, 1), generator=torch.Generator().manual_seed(0), dtype=form.dtype)
-    for _ in range(_ITERATIONS):
-        vector = normalize(torch.linalg.lu_solve(factors, pivots, vector), dim=0)
-    return vector[:, 0]
 
 
 def _beats_decoys(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:

@@ -64,13 +64,8 @@ def masked_requests(view: ExecutorView) -> tuple[Exchange, ...]:
 
 def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ...]:
     """The first requests that together hold at least `rows` rows, or all requests."""
-    kept, total = [], 0
-    for exchange in exchanges:
-        if total >= rows:
-            break
-        kept.append(exchange)
-        total += len(exchange.rows)
-    return tuple(kept)
+    before = itertools.accumulate((len(e.rows) for e in exchanges), initial=0)
+    return tuple(e for e, total in zip(exchanges, before, strict=False) if total < rows)
 
 
 def stack(exchanges: Sequence[Exchange]) -> Tensor:
@@ -115,32 +110,25 @@ def subtract_candidates(view: ExecutorView) -> Subtraction:
                 continue
             x = stack(online)
             if candidates is not None:
-                x = _best(x, candidates)
+                x = _likeliest(x, candidates)
                 trials += len(x) * len(candidates)
                 pools.append(len(candidates))
             rows |= unstack(x, online)
     return Subtraction(rows, trials, tuple(pools))
 
 
-def _best(x: Tensor, candidates: Tensor) -> Tensor:
-    best, even = _subtract_nearest(x, candidates, torch.eye(x.shape[1], dtype=torch.float64))
-    for _ in range(_PASSES - 1):
-        length = even.square().mean(dim=1, keepdim=True)
+def _likeliest(x: Tensor, candidates: Tensor) -> Tensor:
+    basis = torch.eye(x.shape[1], dtype=torch.float64)
+    for _ in range(_PASSES):
+        # one matrix product instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, without |a|^2
+        a, b = x @ basis, candidates @ basis
+        pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
+        best = x - candidates[pick]
+        length = (a - b[pick]).square().mean(dim=1, keepdim=True)
         weight = 1 / (length + 1e-12 * length.mean()).clamp(min=1e-300)
-        scatter = (best * weight).t() @ best / weight.sum()
-        values, vectors = torch.linalg.eigh(scatter)
+        values, vectors = torch.linalg.eigh((best * weight).t() @ best / weight.sum())
         basis = vectors * (values + 1e-2 * values.mean()).clamp(min=1e-300).rsqrt()
-        best, even = _subtract_nearest(x, candidates, basis)
     return best
-
-
-def _subtract_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract from each row the candidate that leaves the shortest remainder in a basis. Returns the remainders, in
-    the original basis and in the given one."""
-    # one matrix product instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, without |a|^2
-    a, b = x @ basis, candidates @ basis
-    pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
-    return x - candidates[pick], a - b[pick]
 
 
 def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:
@@ -159,9 +147,6 @@ def generation(view: ExecutorView) -> tuple[Exchange, ...]:
 def prefills(view: ExecutorView, group: int) -> list[tuple[Exchange, int, int]]:
     """(request, sequences, tokens of each) for every prompt. A prompt has many rows, a generated token one row per
     sequence."""
-    online = [e for e in generation(view) if e.group == group]
-    found = []
-    for first, second in itertools.pairwise(online):
-        if len(first.rows) > len(second.rows) and len(first.rows) % len(second.rows) == 0:
-            found.append((first, len(second.rows), len(first.rows) // len(second.rows)))
-    return found
+    pairs = itertools.pairwise(e for e in generation(view) if e.group == group)
+    sizes = [(first, len(first.rows), len(second.rows)) for first, second in pairs]
+    return [(e, batch, rows // batch) for e, rows, batch in sizes if rows > batch and rows % batch == 0]

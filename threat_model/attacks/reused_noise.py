@@ -47,7 +47,7 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
         return subtract_candidates(view)
 
     def score(self, guess: Subtraction, truth: Truth) -> Outcome:
-        outcome = score_rows(guess.rows, dict(truth.of(direction=self.direction)))
+        outcome = score_rows(guess.rows, truth.of(direction=self.direction))
         combinations = sum(math.log10(k) for k in guess.pools)
         counts = {"distances tried": guess.trials, "combinations, log10": combinations, "layers": len(guess.pools)}
         return replace(outcome, figures={**outcome.figures, **counts})
@@ -110,11 +110,7 @@ def _repeated(x: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class Differences:
     """Claims about one group: the row at place `a[n]` (request, row) minus the row at place `b[n]` is `value[n]`.
-
-    Args:
-        a, b: int64 `[n, 2]`.
-        value: float64 `[n, d]`.
-    """
+    Places are int64 `[n, 2]`, values float64 `[n, d]`."""
 
     a: Tensor
     b: Tensor
@@ -148,8 +144,14 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
                 x = x << shift
             i, j = torch.randint(len(x), (2, _PAIRS), generator=rng)
             gap = x[i] - x[j]  # int32 wraps, as the ring does
-            size = gap.double().abs().amax(dim=1) if online[0].arithmetic == "ring" else gap.double().norm(dim=1)
-            limit = float(_SMALL) if online[0].arithmetic == "ring" else _valley(size)
+            if online[0].arithmetic == "ring":
+                size, limit = gap.double().abs().amax(dim=1), float(_SMALL)
+            else:  # the boundary between near and far pairs, if there are both: the widest gap in the sorted logarithms
+                size = gap.double().norm(dim=1)
+                ordered = size.clamp(min=1e-12).log().sort().values
+                low, high = int(0.01 * len(ordered)), int(0.99 * len(ordered))
+                widest, at = (ordered[low + 1 : high] - ordered[low : high - 1]).max(dim=0)
+                limit = float(ordered[low + at].exp()) * 1.0001 if float(widest) > 0.05 else 0.0
             near = (size < limit) & (i != j)
             claims.append(Differences(place[i[near]], place[j[near]], gap[near].double() / (1 << shift)))
         return claims
@@ -174,15 +176,6 @@ def _rows(truth: Truth, places: Tensor) -> Tensor:
     return torch.cat(calls)[first[request] + places[:, 1]].double() if calls else torch.zeros((0, 1))
 
 
-def _valley(size: Tensor) -> float:
-    """The boundary between near pairs and far pairs, if there are both: the widest gap in the sorted logarithms."""
-    ordered = size.clamp(min=1e-12).log().sort().values
-    low, high = int(0.01 * len(ordered)), int(0.99 * len(ordered))
-    gaps = ordered[low + 1 : high] - ordered[low : high - 1]
-    at = int(gaps.argmax())
-    return float(ordered[low + at].exp()) * 1.0001 if float(gaps[at]) > 0.05 else 0.0
-
-
 _MAX_CLUSTERS, _CLUSTERED_ROWS, _ROUNDS, _EM_ROUNDS = 16, 1500, 15, 12
 
 
@@ -203,14 +196,9 @@ class BlindClustering(FirstLayerAttack):
         if online[0].arithmetic == "ring":
             x = normalize(x, dim=1) * table.norm(dim=1).mean()
         usual = table[public.corpus].mean(dim=0)
-        best: tuple[float, Tensor] | None = None
-        for count in (1, 2, 4, _MAX_CLUSTERS):
-            centres = _k_means(x, count, rng)
-            guessed, cost = _fit(x, centres - usual, table)
-            if best is None or cost < best[0]:
-                best = cost, guessed
-        assert best is not None
-        return unstack(best[1], online)
+        fits = [_fit(x, _k_means(x, count, rng) - usual, table) for count in (1, 2, 4, _MAX_CLUSTERS)]
+        guessed, _ = min(fits, key=lambda fit: fit[1])
+        return unstack(guessed, online)
 
 
 def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -228,7 +216,7 @@ def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 
 def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
-    """Return tokens `[n]`, and the mean squared distance."""
+    """Tokens `[n]` by expectation-maximisation, and the mean squared distance."""
     guessed, cost = torch.full((len(x),), -1), float("inf")
     known = table.square().sum(dim=1) - 2 * x @ table.t()
     for _ in range(_EM_ROUNDS):

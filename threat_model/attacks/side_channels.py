@@ -54,15 +54,11 @@ class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
         last = len(public.manifest.groups) - 1
         _, gradients = noises(view, last, BACKWARD)
         found = prefills(view, 0)
-        starts = [e.order for e, _, _ in found]
+        starts = [*(e.order for e, _, _ in found), float("inf")]
         steps = [e.order for e in generation(view) if e.group == 0]
-        ends = [*starts[1:], float("inf")]
-        lengths = [sum(a <= o < b for o in steps) for a, b in zip(starts, ends, strict=True)]
-        return {
-            "training steps": len(gradients),
-            "prompts": [(batch, length) for _, batch, length in found],
-            "tokens generated": lengths,
-        }
+        lengths = [sum(a <= o < b for o in steps) for a, b in itertools.pairwise(starts)]
+        prompts = [(batch, length) for _, batch, length in found]
+        return {"training steps": len(gradients), "prompts": prompts, "tokens generated": lengths}
 
 
 class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):

@@ -84,14 +84,14 @@ class SamplerGrid(FirstLayerAttack):
         kept = first_rows(online, _MAX_ROWS)
         x = stack(kept)
         table = public.vocabulary_rows.double()
+
+        def fits(rows: Tensor, scales: Sequence[float]) -> Tensor:
+            """The fit of every token to every row for each noise scale: `[scales, n, v]`."""
+            return torch.stack([_on_grid(row - table, scales) for row in rows], dim=1)
+
         # a few rows suffice to estimate the scale of the noise
-        likeliest = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
-        return unstack(_fits(x, table, (_SCALES[int(likeliest)],))[0].argmax(dim=1), kept)
-
-
-def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:
-    """The fit of every token to every row for each noise scale: `[scales, n, v]`."""
-    return torch.stack([_on_grid(row - table, scales) for row in x], dim=1)
+        likeliest = fits(x[:_SCALE_ROWS], _SCALES).amax(dim=2).mean(dim=1).argmax()
+        return unstack(fits(x, (_SCALES[int(likeliest)],))[0].argmax(dim=1), kept)
 
 
 def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
@@ -140,7 +140,11 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
                 words = torch.cat(matrices).view(torch.int32) if matrices else torch.empty(0)
                 if words.numel() >= _MIN_WORDS:
                     words = words << view.unused_bits
-                    tests = (*_byte_tests(words, view.unused_bits // 8), *_serial_tests(words))
+                    tests = _byte_tests(words, view.unused_bits // 8)
+                    # two-sided, of the correlation between neighbours along a row, and down a column
+                    x = (words.double() + 0.5) / (2.0**32 / math.sqrt(12))  # the mean of a uniform int32 is -1/2
+                    for a, b in ((x[:, :-1], x[:, 1:]), (x[:-1], x[1:])):
+                        tests.append(2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())))
                     rejected += [p < _LEVEL for p in tests]
         return rejected
 
@@ -159,14 +163,6 @@ def _byte_tests(words: Tensor, unused: int) -> list[float]:
         spread = 2 / (9 * 255)
         values.append(normal_tail(((chi / 255) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)))
     return values
-
-
-def _serial_tests(words: Tensor) -> list[float]:
-    """Two-sided p-values of the correlation between neighbours along a row, and down a column."""
-    x = words.double() + 0.5  # the mean of a uniform int32 is -1/2
-    x = x / (2.0**32 / math.sqrt(12))
-    pairs = ((x[:, :-1], x[:, 1:]), (x[:-1], x[1:]))
-    return [2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())) for a, b in pairs]
 
 
 class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
@@ -201,13 +197,8 @@ class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
         false, true = roc(guess, coins)
         area = sum((b - a) * (t + u) / 2 for a, b, t, u in zip(false, false[1:], true, true[1:], strict=False))
         interval = clopper_pearson(right, n)
-        figures = {
-            "advantage": 2 * right / n - 1,
-            "advantage, low": 2 * interval.low - 1,
-            "advantage, high": 2 * interval.high - 1,
-            "theory": 0.0,
-            "area under ROC": area,
-        }
+        rates = {"advantage": right / n, "advantage, low": interval.low, "advantage, high": interval.high}
+        figures = {name: 2 * rate - 1 for name, rate in rates.items()} | {"theory": 0.0, "area under ROC": area}
         every = max(1, n // 200)
         curve = (*zip(false[::every], true[::every], strict=True), (1.0, 1.0))
         return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures, curve)

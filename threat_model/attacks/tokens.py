@@ -28,7 +28,7 @@ FIRST = 0
 
 def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
     """The token of each row of the first group, by request: int64 `[n]`."""
-    return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD) if c.tokens is not None}
+    return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD).items() if c.tokens is not None}
 
 
 class FirstLayerAttack(LabelsAttack[ExecutorView]):
@@ -85,15 +85,12 @@ class SubspaceProjection(FirstLayerAttack):
         most = 3 * x.shape[1] // 4
         rank = 1 + int((values[:most] / values[1 : most + 1]).argmax())
         table = public.vocabulary_rows.double()
-        best: tuple[float, Tensor] | None = None
-        for cut in {0, rank}:  # rank 0: there is nothing to project away
+        found = []
+        for cut in (0, rank):  # rank 0: there is nothing to project away
             rest = vectors[:, cut:]
             fit = normalize(x @ rest, dim=1) @ normalize(table @ rest, dim=1).t()
-            sure = float(fit.amax(dim=1).mean())
-            if best is None or sure > best[0]:
-                best = sure, fit.argmax(dim=1)
-        assert best is not None
-        return unstack(best[1], online)
+            found.append((float(fit.amax(dim=1).mean()), fit.argmax(dim=1)))
+        return unstack(max(found, key=lambda one: one[0])[1], online)
 
 
 class RowScale(FirstLayerAttack):

@@ -7,7 +7,6 @@ computes shows the effect of shared caches and cores. The provider's counters ar
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import socket
@@ -18,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,6 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
-from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
 from tenant.bench.options import Json, Seconds, Threads, measure
@@ -57,11 +56,8 @@ _NICE = 19
 
 @dataclass(frozen=True)
 class Client:
-    """A tenant with a valid certificate, and the provider that it asks.
-
-    Args:
-        helper: a helper whose blocks the provider accepts, and which the tenant has permitted.
-        inputs, outputs: columns of a request's rows and of its answer's rows.
+    """A tenant with a valid certificate, and the provider that it asks. `helper`: one whose blocks the provider
+    accepts, and which the tenant has permitted. `inputs`, `outputs`: columns of a request's and of its answer's rows.
     """
 
     identity: Identity
@@ -71,7 +67,7 @@ class Client:
     inputs: int
     outputs: int
 
-    @functools.cached_property
+    @cached_property
     def _context(self) -> ssl.SSLContext:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
@@ -113,24 +109,20 @@ def flood(abuser: Client) -> None:
 
 def flood_blocks(abuser: Client) -> None:
     """Send unused blocks, one after the other."""
-    helper, executor = fingerprint(abuser.helper.certificate), fingerprint(abuser.peer.pins[0])
-    key, payload = abuser.helper.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
     own, peer = abuser.helper, abuser.peer
+    key, payload = own.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
     context = client_context(certificate=own.certificate, key=own.key, pins=peer.pins, kind=Kind.PROVIDER)
-    link = ClientConnection("the executor", host=peer.host, port=peer.port, pins=peer.pins, context=context)
-    with (
-        contextlib.suppress(SymbiosisError),
-        contextlib.closing(abuser.channel()) as channel,
-        contextlib.closing(link),
-    ):
+    link, channel = peer.connection(context), abuser.channel()
+    with contextlib.suppress(SymbiosisError), contextlib.closing(channel), contextlib.closing(link):
         link.open(time.monotonic() + _DEADLINE_S)
-        permit = channel.permit([helper], deadline=time.monotonic() + _DEADLINE_S).token
+        permit = channel.permit([fingerprint(own.certificate)], deadline=time.monotonic() + _DEADLINE_S).token
+        named: dict[str, Any] = {"permit": permit, "executor": fingerprint(peer.pins[0])}
         while True:
             block = wire.Binding(**request_of(_ROWS).binding())
-            signature = sign(key, statement(block, permit=permit, executor=executor, payload=payload))
+            signature = sign(key, statement(block, **named, payload=payload))
             deadline = time.monotonic() + _DEADLINE_S
             deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
-            link.send(deposit, memoryview(payload), deadline=deadline)
+            link.send(deposit, payload, deadline=deadline)
             link.receive_header(max_payload=0, deadline=deadline)
 
 
@@ -175,15 +167,9 @@ def request_of(rows: int) -> wire.Execute:
 
 @dataclass(frozen=True)
 class Abuse:
-    """One kind of abuse.
-
-    Args:
-        attack: function of the abuser; it may return.
-        threads: number of threads that run `attack` at the same time.
-        seen: counters that the provider must have reached before the measurement starts.
-        ends: measure until the abuse has ended.
-        revoked: revoke the abuser's certificate during the abuse.
-    """
+    """One kind of abuse: `threads` threads run `attack`, which may return. `seen`: counters that the provider must have
+    reached before the measurement starts; `ends`: measure until the abuse has ended; `revoked`: revoke the abuser's
+    certificate during the abuse."""
 
     attack: Callable[[Client], None]
     threads: int = 1
@@ -195,18 +181,15 @@ class Abuse:
 def abuses(visits: int) -> dict[str, Abuse]:
     """Every kind of abuse, by its name in the report."""
     flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
+    silent = {"pending handshakes": _SILENT_FROM}
     return {
         "control: a process that only computes": Abuse(compute),
         "a flood of large requests": Abuse(flood, _CONNECTIONS, seen=flooding),
         "a flood of blocks": Abuse(flood_blocks, _CONNECTIONS, seen={"connections": 1, "blocks": _CONNECTIONS}),
         "answers that nobody reads": Abuse(read_nothing, seen={"requests": _READERS}),
-        "payloads that never come": Abuse(
-            functools.partial(read_nothing, sends_rows=False), seen={"connections": _READERS}
-        ),
+        "payloads that never come": Abuse(partial(read_nothing, sends_rows=False), seen={"connections": _READERS}),
         "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
-        f"{visits:,} connections": Abuse(
-            functools.partial(come_and_go, visits=visits), seen={"connections": 1}, ends=True
-        ),
+        f"{visits:,} connections": Abuse(partial(come_and_go, visits=visits), seen={"connections": 1}, ends=True),
         f"{_SILENT_A_SECOND} silent connections a second": Abuse(
             say_nothing, seen={"pending handshakes": _SILENT_FROM}
         ),

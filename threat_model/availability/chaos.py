@@ -84,12 +84,8 @@ def chaos(*, work: TenantWork = _WORK, killing: Killing = _KILLING, json: Json =
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The results of a run.
-
-    Args:
-        bits: the losses, the adapter's tensors and the token ids of every generation, by name.
-        ledger: ledger of the session; zeros without a session.
-    """
+    """The results of a run. `bits`: the losses, the adapter's tensors and the token ids of every generation, by name;
+    `ledger`: that of the session; zeros without a session."""
 
     steps: int
     bits: dict[str, Tensor]
@@ -106,13 +102,8 @@ class Kill(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:
-    """A disturbed run, compared with the undisturbed run.
-
-    Args:
-        identical: True if both runs have the same bits.
-        pauses_s: longest time without an executor's answer around each kill.
-        usual_s: longest time without an executor's answer before the first kill.
-    """
+    """A disturbed run, compared with the undisturbed run. `identical`: both have the same bits. `pauses_s`: the longest
+    time without an executor's answer around each kill; `usual_s`: the same before the first kill."""
 
     disturbed: RunResult
     identical: bool

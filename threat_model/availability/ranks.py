@@ -194,17 +194,12 @@ def measure_ranks(
     check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}
+    roles = session_scheme(sharding.masking).roles
     for (number, executors), what in itertools.product(enumerate(groups), losses):
         on_event(f"{executors} x {sharding.ranks} ranks: {what}")
-        local = provide(
-            model,
-            directory / f"{number}-{what.replace(' ', '-')}",
-            threads=1,
-            executors=executors,
-            helpers=int("helper" in session_scheme(sharding.masking).roles),
-            cache=directory / "cache",
-            provider_options=options,
-        )
+        folder, helpers = directory / f"{number}-{what.replace(' ', '-')}", "helper" in roles
+        sizes: dict[str, Any] = {"threads": 1, "executors": executors, "helpers": int(helpers)}
+        local = provide(model, folder, **sizes, cache=directory / "cache", provider_options=options)
         with local, contextlib.ExitStack() as running:
             children: list[Child[None, list[TimedAnswer]]] = []
             for tenant in range(sharding.tenants):

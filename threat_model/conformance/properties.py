@@ -168,8 +168,7 @@ def _exact(requested: Callable[[Subject], SearchStrategy[Case]]) -> Callable[[Su
 
 @claim("bias-difference", "The two float answers to the same rows differ by the bias.", EXECUTOR, floats=True)
 def check_bias_difference(subject: Subject, run: Run) -> None:
-    """Checks that the two answers differ by the bias. Each one is within its bound, so the difference is within both
-    bounds."""
+    """Each answer is within its bound, so their difference is within the sum of both bounds."""
     oracle = subject.oracle
     assert isinstance(oracle, CheckpointOracle)
     biased = [index for index in subject.sampled if oracle.has_bias(index)]

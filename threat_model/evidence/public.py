@@ -40,7 +40,6 @@ class Public:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the quantised model."""
         return self.store.manifest()
 
     @property
@@ -67,12 +66,10 @@ class Public:
 
     @functools.cache  # noqa: B019 (one Public lives as long as the report)
     def quantised(self, group: int) -> QuantisedGroup:
-        """Integers and scales of a group."""
         return self.store.group(group)
 
     @functools.cache  # noqa: B019
     def bound(self, group: int, direction: Direction) -> Bound:
-        """The public bound on a group's rows."""
         return self.quantised(group).bound(direction)
 
     def served_weight(self, group: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
@@ -131,7 +128,8 @@ class Public:
         try:
             self.model(**inputs)
         except _Arrived as arrived:
-            return arrived.rows
+            rows: Tensor = arrived.args[0]
+            return rows
         finally:
             handle.remove()
         raise AssertionError("every group is reached")
@@ -143,11 +141,7 @@ class Public:
 
 
 class _Arrived(Exception):
-    """Ends a forward pass; `rows` is the group's input."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.rows = rows
+    """Ends a forward pass, with the group's input."""
 
 
 def alone(count: int) -> tuple[tuple[int, ...], ...]:

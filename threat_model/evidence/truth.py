@@ -55,13 +55,10 @@ class Truth:
     coins: dict[Direction, Tensor] = field(default_factory=dict)
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 
-    def of(self, *, group: int | None = None, direction: Direction | None = None) -> list[tuple[int, GroupCall]]:
-        """The calls of a group in a direction, each with its order; None stands for all."""
-        return [
-            (order, call)
-            for order, call in self.calls.items()
-            if group in (None, call.group) and direction in (None, call.direction)
-        ]
+    def of(self, *, group: int | None = None, direction: Direction | None = None) -> dict[int, GroupCall]:
+        """The calls of a group in a direction by their order; None stands for all."""
+        wanted = self.calls.items()
+        return {o: c for o, c in wanted if group in (None, c.group) and direction in (None, c.direction)}
 
 
 class Witness(Backend):
@@ -124,8 +121,7 @@ def adapter_updates(model: Any) -> dict[str, Tensor]:
     """`scaling * B @ A` of every LoRA layer of a PEFT model, by base module name; float32 `[o, d]`."""
     updates = {}
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and "default" in getattr(module, "lora_A", {}):
+        if "default" in getattr(module, "lora_A", {}):
             a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            short = name.removeprefix("base_model.model.")
-            updates[short] = (module.scaling["default"] * (b @ a)).detach().clone()
+            updates[name.removeprefix("base_model.model.")] = (module.scaling["default"] * (b @ a)).detach().clone()
     return updates

@@ -107,7 +107,6 @@ class ExecutorView:
 
     @property
     def ring_bits(self) -> wire.RingBits:
-        """Bits of the integers on the wire."""
         return 24 if any(e.fields.get("ring_bits") == 24 for e in self.exchanges) else 32
 
     @property
@@ -170,20 +169,15 @@ class Views:
     neighbour: NeighbourView
 
     def of(self, party: Party) -> ExecutorView | HelperView | CollusionView | NetworkView | NeighbourView:
-        """The view of one party."""
-        match party:
-            case "executor":
-                return self.executor
-            case "helper":
-                return self.helpers[0] if self.helpers else HelperView(())
-            case "executor+helper":
-                return CollusionView(self.executor, self.helpers)
-            case "all but a helper":
-                return CollusionView(self.executor, self.helpers[1:])
-            case "network":
-                return self.network
-            case "neighbour":
-                return self.neighbour
+        views: dict[Party, ExecutorView | HelperView | CollusionView | NetworkView | NeighbourView] = {
+            "executor": self.executor,
+            "helper": self.helpers[0] if self.helpers else HelperView(()),
+            "executor+helper": CollusionView(self.executor, self.helpers),
+            "all but a helper": CollusionView(self.executor, self.helpers[1:]),
+            "network": self.network,
+            "neighbour": self.neighbour,
+        }
+        return views[party]
 
 
 class Recorder:

@@ -190,9 +190,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
         "payloads that never come": Abuse(partial(read_nothing, sends_rows=False), seen={"connections": _READERS}),
         "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
         f"{visits:,} connections": Abuse(partial(come_and_go, visits=visits), seen={"connections": 1}, ends=True),
-        f"{_SILENT_A_SECOND} silent connections a second": Abuse(
-            say_nothing, seen={"pending handshakes": _SILENT_FROM}
-        ),
+        f"{_SILENT_A_SECOND} silent connections a second": Abuse(say_nothing, seen=silent),
         "a tenant revoked in mid-request": Abuse(flood, _CONNECTIONS, seen=flooding, revoked=True),
     }
 

@@ -66,14 +66,10 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
     Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _sign(
-        subject(name, unit="authority"),
-        public_key=key.public_key(),
-        # path_length=0: a tenant's certificate can never sign another one.
-        extensions=[x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")],
-        days=days,
-        signer=key,
-    )
+    # path_length=0: a tenant's certificate can never sign another one.
+    extensions = [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]
+    owner = subject(name, unit="authority")
+    certificate = _sign(owner, public_key=key.public_key(), extensions=extensions, days=days, signer=key)
     return _write_pair(directory, name=name, certificate=certificate, key=key)
 
 
@@ -112,21 +108,21 @@ def issue_to_key(
     signer: Signer,
     kind: reading.Kind,
     name: str,
-    hosts: Sequence[str] = (),
-    days: int = 365,
-    operator: str | None = None,
+    hosts: Sequence[str],
+    days: int,
+    operator: str | None,
 ) -> x509.Certificate:
     """Issues a certificate for an existing public key, without writing a file. Arguments and errors as for `issue`."""
     owner = subject(name, unit=kind, operator=operator)
     names: list[x509.GeneralName]
-    if kind is reading.Kind.TENANT:
-        if hosts:
-            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
-        if operator is not None:
-            raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
-        names = [x509.UniformResourceIdentifier(TENANT_URN + name)]
-    else:
+    if kind is reading.Kind.PROVIDER:
         names = [_host(host) for host in hosts or DEFAULT_HOSTS]
+    elif hosts:
+        raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
+    elif operator is not None:
+        raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
+    else:
+        names = [x509.UniformResourceIdentifier(TENANT_URN + name)]
     extensions = [x509.SubjectAlternativeName(names), *_leaf_usage(kind)]
     return _sign(owner, public_key=public_key, extensions=extensions, days=days, signer=signer)
 
@@ -206,13 +202,9 @@ def _renewed(
     if authority is None and old.issuer != old.subject:
         raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
     key = ec.generate_private_key(ec.SECP256R1())
-    extensions = [x509.SubjectAlternativeName(reading.alternative_names(old)), *_leaf_usage(kind)]
-    return key, _sign(
-        old.subject, public_key=key.public_key(), extensions=extensions, days=days, signer=authority or key
-    )
-
-
-# Building
+    public, names = key.public_key(), x509.SubjectAlternativeName(reading.alternative_names(old))
+    extensions = [names, *_leaf_usage(kind)]
+    return key, _sign(old.subject, public_key=public, extensions=extensions, days=days, signer=authority or key)
 
 
 def _sign(
@@ -251,11 +243,8 @@ def _sign(
 
 def _leaf_usage(kind: reading.Kind) -> list[x509.ExtensionType]:
     # a signature is the only use of a key that TLS 1.3 needs
-    return [
-        x509.BasicConstraints(ca=False, path_length=None),
-        _key_usage("digital_signature"),
-        x509.ExtendedKeyUsage(_USAGES[kind]),
-    ]
+    usages = [_key_usage("digital_signature"), x509.ExtendedKeyUsage(_USAGES[kind])]
+    return [x509.BasicConstraints(ca=False, path_length=None), *usages]
 
 
 def _key_usage(*allowed: str) -> x509.KeyUsage:
@@ -286,8 +275,6 @@ def _write_pair(
         raise
     return identity
 
-
-# Requests
 
 _MAKE = "make one with `symbiosis-priv keys request`"
 
@@ -342,12 +329,8 @@ def load_request(path: Path) -> SigningRequest:
         raise CertificateError(f"{path} does not have exactly one common name: {_MAKE}")
     check_name(name)
     unit = reading.sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
-    return SigningRequest(
-        reading.Kind.PROVIDER if unit == reading.Kind.PROVIDER else reading.Kind.TENANT,
-        name,
-        key,
-        reading.key_fingerprint(request),
-    )
+    kind = reading.Kind.PROVIDER if unit == reading.Kind.PROVIDER else reading.Kind.TENANT
+    return SigningRequest(kind, name, key, reading.key_fingerprint(request))
 
 
 def sign_request(
@@ -361,7 +344,8 @@ def sign_request(
     renew: bool = False,
 ) -> Path:
     """Issues `<name>.pem` for a request. `<name>.previous.pem` keeps the earlier certificates that are still valid, so
-    that they can be revoked too.
+    that they can be revoked too. The name is checked against every certificate of the folder: against its file name and
+    the names inside.
 
     Args:
         authority: a result of `create_authority`; the new certificate expires with the authority's or before.
@@ -380,7 +364,22 @@ def sign_request(
             f"{request.name} asks for a provider's certificate: find out which company runs it and where, then pass "
             f"--operator 'Alpha GmbH' --host alpha.example"
         )
-    _require_free(directory, request, renew=renew)
+    for path in sorted(directory.glob("*.pem")):
+        if path.name.endswith(f"{PREVIOUS}.pem"):
+            continue
+        found = reading.load_certificates(path)[0]
+        names = _names(found)
+        if request.name.casefold() not in (name.casefold() for name in (path.stem, *names.values()) if name):
+            continue
+        if names[request.kind] != request.name:
+            raise CertificateError(
+                f"{path} has the name {request.name}, another case of it, or another kind: choose another name"
+            )
+        if reading.key_fingerprint(found) != request.fingerprint and not renew:
+            raise CertificateError(
+                f"{path} already gives the name {request.name} to another key: if {request.name} has made a new key, "
+                f"confirm its fingerprint and pass --renew; if not, it needs another name"
+            )
     certificate = issue_to_key(
         request.public_key,
         signer=authority,
@@ -391,37 +390,14 @@ def sign_request(
         days=days,
     )
     path = reading.pair(directory, request.name).certificate
-    earlier = path.with_name(f"{request.name}.previous.pem")
+    earlier = path.with_name(f"{request.name}{PREVIOUS}.pem")
     if issued := current_certificates(path, earlier):
         replace_file(earlier, b"".join(map(certificate_pem, issued)), mode=0o644)
     replace_file(path, certificate_pem(certificate), mode=0o644)
     return path
 
 
-def _require_free(directory: Path, request: SigningRequest, *, renew: bool) -> None:
-    """Checks the name against every certificate of the folder: against its file name and the names inside. Raises
-    `CertificateError`: the name is taken."""
-    for path in sorted(directory.glob("*.pem")):
-        if path.name.endswith(".previous.pem"):
-            continue
-        certificate = reading.load_certificates(path)[0]
-        names = _names(certificate)
-        if request.name.casefold() not in (name.casefold() for name in (path.stem, *names.values()) if name):
-            continue
-        if names[request.kind] != request.name:
-            raise CertificateError(
-                f"{path} has the name {request.name}, another case of it, or another kind: choose another name"
-            )
-        if reading.key_fingerprint(certificate) != request.fingerprint and not renew:
-            raise CertificateError(
-                f"{path} already gives the name {request.name} to another key: if {request.name} has made a new key, "
-                f"confirm its fingerprint and pass --renew; if not, it needs another name"
-            )
-
-
 def _names(certificate: x509.Certificate) -> dict[reading.Kind, str | None]:
     """The names of the tenant and of the provider in a certificate; one of them at most is not None."""
-    return {
-        reading.Kind.TENANT: reading.tenant_name(certificate),
-        reading.Kind.PROVIDER: reading.provider_name(certificate),
-    }
+    tenant, provider = reading.tenant_name(certificate), reading.provider_name(certificate)
+    return {reading.Kind.TENANT: tenant, reading.Kind.PROVIDER: provider}

@@ -27,8 +27,6 @@ Operator = Annotated[
     str | None,
     typer.Option(help="Company that runs the provider, certified by the authority: 'Alpha GmbH'. For registries."),
 ]
-OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this certificate.")]
-
 KEYS = Path("keys")
 _REVOKED = "revoked.txt"
 
@@ -46,12 +44,8 @@ def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Da
         "Sign the requests of your tenants or providers (`symbiosis-priv keys request`):",
         f"symbiosis-priv keys sign NAME.csr --authority {shlex.quote(name)} --directory {shlex.quote(str(directory))}",
     )
-    _set(
-        "An authority for providers that a registry lists: in provider.toml and federation.toml",
-        "registry",
-        authority=identity.certificate,
-        revoked=revoked,
-    )
+    what = "An authority for providers that a registry lists: in provider.toml and federation.toml"
+    _set(what, "registry", authority=identity.certificate, revoked=revoked)
 
 
 @app.command()
@@ -89,12 +83,8 @@ def tenant(*, name: Name, authority: Authority = "authority", directory: Directo
     signer = _identity(directory, authority)
     identity = issuing.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)
-    _set(
-        "Hand both files to the tenant. In its federation.toml",
-        "tenant",
-        certificate=identity.certificate,
-        key=identity.key,
-    )
+    what = "Hand both files to the tenant. In its federation.toml"
+    _set(what, "tenant", certificate=identity.certificate, key=identity.key)
 
 
 @app.command()
@@ -113,9 +103,8 @@ def request(
     """
     path = issuing.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
-    terminal.say(f"  name         {name}")
     key = reading.pair(directory, name).key
-    terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
+    terminal.say(f"  name         {name}\n  key          {key} (secret, mode 0600; it never leaves this machine)")
     terminal.say(f"  fingerprint  {issuing.load_request(path).fingerprint}")
     signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
@@ -256,7 +245,7 @@ def show(
         list[Path] | None, typer.Argument(help="Files to show. Default: the files in --directory.")
     ] = None,
     *,
-    name: OptionalName = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Show only this certificate.")] = None,
     directory: Directory = KEYS,
 ) -> None:
     """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
@@ -292,20 +281,15 @@ def _report(identity: Identity) -> None:
 
 def _print_certificate(path: Path) -> None:
     description = reading.describe(path)
-    days = (description.not_after - reading.now()).days
-    if days >= 0:
-        left = f"{days} days left"
-    elif description.kind == "authority":
-        left = (
-            "EXPIRED: make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
-        )
-    else:
-        identity = Identity(path, path.with_suffix(".key"))
+    days, identity = (description.not_after - reading.now()).days, Identity(path, path.with_suffix(".key"))
+    left = f"{days} days left"
+    if days < 0:
         how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
+        if description.kind == "authority":
+            how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
         left = f"EXPIRED: {how}"
     terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
-    terminal.say(f"  kind         {description.kind}")
-    terminal.say(f"  subject      {description.subject}")
+    terminal.say(f"  kind         {description.kind}\n  subject      {description.subject}")
     if description.hosts:
         terminal.say(f"  hosts        {', '.join(description.hosts)}")
     terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")

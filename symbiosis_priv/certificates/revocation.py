@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -77,19 +76,20 @@ def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> f
 
 
 def revoke(path: Path, certificates: list[Path]) -> list[str]:
-    """Add every certificate in some files to a list. Creates the list if it does not exist.
-
-    Returns the marks that were added.
-
-    Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that cannot
-    be read or written.
-    """
-    with _alone(path):
+    """Add every certificate in some files to a list. Creates the list if it does not exist. Returns the marks that were
+    added. Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that
+    cannot be read or written, or that another process writes for too long."""
+    make_folder(path.parent)
+    with contextlib.ExitStack() as alone:  # otherwise a revocation by another process could get lost
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        alone.callback(os.close, folder)
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock(folder, patience_s=_PATIENCE_S):
+                raise CertificateError(f"another process is writing {path}: end it, and run this again")
         known = load_revoked(path) if path.exists() else frozenset()
         text = read_limited(path, _MAX_BYTES).decode() if path.exists() else ""
         added = []
-        listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
-        for file, certificate in listed:
+        for file, certificate in [(path, found) for path in certificates for found in load_certificates(path)]:
             name = tenant_name(certificate) or provider_name(certificate)
             if name is None:
                 raise CertificateError(
@@ -105,18 +105,3 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
         except OSError as error:
             raise CertificateError(f"cannot write {path}: {error.strerror}; choose another file with --file") from error
     return added
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Context manager: one process at a time adds to a list. Otherwise a revocation by another process could get lost.
-    Raises `CertificateError`: another process has been writing for too long."""
-    make_folder(path.parent)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            if not lock(folder, patience_s=_PATIENCE_S):
-                raise CertificateError(f"another process is writing {path}: end it, and run this again")
-        yield
-    finally:
-        os.close(folder)

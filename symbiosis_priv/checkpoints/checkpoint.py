@@ -129,10 +129,8 @@ class Checkpoint:
         return tensor
 
     def _read(self, name: str, read: Callable[[safe_open], T]) -> T:
-        try:
-            file_name = self._location[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?") from None
+        if (file_name := self._location.get(name)) is None:
+            raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?")
         try:
             return read(self._file(file_name))
         except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -140,15 +138,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
 
     def identity(self) -> str:
-        """A hash of inodes, sizes, times and the JSON files, which changes when a file is replaced or written to.
-
-        The times include the change time, because a user cannot set it back, unlike the modification time.
-        """
+        """A hash of inodes, sizes, times and the JSON files, which changes when a file is replaced or written to. The
+        times include the change time, because a user cannot set it back, unlike the modification time."""
         rows = []
         for name in self.files():
-            status = (self.path / name).stat()
-            inode = (status.st_dev, status.st_ino)
-            rows.append((name, *inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            s = (self.path / name).stat()
+            rows.append((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
         sha = hashlib.sha256(msgspec.json.encode(rows))
         for name in ("config.json", _INDEX):
             path = self.path / name

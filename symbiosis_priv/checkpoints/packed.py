@@ -113,10 +113,5 @@ def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[P
 
 
 def _metadata(digest: str, packed: Packed) -> dict[str, str]:
-    return {
-        "digest": digest,
-        "layout": packed.layout,
-        "outputs": str(packed.outputs),
-        "inputs": str(packed.inputs),
-        "weight_bits": str(packed.weight_bits),
-    }
+    sizes = {name: str(getattr(packed, name)) for name in ("outputs", "inputs", "weight_bits")}
+    return {"digest": digest, "layout": packed.layout, **sizes}

@@ -33,8 +33,9 @@ _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_re
 _COUNTS = re.compile(r"(?:experts|labels)$")
 _MAX_COUNT = 1 << 14  # limit of experts, labels and sizes, because Python builds a module for each
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
-_SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
-_MAX_REPEATS = 2
+# Without a group and with two repetitions at most, a match takes a polynomial of low degree in a name's length. Entries
+# like `target_modules` may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.
+_SIMPLE_PATTERN, _MAX_REPEATS = re.compile(r"[\w.^$\\*+/-]{1,256}"), 2
 _MAX_NAMES = 1 << 12  # of an adapter's lists; PEFT compares each name with all others and with each module
 _MAX_PATTERNS = {"save": 1 << 6, "pattern": 1 << 10}  # of modules_to_save and rank_pattern: compiled for each module
 _TOKENS = ("token_indices", "trainable_token_indices")
@@ -119,9 +120,14 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
             most = _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
             if len(value) > most:
                 raise CheckpointError(f"{path} has {len(value)} entries in {key}, and at most {most} are allowed")
-    for key in config:
-        if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
-            _check_patterns(path, key, config[key])
+    for key, value in config.items():
+        if key == "modules_to_save" or key.endswith("_pattern"):  # PEFT matches these as regular expressions
+            patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | dict) else []
+            for pattern in map(str, patterns):
+                if not _SIMPLE_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MAX_REPEATS:
+                    raise CheckpointError(
+                        f"{path} has the pattern {pattern[:40]!r} in {key}; write module names in full"
+                    )
     method = config.get("peft_type")
     if not isinstance(method, str) or not _METHOD.fullmatch(method):
         raise CheckpointError(f"{path} states no PEFT method (peft_type = {str(method)[:40]!r}); fetch it again")
@@ -142,18 +148,6 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     for key, value in _entries(config):
         _check_numbers(path, key, value)
     return config
-
-
-def _check_patterns(path: Path, key: str, value: Any) -> None:
-    """Refuse entries that PEFT would match as regular expressions and that could take long.
-
-    With at most two repetitions and no group, a match takes at most a polynomial of low degree in a name's length.
-    (`target_modules` and its like may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.)
-    """
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | dict) else []
-    for pattern in map(str, patterns):
-        if not _SIMPLE_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MAX_REPEATS:
-            raise CheckpointError(f"{path} has the pattern {pattern[:40]!r} in {key}; write module names in full")
 
 
 def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
@@ -198,20 +192,17 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
 
 def _check_numbers(path: Path, key: str, value: Any) -> None:
     """Refuse a number of layers, experts or labels that is so large that building the model would not end."""
-    large = [n for n in _numbers(value) if n > _MAX_LAYERS]  # most entries have none, and need no search
-    if large and max(large) > (_MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf):
-        raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    """The numbers of an entry: the entry itself, or those in its lists, at any depth."""
-    waiting = [value]
+    waiting, large = [value], [0.0]  # the numbers in the entry's lists, at any depth
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting.extend(value)
-        elif isinstance(value, int | float):
-            yield value
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, int | float) and item > _MAX_LAYERS:  # most entries have none, and need no search
+            large.append(item)
+    if large[1:] and max(large) > (
+        _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
+    ):
+        raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -73,20 +73,25 @@ class WeightStore:
         layers: LayerRange | None = None,
         scope: Scope = DEFAULT_SCOPE,
     ) -> None:
-        self.path = path
-        self.scope = scope
-        self.weight_bits = weight_bits
-        self.device = device
-        self._kernel = kernel
-        self._shardable = shardable
-        self._wanted = layers
+        self.path, self.scope, self.weight_bits, self.device = path, scope, weight_bits, device
+        self._kernel, self._shardable, self._wanted = kernel, shardable, layers
         self.cache = (cache or default_cache()) / "weights"  # quantised and packed weights
         self._choices = self.cache / "kernels.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._read_for: Path | None = None
         self._cache_failed = False
-        self._warn_of_exposed_cache()
+        try:  # warn if other users can change the cache: they could replace weights, or truncate a mapped file
+            with PrivateFolder.open(self.cache.parent) as parent:
+                parent.subfolder(self.cache.name).close()
+        except ConfigError:
+            log.warning(
+                "others can change the weights in %s: chown it, and the folders above it, to this user and chmod go-w "
+                "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                self.cache,
+            )
+        except OSError:  # there is no cache yet
+            pass
 
     @property
     def skeleton(self) -> Skeleton:
@@ -143,18 +148,14 @@ class WeightStore:
         such kernel, or none that is exact on this store's device; `CheckpointError`: the checkpoint changed since its
         manifest was made."""
         entry = self.manifest().groups[index]
-        matrix = self._mapped(entry)
-        if matrix is None:
-            group = self._read(entry.digest) or self.quantised(entry)
-            matrix = self._pack(entry, group.weight)
-        return matrix
+        if (matrix := self._mapped(entry)) is not None:
+            return matrix
+        group = self._read(entry.digest) or self.quantised(entry)
+        return self._pack(entry, group.weight)
 
     def packed(self, index: int) -> tuple[Packed, Choice]:
-        """One group's packed weights, mapped and not checked. `matrix` writes and checks the file.
-
-        The weights of a stack whose entry is `transposed` are packed transposed. Raises `ConfigError`: there is no such
-        file, because `matrix` could not write it.
-        """
+        """One group's packed weights, mapped and not checked: `matrix` writes and checks the file. A stack whose entry
+        is `transposed` is packed transposed. Raises `ConfigError`: there is no file, as `matrix` could not write it."""
         entry = self.manifest().groups[index]
         choice = self._choice(entry)
         found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
@@ -163,20 +164,6 @@ class WeightStore:
                 f"no packed weights of {entry.name} in {self.cache}: make it a folder that can be written"
             )
         return found[0], choice
-
-    def _warn_of_exposed_cache(self) -> None:
-        """Warn if other users can change the cache: they could replace weights, or truncate a mapped file."""
-        try:
-            with PrivateFolder.open(self.cache.parent) as parent:
-                parent.subfolder(self.cache.name).close()
-        except ConfigError:
-            log.warning(
-                "others can change the weights in %s: chown it, and the folders above it, to this user and chmod go-w "
-                "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
-                self.cache,
-            )
-        except OSError:  # there is no cache yet
-            pass
 
     def quantised(self, entry: GroupEntry) -> QuantisedGroup:
         """Quantise one group of a manifest. Raises `CheckpointError`: this checkpoint does not hold its weights."""
@@ -188,15 +175,14 @@ class WeightStore:
 
     def _choice(self, entry: GroupEntry) -> Choice:
         inputs, outputs = entry.columns(BACKWARD if entry.transposed else FORWARD)
-        return choose(
-            (outputs, inputs),
-            weight_bits=self.weight_bits,
-            device=torch.device(self.device),
-            kernel=self._kernel,
-            shardable=self._shardable,
-            height=_height(entry),
-            results=self._choices,
-        )
+        return choose((outputs, inputs), kernel=self._kernel, **self._tuning(entry))
+
+    def _tuning(self, entry: GroupEntry) -> dict[str, Any]:
+        """What `kernels.tune` and `kernels.choose` need to know of a group."""
+        _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
+        height = outputs if entry.experts > 1 else 0  # packed outputs of one expert's matrix
+        how = {"weight_bits": self.weight_bits, "device": torch.device(self.device), "shardable": self._shardable}
+        return how | {"height": height, "results": self._choices}
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
         choice = self._choice(entry)
@@ -214,17 +200,7 @@ class WeightStore:
         if entry.transposed:
             weight = weight.t().contiguous()
         if self._kernel == "auto":
-            device, shardable = torch.device(self.device), self._shardable
-            self._write_to_cache(
-                lambda: tune(
-                    weight,
-                    weight_bits=self.weight_bits,
-                    device=device,
-                    shardable=shardable,
-                    height=_height(entry),
-                    results=self._choices,
-                )
-            )
+            self._write_to_cache(lambda: tune(weight, **self._tuning(entry)))
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
@@ -328,15 +304,9 @@ class WeightStore:
         threads: int = 1,
         progress: Progress | None = None,
     ) -> list[T]:
-        """Quantise the checkpoint group by group. No group stays in memory.
-
-        Args:
-            work: called with every group's index, entry and weights; in order if `threads` is 1.
-            threads: number of groups that are in memory and processed at the same time.
-
-        Returns:
-            The results of `work`, in the order of the groups.
-        """
+        """Quantise the checkpoint group by group. No group stays in memory. `work` is called with every group's index,
+        entry and weights; in order if `threads` is 1. `threads` groups are in memory and processed at the same time.
+        Returns the results of `work`, in the order of the groups."""
         specs = self.skeleton.groups
         self._read_for = self._manifest_path()
         with Checkpoint(self.path) as checkpoint:
@@ -386,9 +356,7 @@ class WeightStore:
                     self._pack(entry, group.weight)
             return entry
 
-        # one at a time, because kernels are being timed
-        entries = self.each_group(pack, progress=progress)
-        return self.assemble(entries)
+        return self.assemble(self.each_group(pack, progress=progress))  # one at a time: kernels are being timed
 
     def _read(self, digest: str) -> QuantisedGroup | None:
         path = self.cache / f"{digest}.safetensors"
@@ -419,9 +387,3 @@ class WeightStore:
 
 def _key(entry: GroupEntry) -> str:
     return f"{entry.digest}-turned" if entry.transposed else entry.digest
-
-
-def _height(entry: GroupEntry) -> int:
-    """Number of packed outputs of one expert's matrix; 0 if the group is not a stack."""
-    _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
-    return outputs if entry.experts > 1 else 0

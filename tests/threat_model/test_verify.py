@@ -48,8 +48,7 @@ from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
 from tests.experts import write
 from tests.warm import run
-from threat_model.cli import run_properties
-from threat_model.cli import verify as verify_command
+from threat_model.cli import run_properties, verify as verify_command
 from threat_model.conformance import trials
 from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
 from threat_model.conformance.properties import PROPERTIES

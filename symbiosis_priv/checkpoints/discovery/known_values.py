@@ -75,7 +75,13 @@ class KnownValues(TorchDispatchMode):
             args = (args[0], self._positions(args[1]), *args[2:])
         elif _is_shaped_by_values(func):
             args = _each(_zeros, args)
-            self._spend(_most_results(kind, args))
+            operands = _tensors(args)
+            most = sum(operand.numel() for operand in operands)  # of the elements that the operation makes
+            if kind is _aten.repeat_interleave:
+                most = int(operands[0].sum())
+            elif kind is _aten.bincount:
+                most = int(operands[0].max()) + sum(arg for arg in args if isinstance(arg, int))
+            self._spend(most)
             return func(*args, **kwargs)
         elif unknown and kind is _aten._to_copy and _asks_for(kwargs, "cpu") and args[0].numel() <= _MOST_VALUES:
             return _zeros(args[0]).to(kwargs.get("dtype") or args[0].dtype)  # Python code is about to read the values
@@ -192,14 +198,13 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _each(function: Callable[[Tensor], Tensor], values: Iterable[Any]) -> tuple[Any, ...]:
     """Apply a function to the tensors among an operation's arguments."""
-    return tuple(
-        function(value)
-        if isinstance(value, Tensor)
-        else list(_each(function, value))
-        if isinstance(value, list | tuple)
-        else value
-        for value in values
-    )
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return list(_each(function, value))
+        return function(value) if isinstance(value, Tensor) else value
+
+    return tuple(map(one, values))
 
 
 def _shape(tensor: Tensor) -> Tensor:
@@ -219,16 +224,6 @@ def _zeros(tensor: Tensor) -> Tensor:
     if tensor.numel() > _MOST_VALUES:
         raise UnsupportedModelError(f"the model looks at the values of a tensor of shape {list(tensor.shape)}")
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _most_results(kind: Any, args: Any) -> int:
-    """Upper bound of the number of elements that an operation in `_SHAPED_BY_VALUES` makes."""
-    operands = _tensors(args)
-    if kind is _aten.repeat_interleave:
-        return int(operands[0].sum())
-    if kind is _aten.bincount:
-        return int(operands[0].max()) + sum(arg for arg in args if isinstance(arg, int))
-    return sum(arg.numel() for arg in operands)
 
 
 @contextlib.contextmanager

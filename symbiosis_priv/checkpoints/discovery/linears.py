@@ -87,13 +87,9 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def routed_modules(model: PreTrainedModel) -> set[str]:
     """The names of all modules inside experts and routers, which stay with the tenant."""
-    routed = []
-    for name in experts_of(model):
-        layer = name.rpartition(".")[0]
-        routed += [name, *(f"{layer}.{router}" for router in _ROUTERS)]
-    return {
-        name for name, _ in model.named_modules() if any(name == part or name.startswith(f"{part}.") for part in routed)
-    }
+    layers = [name.rpartition(".")[0] for name in experts_of(model)]
+    routed = tuple(f"{layer}.{part}." for layer in layers for part in (_EXPERTS, *_ROUTERS))
+    return {name for name, _ in model.named_modules() if f"{name}.".startswith(routed)}
 
 
 def stacks_in(experts: nn.Module) -> tuple[str, str]:

@@ -5,6 +5,7 @@ parameter of each stored tensor, by the rules of transformers.
 import copy
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -231,6 +232,7 @@ class Skeleton:
         }
 
 
+_BLOCK = re.compile(r"(?:[^.]*\.)*?[0-9]+(?=\.|$)")
 _KEPT = 8
 _kept: OrderedDict[tuple[str, Scope], Skeleton] = OrderedDict()
 """The skeletons that this process used last, by all settings of their configuration. A trace takes half a second."""
@@ -286,8 +288,9 @@ def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     groups: dict[tuple[object, str], list[str]] = {}
     for call in calls:
         if call.name in names:
-            block = call.name if call.name in stacked else _block(call.name)
-            groups.setdefault((call.input, block), []).append(call.name)
+            # the repeated block: `model.layers.3` of `model.layers.3.mlp.up_proj`
+            block = _BLOCK.match(call.name) or [call.name.rpartition(".")[0]]
+            groups.setdefault((call.input, call.name if call.name in stacked else block[0]), []).append(call.name)
     specs: list[GroupSpec] = []
     for members in groups.values():
         if members[0] in stacked:
@@ -365,12 +368,3 @@ def task_heads(model: PreTrainedModel) -> set[str]:
             parent = modules[name.rpartition(".")[0]]
             inside.update(id(part) for part in (module if parent is model else parent).modules())
     return {name for name, module in modules.items() if id(module) not in inside}
-
-
-def _block(name: str) -> str:
-    """The repeated block of a module: `model.layers.3.mlp.up_proj` -> `model.layers.3`."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return name.rpartition(".")[0]

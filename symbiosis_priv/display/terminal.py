@@ -68,14 +68,17 @@ def progress(time: ProgressColumn, *, of: Console) -> Progress:
 def progress_bar(label: str, *, tell: Callable[[str], None] | None = None) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, from the first call of the function (done, total) until all is done. Without a terminal, a line
     every four seconds. `tell`: called with each line; None prints to stderr."""
-    shown = console(stderr=True)
-    if not shown.is_terminal:
-        yield _lines(label, tell or _to_stderr)
-        return
+    shown, due = console(stderr=True), time.monotonic() + _AGAIN_S
     bar = progress(TimeRemainingColumn(), of=shown)
     task = bar.add_task(label, total=None)
 
     def update(done: int, total: int) -> None:
+        nonlocal due
+        if not shown.is_terminal:
+            if (now := time.monotonic()) >= due:
+                due = now + _AGAIN_S
+                (tell or _to_stderr)(f"{label}: {done} of {total}")
+            return
         bar.start()
         bar.update(task, completed=done, total=total)
         if done == total:
@@ -85,18 +88,6 @@ def progress_bar(label: str, *, tell: Callable[[str], None] | None = None) -> It
         yield update
     finally:
         bar.stop()
-
-
-def _lines(label: str, tell: Callable[[str], None]) -> Callable[[int, int], None]:
-    due = time.monotonic() + _AGAIN_S
-
-    def update(done: int, total: int) -> None:
-        nonlocal due
-        if (now := time.monotonic()) >= due:
-            due = now + _AGAIN_S
-            tell(f"{label}: {done} of {total}")
-
-    return update
 
 
 def table(

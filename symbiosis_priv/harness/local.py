@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -70,6 +70,7 @@ class _Provider:
     listed: bool = True
 
 
+@dataclass(eq=False)
 class LocalFederation:
     """Executors and helpers as separate processes, each with its own key and operator.
 
@@ -90,59 +91,42 @@ class LocalFederation:
         registry: also run a registry. All executors announce themselves to it, and tenants find executors there that
             `federation.toml` does not list.
         host: IP address at which providers listen; by default loopback.
-        cache: folder of quantised weights; in `directory` if None.
+        cache: folder of quantised weights, relative to `directory`.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all providers to become ready.
         progress: called during the first quantisation of the checkpoint.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        directory: Path,
-        *,
-        helpers: int = 1,
-        executors: int = 1,
-        weight_bits: int = DEFAULT_WEIGHT_BITS,
-        scope: Scope = DEFAULT_SCOPE,
-        layers: Mapping[str, str] | None = None,
-        companies: Mapping[str, Sequence[str]] | None = None,
-        pad_helpers: int | None = None,
-        relay: bool = False,
-        registry: bool = False,
-        host: str = "127.0.0.1",
-        cache: Path | None = None,
-        provider_options: ProviderOptions | None = None,
-        deadline_s: float = 120.0,
-        progress: Progress | None = None,
-    ) -> None:
-        self.model = resolve(model)
-        self.directory = directory.resolve()
+    model: Path
+    directory: Path
+    _: KW_ONLY
+    helpers: int = 1
+    executors: int = 1
+    weight_bits: int = DEFAULT_WEIGHT_BITS
+    scope: Scope = DEFAULT_SCOPE
+    layers: Mapping[str, str] = field(default_factory=dict)
+    companies: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pad_helpers: int | None = None
+    relay: bool = False
+    registry: bool = False
+    host: str = "127.0.0.1"
+    cache: Path = Path("cache")
+    provider_options: ProviderOptions = field(default_factory=dict)
+    deadline_s: float = 120.0
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self.model, self.directory = resolve(self.model), self.directory.resolve()
         self.federation, self._keys = self.directory / "federation.toml", self.directory / "keys"
-        self.cache = self.directory / "cache" if cache is None else cache.resolve()
-        self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
-        self._weight_bits, self._scope = weight_bits, scope
-        self._layers = layers or {}
-        self._companies = companies or {}
-        self._pad_helpers, self._relay = pad_helpers, relay
-        self._registry: str | None = None
-        self._registry_service = ManagedProcess("the registry", self.directory, _REGISTRY) if registry else None
-        self._host = host
-        self._options = provider_options or {}
-        self._deadline_s = deadline_s
-        self._progress = progress
+        self.cache = (self.directory / self.cache).resolve()
+        self.registry_address = ""
+        self._registry = ManagedProcess("the registry", self.directory, _REGISTRY) if self.registry else None
         self._providers: dict[str, _Provider] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the providers, executors first."""
         return tuple(self._providers)
-
-    @property
-    def registry(self) -> str:
-        """`host:port` of the registry."""
-        assert self._registry is not None, "there is none"
-        return self._registry
 
     def address(self, name: str) -> str:
         """`host:port` of a provider."""
@@ -154,8 +138,8 @@ class LocalFederation:
 
     def logs(self, name: str) -> str:
         """The output of a provider or the registry since the first start."""
-        if name == _REGISTRY and self._registry_service is not None:
-            return self._registry_service.logs()
+        if name == _REGISTRY and self._registry is not None:
+            return self._registry.logs()
         return self._provider(name).service.logs()
 
     def status(self, name: str) -> dict[str, Any]:
@@ -184,7 +168,7 @@ class LocalFederation:
         self.kill(name)
         provider = self._provider(name)
         self._launch(provider)
-        provider.address = provider.service.wait_ready(time.monotonic() + self._deadline_s)
+        provider.address = provider.service.wait_ready(time.monotonic() + self.deadline_s)
 
     def start(self) -> Self:
         """Issue certificates, start every provider, write `federation.toml`.
@@ -194,31 +178,32 @@ class LocalFederation:
             DeadlineExceededError: a provider was not ready in time.
             CertificateError, CheckpointError, UnsupportedModelError: keys or the checkpoint cannot be used.
         """
-        store = WeightStore(self.model, weight_bits=self._weight_bits, scope=self._scope, cache=self.cache)
-        self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
+        store = WeightStore(self.model, weight_bits=self.weight_bits, scope=self.scope, cache=self.cache)
+        self._digest = store.manifest(progress=self.progress).digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
         self._tenant = self.issue_tenant("tenant")
-        for role, count in self._counts.items():
+        counts: dict[Role, int] = {"executor": self.executors, "helper": self.helpers}
+        for role, count in counts.items():
             for i in range(count):
                 name = role if count == 1 else f"{role}-{i + 1}"
-                self._make(name, role, self._layers.get(name))
-        for name in self._layers:
+                self._make(name, role, self.layers.get(name))
+        for name in self.layers:
             self._provider(name)
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         try:
-            if (service := self._registry_service) is not None:
+            if (service := self._registry) is not None:
                 identity = self._issue(_REGISTRY)
                 options = {
-                    "--listen": f"{self._host}:0",
+                    "--listen": f"{self.host}:0",
                     "--certificate": identity.certificate,
                     "--key": identity.key,
                     "--authority": self._authority.certificate,
                     "--database": self.directory / f"{_REGISTRY}.sqlite",
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
-                self._registry = service.wait_ready(deadline)
+                self.registry_address = service.wait_ready(deadline)
             everyone = list(self._providers.values())
-            if self._relay:  # helpers that relay need the executors' addresses first
+            if self.relay:  # helpers that relay need the executors' addresses first
                 self._run([p for p in everyone if p.role == "executor"], deadline)
                 self._run([p for p in everyone if p.role == "helper"], deadline)
             else:
@@ -244,7 +229,7 @@ class LocalFederation:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
         provider = self._make(name, role, layers, listed=listed)
         try:
-            self._run([provider], time.monotonic() + self._deadline_s)
+            self._run([provider], time.monotonic() + self.deadline_s)
         except BaseException:
             self.kill(name)
             del self._providers[name]
@@ -259,8 +244,8 @@ class LocalFederation:
             provider.service.terminate()
         for provider in self._providers.values():
             provider.service.stop()
-        if self._registry_service is not None:
-            self._registry_service.kill()
+        if self._registry is not None:
+            self._registry.kill()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -277,42 +262,35 @@ class LocalFederation:
 
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
-        provider = _Provider(name, role, self._issue(name), service, f"{self._host}:0", layers, listed)
+        provider = _Provider(name, role, self._issue(name), service, f"{self.host}:0", layers, listed)
         self._providers[name] = provider
         return provider
 
     def _issue(self, name: str) -> Identity:
-        hosts = list(dict.fromkeys((*DEFAULT_HOSTS, self._host)))
-        operator = _operator(name)
+        hosts, operator = list(dict.fromkeys((*DEFAULT_HOSTS, self.host))), f"operator of {name}"
         return issue(
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
     def _write_federation(self) -> None:
-        pads = {} if self._pad_helpers is None else {"helpers": self._pad_helpers}
-        registry = {"addresses": [self._registry], "authority": self._authority.certificate}
-        listed = [
-            {
-                "name": p.name,
-                "operator": _operator(p.name),
-                "role": p.role,
-                **({"layers": p.layers} if p.layers else {}),
-                "address": p.address,
-                "certificate": p.identity.certificate,
-            }
+        pads = {} if self.pad_helpers is None else {"helpers": self.pad_helpers}
+        registry = {"addresses": [self.registry_address], "authority": self._authority.certificate}
+        entries = [
+            {"name": p.name, "operator": f"operator of {p.name}", "role": p.role, "address": p.address}
+            | {"certificate": p.identity.certificate, **({"layers": p.layers} if p.layers else {})}
             for p in self._providers.values()
             if p.listed
         ]
         text = federation_text(
-            listed,
+            entries,
             digest=self._digest,
             certificate=self._tenant.certificate,
             key=self._tenant.key,
-            weight_bits=self._weight_bits,
-            scope=self._scope,
-            pads=pads | ({"relay": self._relay} if pads or self._relay else {}),
-            companies=self._companies,
-            registry=registry if self._registry is not None else None,
+            weight_bits=self.weight_bits,
+            scope=self.scope,
+            pads=pads | ({"relay": self.relay} if pads or self.relay else {}),
+            companies=self.companies,
+            registry=registry if self.registry else None,
         )
         write_atomically(self.federation, text.encode())
 
@@ -327,53 +305,37 @@ class LocalFederation:
             self._launch(provider)
         for provider in providers:
             provider.address = provider.service.wait_ready(deadline)
-            if self._registry is not None and provider.role == "executor":
-                self._wait_until_found(provider, deadline)
-
-    def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
-        trust = Trust.load(self._authority.certificate)
-        while True:
-            with RegistryClient(self.registry, trust, deadline_s=self._deadline_s) as registry:
-                found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
-            if provider.address in (announced.descriptor.address for announced in found):
-                return
-            if time.monotonic() > deadline:
-                raise DeadlineExceededError(
-                    f"the registry did not list provider {provider.name!r} within {self._deadline_s:g} s; "
-                    f"LocalFederation(deadline_s=...) waits longer"
-                )
-            time.sleep(_POLL_S)
+            while self.registry and provider.role == "executor":
+                trust = Trust.load(self._authority.certificate)
+                with RegistryClient(self.registry_address, trust, deadline_s=self.deadline_s) as registry:
+                    found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
+                if provider.address in (announced.descriptor.address for announced in found):
+                    break
+                if time.monotonic() > deadline:
+                    raise DeadlineExceededError(
+                        f"the registry did not list provider {provider.name!r} within {self.deadline_s:g} s; "
+                        f"LocalFederation(deadline_s=...) waits longer"
+                    )
+                time.sleep(_POLL_S)
 
     def _provider_toml(self, provider: _Provider) -> str:
         tables: dict[str, dict[str, object]] = {
-            "model": {
-                "checkpoint": self.model,
-                "weight_bits": self._weight_bits,
-                **asdict(self._scope),
-                "cache": self.cache,
-            },
+            "model": {"checkpoint": self.model, "weight_bits": self.weight_bits, "cache": self.cache},
             # all providers share this machine's cores
             "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},
-            "tls": {
-                "certificate": provider.identity.certificate,
-                "key": provider.identity.key,
-                "tenant_authority": self._keys / "authority.pem",
-            },
+            "tls": {**asdict(provider.identity), "tenant_authority": self._keys / "authority.pem"},
         }
+        tables["model"] |= asdict(self.scope)
         if provider.layers is not None:
             tables["model"]["layers"] = provider.layers
-        if self._registry is not None and provider.role == "executor":
-            tables["registry"] = {"announce": [self._registry], "authority": self._authority.certificate}
-        for table, entries in self._options.items():
+        if self.registry and provider.role == "executor":
+            tables["registry"] = {"announce": [self.registry_address], "authority": self._authority.certificate}
+        for table, entries in self.provider_options.items():
             tables.setdefault(table, {}).update(entries)
         head = toml_table("", name=provider.name, listen=provider.address, roles=[provider.role])
-        others = [other for other in self._providers.values() if self._relay and other.role != provider.role]
-        if provider.role == "executor" and self._relay:
+        others = [other for other in self._providers.values() if self.relay and other.role != provider.role]
+        if provider.role == "executor" and self.relay:
             relay = [toml_table("[relay]", **{"from": [other.identity.certificate for other in others]})]
         else:
             relay = [toml_table("[[relay.to]]", address=p.address, certificate=p.identity.certificate) for p in others]
         return "\n".join([head, *(toml_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])
-
-
-def _operator(name: str) -> str:
-    return f"operator of {name}"

@@ -57,22 +57,21 @@ class Interrupts:
         finally:
             self._deferring = before
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if self._deferring and self._pending is None:
-            self._pending = number
-        else:
-            _raise(number)
-
     def _raise_pending(self) -> None:
         number, self._pending = self._pending, None
         if number is not None:
             _raise(number)
 
     def __enter__(self) -> Self:
+        def arrived(number: int, frame: FrameType | None) -> None:
+            if not self._deferring or self._pending is not None:
+                _raise(number)
+            self._pending = number
+
         if threading.current_thread() is threading.main_thread():
             # SIGINT is ignored: nohup, `cmd &`
             heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._arrived) for number in heeded}
+            self._before = {number: signal.signal(number, arrived) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:

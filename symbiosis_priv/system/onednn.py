@@ -6,6 +6,7 @@ float32 or bfloat16 product of the process, so importing this project before tha
 `import torch`. Child processes inherit the variable.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -21,7 +22,12 @@ def limit_onednn() -> None:
     """Set `ONEDNN_MAX_CPU_ISA` if oneDNN would use AMX and trap. A variable that the user has set stays."""
     if "ONEDNN_MAX_CPU_ISA" in os.environ or "DNNL_MAX_CPU_ISA" in os.environ:
         return
-    facts = _first_processor()
+    facts = {}  # what Linux says of the first processor
+    with contextlib.suppress(OSError), _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+        for name, colon, value in (line.partition(":") for line in lines):
+            if not colon:
+                break
+            facts[name.strip()] = value.strip()
     if "amx_tile" not in facts.get("flags", "").split():
         return
     level = facts.get("cpuid level", "")  # the highest leaf of CPUID
@@ -37,34 +43,12 @@ def limit_onednn() -> None:
     )
 
 
-def _first_processor() -> dict[str, str]:
-    """What Linux says of the first processor; empty on other systems."""
-    facts = {}
-    try:
-        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                name, colon, value = line.partition(":")
-                if not colon:
-                    break
-                facts[name.strip()] = value.strip()
-    except OSError:
-        return {}
-    return facts
-
-
 def _product_works() -> bool:
     """Returns True if a bfloat16 product in a new process ends normally."""
     import subprocess  # rarely needed, and slow to import
 
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    command, quiet = [sys.executable, "-c", _PROBE], subprocess.DEVNULL
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_PROBE_SECONDS, check=True)
+        return True
+    return False

@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 log = logging.getLogger(__name__)
@@ -13,6 +14,7 @@ _random: Final = secrets.SystemRandom().random
 _MOST_DOUBLINGS: Final = 32
 
 
+@dataclass(eq=False)
 class Backoff:
     """Pauses after failures in a row: each is twice as long as the one before, up to `last_s`. For one thread.
 
@@ -32,35 +34,29 @@ class Backoff:
         failures: number of failures in a row.
     """
 
-    def __init__(
-        self,
-        first_s: float,
-        last_s: float,
-        *,
-        jitter: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        random: Callable[[], float] = _random,
-    ) -> None:
-        self._first_s, self._last_s, self._jitter = first_s, last_s, jitter
-        self._clock, self._random = clock, random
-        self.failures = 0
-        self._until = 0.0
+    first_s: float
+    last_s: float
+    jitter: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    random: Callable[[], float] = _random
+    failures: int = field(default=0, init=False)
+    _until: float = field(default=0.0, init=False)
 
     @property
     def next_s(self) -> float:
         """Seconds of the pause that the next failure begins, without jitter."""
-        return float(min(self._first_s * 2 ** min(self.failures, _MOST_DOUBLINGS), self._last_s))
+        return float(min(self.first_s * 2 ** min(self.failures, _MOST_DOUBLINGS), self.last_s))
 
     @property
     def is_over(self) -> bool:
         """True if there is no pause now."""
-        return not self.failures or self._clock() >= self._until
+        return not self.failures or self.clock() >= self._until
 
     def failed(self) -> float:
         """Begin a pause. Returns its length in seconds."""
-        pause_s = varied(self.next_s, self._jitter, self._random)
+        pause_s = varied(self.next_s, self.jitter, self.random)
         self.failures += 1
-        self._until = self._clock() + pause_s
+        self._until = self.clock() + pause_s
         return pause_s
 
     def succeeded(self) -> None:
@@ -76,8 +72,8 @@ class Periodic:
         flusher.wake()              # call it now
         flusher.close(timeout=5.0)  # wait for a call in progress
 
-    An exception of the action does not end the thread: `failed` is called with it, which logs a warning unless another
-    function is given. The thread belongs to one process: a forked child makes its own.
+    An exception of the action does not end the thread, but is logged. The thread belongs to one process: a forked child
+    makes its own.
 
     Args:
         action: its result is ignored. It may call `stop`, and set `every_s` for its next call.
@@ -95,9 +91,8 @@ class Periodic:
         name: str,
         jitter: float = 0.0,
         at_once: bool = False,
-        failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        self._action, self.every_s, self._jitter, self._failed = action, every_s, jitter, failed or self._warn
+        self._action, self.every_s, self._jitter = action, every_s, jitter
         self._first_s = 0.0 if at_once else every_s
         self._due = threading.Event()
         self._stopped = False
@@ -137,13 +132,9 @@ class Periodic:
                 return
             try:
                 self._action()
-            except Exception as error:
-                self._failed(error)
+            except Exception as error:  # its text may quote data, so only its type is logged
+                log.warning("%s failed and is tried again: %s", self._thread.name, type(error).__name__)
             pause_s = self.every_s
-
-    def _warn(self, error: Exception) -> None:
-        # the text of an unexpected error may quote data, so only its type is logged
-        log.warning("%s failed and is tried again: %s", self._thread.name, type(error).__name__)
 
 
 def varied(seconds: float, share: float, random: Callable[[], float] = _random) -> float:

@@ -77,9 +77,11 @@ def _allowed(kind: type, message: str) -> str:
         return ""
     place = message.rpartition(" at `$")[2] if " at `$" in message else ""
     found = _alternatives(inspect.type_info(kind))
-    for name in re.findall(r"\.(\w+)|\[", place):
-        inner = [_inside(one, name) for one in found]
-        found = [alternative for one in inner if one is not None for alternative in _alternatives(one)]
+    for name in re.findall(r"\.(\w+)|\[", place):  # of a struct's field; empty for an item
+        inner = [field.type for one in found for field in getattr(one, "fields", ()) if field.encode_name == name]
+        inner += [one.value_type for one in found if isinstance(one, inspect.DictType)]
+        inner += [one.item_type for one in found if isinstance(one, inspect.ListType | inspect.VarTupleType)]
+        found = [alternative for one in inner for alternative in _alternatives(one)]
     if "unknown field" in message:
         names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
         close = get_close_matches(message.split("`")[1], names, n=1)
@@ -90,12 +92,3 @@ def _allowed(kind: type, message: str) -> str:
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
     return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
-
-
-def _inside(kind: inspect.Type, name: str) -> inspect.Type | None:
-    """The type of a struct's field, or of an item if the name is empty."""
-    if isinstance(kind, inspect.StructType):
-        return next((one.type for one in kind.fields if one.encode_name == name), None)
-    if isinstance(kind, inspect.DictType):
-        return kind.value_type
-    return kind.item_type if isinstance(kind, inspect.ListType | inspect.VarTupleType) else None

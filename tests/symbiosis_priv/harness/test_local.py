@@ -81,7 +81,7 @@ def test_an_unlisted_executor_announces_the_missing_layers(llama_path: Path, tmp
         file = local.federation.read_bytes()
         federation = load_federation(local.federation)
         assert federation.registries is not None
-        assert federation.registries.addresses == (local.registry,)
+        assert federation.registries.addresses == (local.registry_address,)
         for name, layers in (("one", "1"), ("two", "0")):  # the file's executor serves layer 0, and has announced it
             local.add(name, layers="auto", listed=False)
             placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]

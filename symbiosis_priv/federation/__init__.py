@@ -1,9 +1,7 @@
 """A tenant's federation: which providers it uses, in which roles, and which model they must serve.
 
-Modules:
-
-    federation   reads `federation.toml`; decides which executor may receive rows under which pads (rule 8)
-    parties      providers, companies and registries; refuses duplicates and conflicting roles (rules 8 and 11)
+federation   reads `federation.toml`; decides which executor may receive rows under which pads (rule 8)
+parties      providers, companies and registries; refuses duplicates and conflicting roles (rules 8 and 11)
 """
 
 from symbiosis_priv.federation.federation import Federation as Federation

@@ -45,6 +45,7 @@ file that leaves no such choice is refused.
 
 import re
 import ssl
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -81,13 +82,10 @@ from symbiosis_priv.system.toml import load_toml, toml_table
 
 @dataclass(frozen=True)
 class Federation:
-    """A parsed and checked `federation.toml`.
+    """A parsed and checked `federation.toml`, whose form the module shows.
 
     Args:
-        companies: providers and operators that count as one party although their operators' names differ.
         pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
-        relay: helpers send effects to the executor, if both allow it.
-        ring_bits: bits of the integers on the wire.
         registries: registries that list more executors; None: the tenant uses the executors of the file only.
         scope: the optional layer groups that the providers serve.
     """
@@ -127,11 +125,8 @@ class Federation:
         return all(is_this_machine(host) for host in hosts)
 
     def one_company(self, one: Peer, other: Peer) -> bool:
-        """Returns True if one peer may know what the other one knows. Works for peers that are not in the file, too.
-
-        Two peers are one company if they have the same operator or name, or if a chain of companies and operators
-        connects them.
-        """
+        """Returns True if one peer may know what the other one knows: they have the same operator or name, or a chain
+        of companies and operators connects them. Works for peers that are not in the file, too."""
         return self._parties.same(one, other)
 
     def company_of(self, operator: str) -> Hashable:
@@ -280,12 +275,10 @@ def load_federation(path: str | Path) -> Federation:
     if not federation.executors and federation.registries is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
     try:
-        for peer in peers:
-            check_spelling(peer.name)
-            check_spelling(peer.operator)
-        for company in federation.companies:
-            for name in (company.name, *company.members, *company.operators):
-                check_spelling(name)
+        names = [name for peer in peers for name in (peer.name, peer.operator)]
+        names += [name for c in federation.companies for name in (c.name, *c.members, *c.operators)]
+        for name in names:
+            check_spelling(name)
         _check_companies(federation)
         check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
         check_choice(federation)
@@ -301,16 +294,8 @@ def _peer(entry: _Provider, path: Path) -> Peer:
         layers = None if entry.layers is None else LayerRange.parse(entry.layers)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-    return Peer(
-        name=entry.name,
-        operator=entry.operator,
-        role=entry.role,
-        host=host,
-        port=port,
-        certificate=entry.certificate,
-        next_certificate=entry.next_certificate,
-        layers=layers,
-    )
+    files = entry.certificate, entry.next_certificate
+    return Peer(entry.name, entry.operator, entry.role, host, port, *files, layers)
 
 
 def _address(text: str, place: str) -> tuple[str, int]:
@@ -337,8 +322,8 @@ def _check_companies(federation: Federation) -> None:
                 f"List an operator without a [[provider]] under operators = [...]"
             )
         for key, entries in (("members", company.members), ("operators", company.operators)):
-            meant = [plain(entry) for entry in entries]
-            if twice := [entry for entry in entries if meant.count(plain(entry)) > 1]:
+            counted = Counter(map(plain, entries))
+            if twice := [entry for entry in entries if counted[plain(entry)] > 1]:
                 raise ConfigError(f"company {company.name!r} lists {twice[0]!r} twice in {key}: remove one of them")
         if len(company.members) + len(company.operators) < _FEWEST_MEMBERS:
             raise ConfigError(

@@ -172,14 +172,9 @@ class Registries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), pad_helpers: int | None = None) -> None:
-    """Checks rules 8 and 11: no two entries are one party, and no company is both executor and helper.
-
-    Names, operators and addresses are compared in normal form (`spelling`). Certificates and public keys are compared
-    by fingerprint, including the next certificates.
-
-    Args:
-        companies: providers and operators that count as one party.
-        pad_helpers: as `Federation.pad_helpers`. If helpers are chosen for each pad, a company may have both roles.
+    """Checks rules 8 and 11: no two entries are one party, and no company is both executor and helper (which it may be
+    if `pad_helpers` helpers are chosen for each pad, see `Federation`). Names, operators and addresses are compared in
+    normal form, certificates and public keys by fingerprint, including the next certificates.
 
     Raises:
         RoleConflictError: an executor and a helper have a trait, an operator or a company in common.

@@ -53,7 +53,7 @@ METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
 """`[metrics]` of a provider whose `status` is read."""
 
 _POLL_S, _STATUS_S = 0.02, 10.0
-_REGISTRY = "registry"
+_REGISTRY, _OWN_CACHE = "registry", Path("cache")
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
@@ -91,7 +91,7 @@ class LocalFederation:
         registry: also run a registry. All executors announce themselves to it, and tenants find executors there that
             `federation.toml` does not list.
         host: IP address at which providers listen; by default loopback.
-        cache: folder of quantised weights, relative to `directory`.
+        cache: folder of quantised weights; by default in `directory`.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all providers to become ready.
         progress: called during the first quantisation of the checkpoint.
@@ -110,7 +110,7 @@ class LocalFederation:
     relay: bool = False
     registry: bool = False
     host: str = "127.0.0.1"
-    cache: Path = Path("cache")
+    cache: Path = _OWN_CACHE
     provider_options: ProviderOptions = field(default_factory=dict)
     deadline_s: float = 120.0
     progress: Progress | None = None
@@ -118,7 +118,7 @@ class LocalFederation:
     def __post_init__(self) -> None:
         self.model, self.directory = resolve(self.model), self.directory.resolve()
         self.federation, self._keys = self.directory / "federation.toml", self.directory / "keys"
-        self.cache = (self.directory / self.cache).resolve()
+        self.cache = self.directory / "cache" if self.cache is _OWN_CACHE else self.cache.resolve()
         self.registry_address = ""
         self._registry = ManagedProcess("the registry", self.directory, _REGISTRY) if self.registry else None
         self._providers: dict[str, _Provider] = {}

@@ -387,15 +387,10 @@ class PermitRequest(Message, frozen=True, tag="permit_request"):
 
 
 class Permit(Message, frozen=True, tag="permit"):
-    """The executor accepts blocks for the tenant.
-
-    Args:
-        token: the tenant passes it to the helpers, and each helper shows it to the executor.
-        helpers: those of the requested helpers whose blocks the executor's operator allows.
-        seconds: lifetime of the permit. It may be renewed at any time.
-        block_seconds: an unused or unconfirmed block is kept for this time.
-        max_bytes: bytes of blocks that the tenant may have at the executor.
-    """
+    """The executor accepts blocks for the tenant. The tenant passes `token` to the helpers, and each helper shows it to
+    the executor. `helpers` are those of the requested ones whose blocks the executor's operator allows. The permit is
+    valid for `seconds`, and may be renewed at any time. An unused or unconfirmed block is kept for `block_seconds`. The
+    tenant may have `max_bytes` of blocks at the executor."""
 
     token: Token
     helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_HELPERS)]

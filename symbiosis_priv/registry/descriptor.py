@@ -101,14 +101,9 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The description of an executor. If a key has signed several descriptors, the one issued last counts.
 
     Args:
-        issued: time of the signature.
-        certificate: the executor's certificate, DER.
-        host: host at which the executor listens, exactly as its certificate names it.
-        port: port at which the executor listens.
-        first_layer: first layer that the executor serves.
-        last_layer: last layer that the executor serves.
+        certificate: DER.
+        host: exactly as the certificate names it.
         capacity: throughput of the executor, relative to other executors.
-        expires: time at which the descriptor stops being valid.
         draining: True if the executor is about to stop and takes no new work.
     """
 
@@ -160,7 +155,6 @@ class VerifiedDescriptor:
 
     @cached_property
     def name(self) -> str:
-        """The executor's name in its certificate."""
         return reading.provider_name(self.certificate) or ""
 
     @cached_property
@@ -273,14 +267,8 @@ def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescript
 
 # The errors that msgspec, x509 and datetime raise for malformed bytes and numbers.
 _MALFORMED = (
-    msgspec.DecodeError,
-    ValueError,
-    TypeError,
-    OverflowError,
-    OSError,
-    RecursionError,
-    UnsupportedAlgorithm,
-    x509.InvalidVersion,
+    *(msgspec.DecodeError, UnsupportedAlgorithm, x509.InvalidVersion),
+    *(ValueError, TypeError, OverflowError, OSError, RecursionError),
 )
 _encoder = msgspec.msgpack.Encoder()
 _signed_decoder = msgspec.msgpack.Decoder(_Signed)

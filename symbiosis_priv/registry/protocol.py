@@ -103,23 +103,16 @@ class RegistryClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()
+        self.close()
 
     def announce(self, data: bytes) -> None:
-        """Send a signed descriptor.
-
-        Raises:
-            ProviderError: the registry refuses it.
-            TransportError: the connection was closed, or the reply did not arrive in time.
-            ProtocolError: the reply is malformed.
-        """
+        """Send a signed descriptor. Raises `ProviderError`: the registry refuses it; `TransportError`: the connection
+        was closed, or the reply did not arrive in time; `ProtocolError`: the reply is malformed."""
         self._ask(Accepted, Announce(), data)
 
     def list(self, model_digest: str | None = None) -> list[bytes]:
-        """Signed descriptors, not verified, of the executors of one model, or of all models.
-
-        Raises the errors of `announce`.
-        """
+        """Signed descriptors, not verified, of the executors of one model, or of all models. Raises the errors of
+        `announce`."""
         payload = self._ask(Listed, List(model_digest=model_digest))
         try:
             return _listing_decoder.decode(payload)

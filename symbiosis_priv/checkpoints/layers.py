@@ -66,13 +66,13 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class GroupSpec:
     """A group of linears that share one input, or a stack: the matrices of all experts of a layer for one product.
 
-        A stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
-        has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs.
+    A stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
+    has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs.
 
-        Args:
-            members: module names in call order.
-            inputs: features of the shared input.
-            experts: number of matrices in a stack; 1 for linears.
+    Args:
+        members: module names in call order.
+        inputs: features of the shared input.
+        experts: number of matrices in a stack; 1 for linears.
         composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) W1` for each
             linear W2 that follows the norm with the weight g.
     """

@@ -5,8 +5,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -20,14 +19,12 @@ from tenant.endpoint.api.endpoint import EndpointMetrics, endpoint_of
 from tenant.endpoint.api.errors import ApiError, failed, refused
 from tenant.endpoint.engine.requests import (
     Done,
-    Embedded,
     Engine,
     EngineRequest,
     Event,
     Failed,
     Handle,
     RequestLedger,
-    Started,
     Token,
 )
 
@@ -71,7 +68,7 @@ class Running:
         self._left = False
         try:
             for index, request in enumerate(requests):
-                self._handles.append(engine.submit(request, partial(self._sink, index)))
+                self._handles.append(engine.submit(request, partial(self._receive, index)))
         except SymbiosisError as error:
             self.cancel()
             raise refused(error) from error
@@ -113,49 +110,16 @@ class Running:
                     raise ApiError(503, "the endpoint is stopping; the answer was cancelled", code="stopping")
             yield index, event
 
-    def _sink(self, index: int, event: Event) -> None:
+    def _receive(self, index: int, event: Event) -> None:
         """Receive an event, in the engine's thread."""
+
+        def put() -> None:
+            self._events.put_nowait((index, event))
+            if self._events.qsize() > self._unread:
+                self.cancel()
+
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, index, event)
-
-    def _put(self, index: int, event: Event) -> None:
-        self._events.put_nowait((index, event))
-        if self._events.qsize() > self._unread:
-            self.cancel()
-
-
-@dataclass
-class Collected:
-    """A finished answer: its events in order."""
-
-    tokens: list[Token] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    started: Started = field(default_factory=Started)
-    vector: tuple[float, ...] = ()
-    done: Done | None = None
-
-    @property
-    def text(self) -> str:
-        """The text of the answer."""
-        return "".join(self.pieces)
-
-
-async def collected(running: Running, count: int) -> list[Collected]:
-    """Read all events of `count` requests."""
-    answers = [Collected() for _ in range(count)]
-    async for index, event in running:
-        answer = answers[index]
-        if isinstance(event, Token):
-            answer.tokens.append(event)
-            answer.pieces.append(event.text)
-        elif isinstance(event, Started):
-            answer.started = event
-        elif isinstance(event, Embedded):
-            answer.vector = event.vector
-        elif isinstance(event, Done):
-            answer.pieces.append(event.text)
-            answer.done = event
-    return answers
+            self._loop.call_soon_threadsafe(put)
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
@@ -181,15 +145,15 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
+def usage(dones: Mapping[int, Done], prompts: int, ledger: Ledger) -> Usage:
     """Add up the numbers of tokens.
 
     Args:
-        dones: the last events of all choices.
-        prompts: number of different prompts; the choices are ordered by prompt.
+        dones: the last event of each choice, by index. The choices are ordered by prompt.
+        prompts: number of different prompts.
     """
-    prompt = sum(one.prompt_tokens for one in dones[:: len(dones) // prompts])
-    new = sum(one.new_tokens for one in dones)
+    prompt = sum(dones[index].prompt_tokens for index in range(0, len(dones), len(dones) // prompts))
+    new = sum(one.new_tokens for one in dones.values())
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=new,
@@ -199,9 +163,9 @@ def usage(dones: Sequence[Done], prompts: int, ledger: Ledger) -> Usage:
     )
 
 
-def finish_reason(done: Done | None) -> FinishReason:
+def finish_reason(done: Done) -> FinishReason:
     """Return why an answer without calls of tools has ended."""
-    return "stop" if done is not None and done.finish == "stop" else "length"
+    return "stop" if done.finish == "stop" else "length"
 
 
 def finite(logprob: float) -> float:
@@ -209,7 +173,7 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def choices(request: EngineRequest, n: int) -> list[EngineRequest]:
+def several(request: EngineRequest, n: int) -> list[EngineRequest]:
     """Return `n` requests for the same prompt. Each has its own seed."""
     sampling, found = request.sampling, []
     for index in range(n):
@@ -225,37 +189,21 @@ class Prepared(Protocol):
 
     requests: list[EngineRequest]
 
-    def whole(self, results: list[Collected], running: Running) -> BaseModel:
-        """Return the whole answer."""
-
     def chunks(self, running: Running) -> AsyncIterator[BaseModel]:
-        """Yield the chunks of a stream."""
+        """Yield the chunks of a stream; the last one has the usage if the client asked for it, or for no stream."""
+
+    async def whole(self, running: Running) -> BaseModel:
+        """Return the answer as one object: its chunks put together."""
 
 
 async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None) -> Any:
-    """Run the requests, and return their answer."""
+    """Run the requests, and return their answer: whole; or as a stream, which ends with `[DONE]` or with an error."""
     endpoint = endpoint_of(http)
     running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
-    if streamed:
-        return stream(running, prepared.chunks(running), drain_s=endpoint.settings.drain_s)
-    try:
-        results = await while_connected(http, collected(running, len(prepared.requests)))
-    finally:
-        running.cancel()
-    return prepared.whole(results, running)
-
-
-def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float) -> EventSourceResponse:
-    """Return a response that sends each chunk when it is ready, and `[DONE]` at the end. An error is the last event.
-
-    Args:
-        running: cancelled when the client closes the connection.
-        drain_s: seconds that a stream may take to end when the server stops.
-    """
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         try:
-            async for chunk in chunks:
+            async for chunk in prepared.chunks(running):
                 yield ServerSentEvent(chunk.model_dump_json(by_alias=True), event=getattr(chunk, "type", None))
             yield ServerSentEvent("[DONE]")
         except ApiError as error:
@@ -263,10 +211,15 @@ def stream(running: Running, chunks: AsyncIterator[BaseModel], *, drain_s: float
         finally:
             running.cancel()
 
-    return EventSourceResponse(
-        events(),
-        sep="\n",
-        ping=_PING_S,
-        ping_message_factory=lambda: ServerSentEvent(comment="still working", sep="\n"),
-        shutdown_grace_period=drain_s,
-    )
+    if streamed:
+        return EventSourceResponse(
+            events(),
+            sep="\n",
+            ping=_PING_S,
+            ping_message_factory=lambda: ServerSentEvent(comment="still working", sep="\n"),
+            shutdown_grace_period=endpoint.settings.drain_s,
+        )
+    try:
+        return await while_connected(http, prepared.whole(running))
+    finally:
+        running.cancel()

@@ -2,25 +2,24 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from symbiosis_priv.errors import ConfigError, OverloadedError
 from tenant.endpoint.api import answers
-from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool
+from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
 from tenant.endpoint.api.running import (
     DOCUMENTED,
-    Collected,
     Running,
-    choices,
     finish_reason,
     finite,
     respond,
+    several,
     usage,
     while_connected,
 )
@@ -46,7 +45,7 @@ class PreparedChat:
     """A chat whose fields have been checked, and its answers."""
 
     def __init__(self, body: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
-        self.requests = choices(request, body.n or 1)
+        self.requests = several(request, body.n or 1)
         self._body = body
         self._service = service
         self._in_tags = in_tags
@@ -82,97 +81,85 @@ class PreparedChat:
         )
         return cls(body, service, request, in_tags=in_tags)
 
-    def whole(self, results: list[Collected], running: Running) -> answers.Chat:
-        """Return the answer as one object."""
-        found = []
-        for index, answer in enumerate(results):
-            text = self._separated()
-            content = text.add(answer.text)
-            rest, calls = text.end()
-            content += rest
-            reason: answers.FinishReason = "tool_calls" if calls else finish_reason(answer.done)
-            found.append(
-                answers.ChatChoice(
-                    index=index,
-                    message=answers.ChatMessage(
-                        content=content if content or not calls else None, tool_calls=calls or None
-                    ),
-                    logprobs=self._logprobs(answer.tokens),
-                    finish_reason=reason,
-                )
-            )
-        dones = [answer.done for answer in results if answer.done is not None]
-        return answers.Chat(**self._head, choices=found, usage=usage(dones, 1, running.ledger()))
-
     async def chunks(self, running: Running) -> AsyncIterator[answers.ChatChunk]:
         """Yield the chunks of a stream."""
-        options = self._body.stream_options
-        texts = [self._separated() for _ in self.requests]
-        dones = []
+        body, options = self._body, self._body.stream_options or StreamOptions()
+        names = {tool.function.name for tool in body.tools or () if body.tool_choice != "none"}
+        texts = [ToolText(tagged=self._in_tags, names=names) for _ in self.requests]
+        dones: dict[int, engine.Done] = {}
 
-        def chunk(*deltas: answers.ChatDelta) -> answers.ChatChunk:
-            ledger = running.ledger() if options and options.include_ledger else None
-            return answers.ChatChunk(**self._head, choices=list(deltas), ledger=ledger)
+        def chunk(index: int, finish_reason: answers.FinishReason | None = None, **piece: Any) -> answers.ChatChunk:
+            logprobs = piece.pop("logprobs", None)
+            delta = answers.ChatDelta(
+                index=index, delta=answers.ChatPiece(**piece), logprobs=logprobs, finish_reason=finish_reason
+            )
+            ledger = running.ledger() if options.include_ledger else None
+            return answers.ChatChunk(**self._head, choices=[delta], ledger=ledger)
 
         for index in range(len(texts)):
-            yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(role="assistant", content="")))
+            yield chunk(index, role="assistant", content="")
         async for index, event in running:
             if isinstance(event, engine.Token):
                 text = texts[index].add(event.text)
-                logprobs = self._logprobs([event])
-                if text or logprobs or (options and options.include_ledger):
-                    yield chunk(
-                        answers.ChatDelta(index=index, delta=answers.ChatPiece(content=text), logprobs=logprobs)
-                    )
+                logprobs = self._logprobs(event) if body.logprobs else None
+                if text or logprobs or options.include_ledger:
+                    yield chunk(index, content=text, logprobs=logprobs)
             elif isinstance(event, engine.Done):
-                dones.append(event)
+                dones[index] = event
                 text = texts[index].add(event.text)
                 rest, calls = texts[index].end()
                 if text + rest:
-                    yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(content=text + rest)))
+                    yield chunk(index, content=text + rest)
                 if calls:
                     numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
-                    yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(tool_calls=numbered)))
-                reason: answers.FinishReason = "tool_calls" if calls else finish_reason(event)
-                yield chunk(answers.ChatDelta(index=index, delta=answers.ChatPiece(), finish_reason=reason))
-        if options is not None and options.include_usage:
-            last = chunk()
-            last.usage = usage(dones, 1, running.ledger())
-            yield last
+                    yield chunk(index, tool_calls=numbered)
+                yield chunk(index, "tool_calls" if calls else finish_reason(event))
+        if options.include_usage or not body.stream:
+            costs = running.ledger()
+            ledger = costs if options.include_ledger else None
+            yield answers.ChatChunk(**self._head, choices=[], usage=usage(dones, 1, costs), ledger=ledger)
 
-    def _separated(self) -> "ToolText | _AllText":
-        tools = self._body.tools
-        if not tools or self._body.tool_choice == "none":
-            return _AllText()
-        return ToolText(tagged=self._in_tags, names={tool.function.name for tool in tools})
+    async def whole(self, running: Running) -> answers.Chat:
+        """Return the answer as one object: its chunks put together."""
+        choices = [
+            answers.ChatChoice(
+                index=index,
+                message=answers.ChatMessage(content=""),
+                logprobs=answers.ChatLogprobs(content=[]) if self._body.logprobs else None,
+                finish_reason="length",
+            )
+            for index in range(len(self.requests))
+        ]
+        texts: list[list[str]] = [[] for _ in choices]
+        async for chunk in self.chunks(running):
+            used = chunk.usage
+            for part in chunk.choices:
+                choice, piece = choices[part.index], part.delta
+                texts[part.index].append(piece.content or "")
+                choice.finish_reason = part.finish_reason or choice.finish_reason
+                if piece.tool_calls:
+                    choice.message.tool_calls = [call.model_copy(update={"index": None}) for call in piece.tool_calls]
+                if choice.logprobs and part.logprobs:
+                    choice.logprobs.content += part.logprobs.content
+        for choice, text in zip(choices, texts, strict=True):
+            choice.message.content = "".join(text) or (None if choice.message.tool_calls else "")
+        assert used is not None  # the last chunk has the usage
+        return answers.Chat(**self._head, choices=choices, usage=used)
 
-    def _logprobs(self, tokens: Sequence[engine.Token]) -> answers.ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        found = []
-        for token in tokens:
-            assert token.logprob is not None
-            tops = [self._top(other, logprob) for other, logprob in token.logprob.top]
-            found.append(answers.ChatLogprob(**vars(self._top(token.id, token.logprob.logprob)), top_logprobs=tops))
-        return answers.ChatLogprobs(content=found)
+    def _logprobs(self, token: engine.Token) -> answers.ChatLogprobs:
+        def top(token: int, logprob: float) -> answers.TopLogprob:
+            vocabulary = self._service.vocabulary
+            known = vocabulary.bytes_of(token)
+            return answers.TopLogprob(
+                token=vocabulary.text_of(token),
+                logprob=finite(logprob),
+                bytes=None if known is None else list(known),
+            )
 
-    def _top(self, token: int, logprob: float) -> answers.TopLogprob:
-        found = self._service.vocabulary.bytes_of(token)
-        return answers.TopLogprob(
-            token=self._service.vocabulary.text_of(token),
-            logprob=finite(logprob),
-            bytes=None if found is None else list(found),
-        )
-
-
-class _AllText:
-    """Replaces `ToolText` for requests without tools."""
-
-    def add(self, text: str) -> str:
-        return text
-
-    def end(self) -> tuple[str, list[Any]]:
-        return "", []
+        assert token.logprob is not None
+        tops = [top(other, logprob) for other, logprob in token.logprob.top]
+        own = vars(top(token.id, token.logprob.logprob))
+        return answers.ChatLogprobs(content=[answers.ChatLogprob(**own, top_logprobs=tops)])
 
 
 async def _prompt(body: ChatRequest, service: Service, template: str, client: str) -> list[int]:

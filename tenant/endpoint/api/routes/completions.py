@@ -17,18 +17,16 @@ from tenant.endpoint.api.answers import (
     TextLogprobs,
     new_id,
 )
-from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute
+from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute, StreamOptions
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import (
     DOCUMENTED,
-    Collected,
     Running,
-    choices,
-    collected,
     finish_reason,
     finite,
     respond,
+    several,
     usage,
     while_connected,
 )
@@ -74,31 +72,15 @@ class _Prepared:
             request = service.request(
                 body, prompt, client=client, limit=body.max_tokens, default=_NEW_TOKENS, **logprobs
             )
-            requests += choices(request, n)
+            requests += several(request, n)
         texts = [""] * len(requests)
         if body.echo:
             texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
         return cls(body, service, texts=texts, requests=requests)
 
-    def whole(self, results: list[Collected], running: Running) -> Completion:
-        """Return the answer as one object."""
-        found = []
-        for index, answer in enumerate(results):
-            tokens = [(token.id, token.logprob) for token in answer.tokens]
-            found.append(
-                TextChoice(
-                    index=index,
-                    text=self._texts[index] + answer.text,
-                    logprobs=self._logprobs([*self._of_prompt(index, answer.started), *tokens], 0),
-                    finish_reason=finish_reason(answer.done),
-                )
-            )
-        dones = [answer.done for answer in results if answer.done is not None]
-        return Completion(**self._head, choices=found, usage=usage(dones, self._prompts, running.ledger()))
-
     async def chunks(self, running: Running) -> AsyncIterator[Completion]:
         """Yield the chunks of a stream."""
-        options = self._body.stream_options
+        options = self._body.stream_options or StreamOptions()
         offsets = [0] * len(self.requests)
         dones: dict[int, engine.Done] = {}
 
@@ -108,7 +90,7 @@ class _Prepared:
             choice = TextChoice(
                 index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
             )
-            ledger = running.ledger() if options and options.include_ledger else None
+            ledger = running.ledger() if options.include_ledger else None
             return Completion(**self._head, choices=[choice], ledger=ledger)
 
         async for index, event in running:
@@ -119,13 +101,28 @@ class _Prepared:
             elif isinstance(event, engine.Done):
                 dones[index] = event
                 yield chunk(index, event.text, [], event)
-        if options is not None and options.include_usage:
-            in_order = [dones[index] for index in sorted(dones)]
-            yield Completion(**self._head, choices=[], usage=usage(in_order, self._prompts, running.ledger()))
+        if options.include_usage or not self._body.stream:
+            prompts = len(self.requests) // (self._body.n or 1)
+            yield Completion(**self._head, choices=[], usage=usage(dones, prompts, running.ledger()))
 
-    @property
-    def _prompts(self) -> int:
-        return len(self.requests) // (self._body.n or 1)
+    async def whole(self, running: Running) -> Completion:
+        """Return the answer as one object: its chunks put together."""
+        choices = [
+            TextChoice(index=i, text="", logprobs=self._logprobs([], 0), finish_reason=None)
+            for i in range(len(self.requests))
+        ]
+        texts: list[list[str]] = [[] for _ in choices]
+        async for chunk in self.chunks(running):
+            used = chunk.usage
+            for part in chunk.choices:
+                choice = choices[part.index]
+                texts[part.index].append(part.text)
+                choice.finish_reason = part.finish_reason
+                for name, more in part.logprobs or ():
+                    getattr(choice.logprobs, name).extend(more)
+        for choice, text in zip(choices, texts, strict=True):
+            choice.text = "".join(text)
+        return Completion(**self._head, choices=choices, usage=used)
 
     def _of_prompt(self, index: int, started: engine.Started) -> list[tuple[int, engine.TokenLogprob | None]]:
         return list(zip(self.requests[index].prompt, started.prompt_logprobs, strict=False))
@@ -173,20 +170,21 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
         for prompt in prompts
     ]
     running = Running(service.engine, requests, endpoint.metrics, service.users)
+
+    async def embedded() -> list[Embedding]:
+        found: dict[int, Embedding] = {}
+        async for index, event in running:
+            if isinstance(event, engine.Embedded):
+                values = np.array(event.vector, dtype=np.float64)
+                values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
+                in_base64 = body.encoding_format == "base64"
+                written = base64.b64encode(values.tobytes()).decode() if in_base64 else values.tolist()
+                found[index] = Embedding(index=index, embedding=written)
+        return [found[index] for index in sorted(found)]
+
     try:
-        answers = await while_connected(http, collected(running, len(requests)))
+        data = await while_connected(http, embedded())
     finally:
         running.cancel()
     count = sum(map(len, prompts))
-    data = []
-    for index, answer in enumerate(answers):
-        values = np.array(answer.vector, dtype=np.float64)
-        values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
-        in_base64 = body.encoding_format == "base64"
-        written = base64.b64encode(values.tobytes()).decode() if in_base64 else [float(value) for value in values]
-        data.append(Embedding(index=index, embedding=written))
-    return Embeddings(
-        data=data,
-        model=body.model,
-        usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count),
-    )
+    return Embeddings(data=data, model=body.model, usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count))

@@ -1,6 +1,6 @@
 """`POST /v1/responses`: a chat in another format. Nothing is stored, so each request has the whole conversation."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,7 +11,7 @@ from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, Jso
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
-from tenant.endpoint.api.running import DOCUMENTED, Collected, Running, respond, while_connected
+from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
 
 router = APIRouter(route_class=JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -31,10 +31,25 @@ async def responses(body: ResponsesRequest, http: Request) -> Any:
 
 
 def _chat(body: ResponsesRequest) -> ChatRequest:
-    """Convert the request to a chat request."""
+    """Convert the request to a chat request, with calls inside the assistant's messages."""
+    found: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        found.append({"role": "system", "content": body.instructions})
+    for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+        if isinstance(item, InputMessage):
+            text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
+            found.append({"role": item.role, "content": text})
+        elif isinstance(item, InputCall):
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
+        else:
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
     same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
     given: dict[str, Any] = {name: getattr(body, name) for name in same}
-    given |= {"messages": _messages(body), "max_tokens": body.max_output_tokens}
+    given |= {"messages": found, "max_tokens": body.max_output_tokens}
     given["stream_options"] = {"include_usage": True} if body.stream else None
     if body.tools:
         given["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
@@ -52,26 +67,6 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as messages, with calls inside the assistant's messages."""
-    found: list[dict[str, Any]] = []
-    if body.instructions is not None:
-        found.append({"role": "system", "content": body.instructions})
-    for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
-        if isinstance(item, InputMessage):
-            text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
-            found.append({"role": item.role, "content": text})
-        elif isinstance(item, InputCall):
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": None})
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            found[-1].setdefault("tool_calls", []).append(call)
-        else:
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-    return found
-
-
 class _Prepared:
     """A conversation whose fields have been checked, and its answer."""
 
@@ -81,15 +76,9 @@ class _Prepared:
         given = body.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
         self._head: dict[str, Any] = {**given, "id": answers.new_id("resp"), "created_at": chat.created}
 
-    def whole(self, results: list[Collected], running: Running) -> answers.Response:
-        """Return the answer as one object."""
-        chat: answers.Chat = self._chat.whole(results, running)
-        message = chat.choices[0].message
-        items: list[answers.MessageItem | answers.FunctionCallItem] = []
-        if message.content:
-            items.append(_message(message.content))
-        items += map(_call, message.tool_calls or ())
-        return self._ended(items, chat.choices[0].finish_reason, chat.usage)
+    async def whole(self, running: Running) -> answers.Response:
+        """Return the answer as one object: the response of the last event."""
+        return [event.response async for event in self.chunks(running) if event.response is not None][-1]
 
     async def chunks(self, running: Running) -> AsyncIterator[answers.ResponseEvent]:
         """Yield the events of a stream."""
@@ -125,8 +114,11 @@ class _Prepared:
             yield event("output_text.done", text=text, logprobs=[], **place)
             yield event("content_part.done", part=message.content[0], **place)
             yield event("output_item.done", output_index=0, item=message)
-        for call in map(_call, calls):
-            where = {"output_index": len(items)}
+        for called in calls:
+            where, function = {"output_index": len(items)}, called.function
+            call = answers.FunctionCallItem(
+                id=answers.new_id("fc"), call_id=called.id, name=function.name, arguments=function.arguments
+            )
             items.append(call)
             empty = call.model_copy(update={"arguments": "", "status": "in_progress"})
             yield event("output_item.added", item=empty, **where)
@@ -134,18 +126,12 @@ class _Prepared:
             yield event("function_call_arguments.done", item_id=call.id, arguments=call.arguments, **where)
             yield event("output_item.done", item=call, **where)
         assert used is not None  # the last chunk has the usage
-        ended = self._ended(items, reason, used)
-        yield event(ended.status, response=ended)
-
-    def _ended(
-        self, items: Sequence[answers.MessageItem | answers.FunctionCallItem], reason: str, used: answers.Usage
-    ) -> answers.Response:
         cut = reason == "length"
-        return answers.Response(
+        ended = answers.Response(
             **self._head,
             status="incomplete" if cut else "completed",
             incomplete_details=answers.IncompleteDetails() if cut else None,
-            output=list(items),
+            output=items,
             usage=answers.ResponseUsage(
                 input_tokens=used.prompt_tokens,
                 input_tokens_details=used.prompt_tokens_details,
@@ -154,14 +140,8 @@ class _Prepared:
                 ledger=used.ledger,
             ),
         )
+        yield event(ended.status, response=ended)
 
 
 def _message(text: str, **fields: Any) -> answers.MessageItem:
     return answers.MessageItem(**{"id": answers.new_id("msg"), **fields}, content=[answers.OutputText(text=text)])
-
-
-def _call(call: answers.CalledTool) -> answers.FunctionCallItem:
-    function = call.function
-    return answers.FunctionCallItem(
-        id=answers.new_id("fc"), call_id=call.id, name=function.name, arguments=function.arguments
-    )

@@ -8,7 +8,7 @@ import pytest
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisError, UnsupportedMethodError
 from tenant.endpoint.api.endpoint import EndpointMetrics
 from tenant.endpoint.api.errors import ApiError, failed
-from tenant.endpoint.api.running import Running, collected
+from tenant.endpoint.api.running import Running
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
 from tests.tenant.endpoint.api.conftest import Served
 
@@ -55,7 +55,7 @@ def test_a_client_that_does_not_read_is_cancelled() -> None:
         await asyncio.sleep(0)
         assert engine.cancelled
         with pytest.raises(ApiError, match="slowly"):
-            await collected(slow, 1)
+            [event async for event in slow]
 
     asyncio.run(run())
 
@@ -64,7 +64,7 @@ def test_a_failure_is_an_error_without_its_text() -> None:
     async def run() -> None:
         found = await running(Scripted(), Failed(error=QuarantinedError("provider 'alpha' has lied")))
         with pytest.raises(ApiError) as raised:
-            await collected(found, 1)
+            [event async for event in found]
         assert raised.value.status == 503
         assert "QuarantinedError" in str(raised.value)
         assert "alpha" not in str(raised.value)
@@ -94,7 +94,7 @@ def test_costs_are_those_of_running_and_ended_requests() -> None:
         assert users["lora"] == 1
         for sink in engine.sinks:
             sink(Done(finish="stop", ledger=RequestLedger(rows=5)))
-        await collected(both, 2)
+        [event async for event in both]
         assert both.ledger().rows == 10
         both.cancel()
         both.cancel()

@@ -2,5 +2,5 @@
 
 Read in this order: `bodies` and `answers` (what clients send and get), `errors`, `service` (models, prompts and
 sampling), `vocabulary` (bytes of tokens, grammars), `endpoint` (settings, metrics), `running` (the engine's events in
-the event loop, whole and streamed answers), `routes`, `guard` (host, origin and key), `application`, `http_server`.
+the event loop, whole and streamed answers), `routes`, `application` (checks of every request), `http_server`.
 """

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions
+from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions, ToolCall
 
 Absent = Field(default=None, exclude_if=lambda value: value is None)
 """A field that is left out if it is None."""
@@ -31,12 +31,15 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Usage(EmbeddingUsage):
     """Numbers of tokens, and the ledger (not one of OpenAI's fields)."""
 
-    prompt_tokens: int
     completion_tokens: int
-    total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     ledger: Ledger
 
@@ -59,21 +62,24 @@ class TextChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class Completion(BaseModel):
-    """The answer of `/v1/completions`, or a chunk of its stream."""
+class Chunk(BaseModel):
+    """What answers of `/v1/completions` and `/v1/chat/completions` have in common, and the chunks of their streams."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[TextChoice]
     usage: Usage | None = Absent
     ledger: Ledger | None = Absent
 
 
-class TopLogprob(BaseModel):
-    """A token and its log probability."""
+class Completion(Chunk):
+    """The answer of `/v1/completions`, or a chunk of its stream."""
 
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+
+
+class TopLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -92,25 +98,14 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class CalledFunction(BaseModel):
-    """A call by the model; `arguments` is JSON."""
-
-    name: str
-    arguments: str
-
-
-class CalledTool(BaseModel):
+class CalledTool(ToolCall):
     """A call of a tool. In a stream, `index` counts the calls."""
 
     index: int | None = Absent
-    id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
 
 
 class ChatMessage(BaseModel):
-    """The answer's message."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
@@ -126,57 +121,40 @@ class ChatPiece(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One choice."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class Chat(BaseModel):
+class Chat(Chunk):
     """The answer of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class ChatDelta(BaseModel):
-    """The new part of one choice, in a stream."""
-
     index: int
     delta: ChatPiece
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Chunk):
     """A chunk of the stream of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatDelta]
-    usage: Usage | None = Absent
-    ledger: Ledger | None = Absent
 
 
 class OutputText(BaseModel):
-    """The text of a message."""
-
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[None] = []
 
 
 class MessageItem(BaseModel):
-    """A message of the model."""
-
     type: Literal["message"] = "message"
     id: str
     role: Literal["assistant"] = "assistant"
@@ -196,8 +174,6 @@ class FunctionCallItem(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """The reason why an answer is incomplete."""
-
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
@@ -260,13 +236,6 @@ class ResponseEvent(BaseModel):
     logprobs: list[None] | None = Absent
 
 
-class EmbeddingUsage(BaseModel):
-    """Numbers of tokens."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class Embedding(BaseModel):
     """The embedding of one input: numbers, or base64 of float32 in little-endian order."""
 
@@ -276,8 +245,6 @@ class Embedding(BaseModel):
 
 
 class Embeddings(BaseModel):
-    """The answer of `/v1/embeddings`."""
-
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
@@ -297,15 +264,11 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """The answer of `/v1/models`."""
-
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class Health(BaseModel):
-    """The answer of `/health`."""
-
     status: Literal["ok"] = "ok"
 
 

@@ -62,7 +62,11 @@ class Strict(BaseModel):
     check_field_count = model_validator(mode="before")(_check_field_count)
 
 
-class StreamOptions(Strict):
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(ResponsesStreamOptions):
     """Contents of a stream besides the answer.
 
     Args:
@@ -72,7 +76,6 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     include_ledger: bool = False
-    include_obfuscation: Literal[False] | None = None
 
 
 class Generating(Strict):
@@ -119,8 +122,6 @@ class CompletionRequest(CompletionFields):
 
 
 class TextPart(Strict):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
@@ -141,8 +142,6 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A message of the chat."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
     name: str | None = None
@@ -152,8 +151,6 @@ class Message(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -161,21 +158,15 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Strict):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(Strict):
-    """The tool that the model must call."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -230,8 +221,6 @@ class InputItem(Strict):
 
 
 class InputMessage(InputItem):
-    """A message of the conversation."""
-
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputText], FAIL_FAST]
@@ -247,22 +236,16 @@ class InputCall(InputItem):
 
 
 class InputResult(InputItem):
-    """The result of a called tool."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: str
 
 
 class FunctionTool(Function):
-    """A tool that the model may call."""
-
     type: Literal["function"]
 
 
 class ChosenFunction(FunctionName):
-    """The tool that the model must call."""
-
     type: Literal["function"]
 
 
@@ -274,15 +257,7 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(Strict):
-    """Options of the text of an answer."""
-
     format: TextFormat | None = None
-
-
-class ResponsesStreamOptions(Strict):
-    """Options of a stream of `/v1/responses`."""
-
-    include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesRequest(Generating):
@@ -317,6 +292,12 @@ class EmbeddingRequest(Strict):
     user: str | None = None
 
 
+class UnloadRequest(Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
 class LoadRequest(Strict):
     """`POST /v1/load_lora_adapter`."""
 
@@ -324,20 +305,14 @@ class LoadRequest(Strict):
     lora_path: str
 
 
-class UnloadRequest(Strict):
-    """`POST /v1/unload_lora_adapter`."""
-
-    lora_name: str
-
-
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body as strict JSON: no infinity, no lone surrogate, at most 200 levels."""
         return from_json(await self.body(), allow_inf_nan=False)
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is parsed by pydantic. The `json` module accepts values that are not JSON."""
+    """A route whose body is strict JSON, unlike that of the `json` module: no infinity, no lone surrogate, at most 200
+    levels."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

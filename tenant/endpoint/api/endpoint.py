@@ -7,6 +7,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 from tenant.endpoint.api.http_server import CONNECTIONS
@@ -45,7 +46,7 @@ class Settings:
     streamed_paths: frozenset[str] = frozenset()
 
 
-class EndpointMetrics:
+class EndpointMetrics(Collector):
     """Counts the requests of one endpoint, for Prometheus. Reveals nothing about the content of texts.
 
     Args:
@@ -53,26 +54,18 @@ class EndpointMetrics:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_LoadCollector(engine))
-        self._answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=self._registry)
-        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=self._registry)
-        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=self._registry)
-        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=self._registry)
-        self._first = Histogram(
-            _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=self._registry
+        self._engine = engine
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=registry)
+        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=registry)
+        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=registry)
+        self._whole = Histogram(_PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=registry)
+        self.first_token = Histogram(
+            _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=registry
         )
-        self._whole = Histogram(
-            _PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=self._registry
-        )
-
-    def answered(self, route: str, status: int) -> None:
-        """Count an HTTP answer. `route` is the path's pattern, not the client's path."""
-        self._answers.labels(route, str(status)).inc()
-
-    def first_token(self, seconds: float) -> None:
-        """Count the first token of a choice."""
-        self._first.observe(seconds)
+        self.answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=registry)
+        """The route is the path's pattern, not the client's path."""
 
     def ended(self, done: Done, seconds: float) -> None:
         """Count the end of a choice."""
@@ -84,11 +77,6 @@ class EndpointMetrics:
     def text(self) -> bytes:
         """Return all figures in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-class _LoadCollector:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         load = self._engine.load()

@@ -102,7 +102,7 @@ class Running:
                 raise failed(event.error)
             if isinstance(event, Token) and index not in first:
                 first.add(index)
-                self._metrics.first_token(self._loop.time() - self._begun)
+                self._metrics.first_token.observe(self._loop.time() - self._begun)
             if isinstance(event, Done):
                 self._ended[index] = event.ledger
                 self._metrics.ended(event, self._loop.time() - self._begun)

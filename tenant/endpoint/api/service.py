@@ -153,6 +153,8 @@ class Service:
     ) -> EngineRequest:
         """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None).
 
+        Missing options of sampling are taken from the model's generation config, else OpenAI's defaults.
+
         Raises:
             ApiError: the prompt and the new tokens exceed the context, or a field is wrong.
         """
@@ -167,6 +169,11 @@ class Service:
                 code="context_length_exceeded",
                 param="max_tokens",
             )
+        biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+        if biases and max(biases) >= self.vocabulary.size:
+            raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
+        given = {key: getattr(body, key) for key in self._defaults}
+        chosen = {key: self._defaults[key] if value is None else value for key, value in given.items()}
         return EngineRequest(
             id=new_id("request"),
             prompt=tuple(prompt),
@@ -175,7 +182,16 @@ class Service:
             max_tokens=min(default, left) if limit is None else limit,
             stop_tokens=self.ends,
             stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
-            sampling=self._sampling(body, **sampling),
+            sampling=Sampling(
+                temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
+                top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
+                top_k=chosen["top_k"] or 0,
+                seed=body.seed,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                logit_bias=biases,
+                **sampling,
+            ),
             fixed_length=self.fixed_length,
         )
 
@@ -186,23 +202,4 @@ class Service:
             f"the prompt has {count:,} {unit}, and this model's context is {self.context:,} tokens; shorten it",
             code="context_length_exceeded",
             param=param,
-        )
-
-    def _sampling(self, body: CompletionFields, **more: Any) -> Sampling:
-        """Return the sampling options. Missing fields are taken from the model's generation config, else OpenAI's
-        defaults."""
-        biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
-        if biases and max(biases) >= self.vocabulary.size:
-            raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
-        given = {key: getattr(body, key) for key in self._defaults}
-        chosen = {key: self._defaults[key] if value is None else value for key, value in given.items()}
-        return Sampling(
-            temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
-            top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
-            top_k=chosen["top_k"] or 0,
-            seed=body.seed,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=biases,
-            **more,
         )

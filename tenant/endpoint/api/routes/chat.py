@@ -143,7 +143,6 @@ class PreparedChat:
                     choice.logprobs.content += part.logprobs.content
         for choice, text in zip(choices, texts, strict=True):
             choice.message.content = "".join(text) or (None if choice.message.tool_calls else "")
-        assert used is not None  # the last chunk has the usage
         return answers.Chat(**self._head, choices=choices, usage=used)
 
     def _logprobs(self, token: engine.Token) -> answers.ChatLogprobs:

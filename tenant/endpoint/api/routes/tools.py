@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import CalledFunction, CalledTool, new_id
-from tenant.endpoint.api.bodies import Function
+from tenant.endpoint.api.answers import CalledTool, new_id
+from tenant.endpoint.api.bodies import Function, FunctionCall
 from tenant.endpoint.engine.answer import overlap_length
 
 # the white space of calls in the chats that models are trained on
@@ -114,22 +114,21 @@ class ToolText:
     def end(self) -> tuple[str, list[CalledTool]]:
         """Return the rest of the text, and the calls."""
         bodies = _between_tags(self._held) if _TAG in self._held else [self._held]
+        calls = []
         try:
-            calls = [call for body in bodies for call in self._calls(json.loads(body))] if self._calling else []
+            for body in bodies if self._calling else ():
+                found = json.loads(body)
+                for one in found if isinstance(found, list) else [found]:
+                    if one["name"] not in self._names:
+                        raise KeyError(one["name"])
+                    given = one["arguments"] if "arguments" in one else one["parameters"]
+                    # `json.loads` reads 1e999 as inf
+                    arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+                    function = FunctionCall(name=one["name"], arguments=arguments)
+                    calls.append(CalledTool(id=new_id("call"), function=function))
         except (ValueError, TypeError, KeyError, RecursionError):
             calls = []
         return ("", calls) if calls else (self._held, [])
-
-    def _calls(self, found: Any) -> list[CalledTool]:
-        calls = []
-        for one in found if isinstance(found, list) else [found]:
-            if one["name"] not in self._names:
-                raise KeyError(one["name"])
-            given = one["arguments"] if "arguments" in one else one["parameters"]
-            # `json.loads` reads 1e999 as inf
-            arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
-            calls.append(CalledTool(id=new_id("call"), function=CalledFunction(name=one["name"], arguments=arguments)))
-        return calls
 
 
 def _between_tags(text: str) -> Iterator[str]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from tenant.endpoint.api.application import Guard
 from tenant.endpoint.api.endpoint import EndpointMetrics
-from tenant.endpoint.api.guard import Guard
 from tenant.endpoint.api.http_server import _Connection
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.waiting import until

@@ -27,9 +27,8 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.bench.measured_models import Effort, Llama, provide, relayed, remote_config
 from tenant.bench.options import Masking, Progress, benchmark, scheme
 from tenant.bench.report import Goal, Row, figure, percentile, where
-from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
-from tenant.endpoint.engine.sequential import SequentialEngine
+from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_language_model, load_model, load_tokenizer

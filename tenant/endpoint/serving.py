@@ -15,7 +15,7 @@ from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.continuous import EngineLimits
-from tenant.endpoint.engine.engine_choice import open_engine
+from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.router import UPLOAD, jobs_router

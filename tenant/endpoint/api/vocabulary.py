@@ -184,16 +184,12 @@ class CompiledGrammar:
         try:
             with anyio.fail_after(_COMPILE_S):
                 await anyio.wait_readable(self._channel)
-            self.read_first()
+            self.mask(0)  # of the first token: the result of the compilation
         except TimeoutError as error:
             raise self._failure() from error
         except BaseException:
             self.end()
             raise
-
-    def read_first(self) -> None:
-        """Read the result of the compilation: the mask of the first token, as that of answer 0."""
-        self.mask(0)
 
     def __call__(self) -> "_Answer":
         number = next(self._numbers)

@@ -1,7 +1,6 @@
 """Generates tokens for many requests at once. Read in this order:
 
 requests       requests to an engine, and their events
-sampling       chooses tokens
 answer         chooses and decodes the tokens of one request
 kv             keys and values of a sequence, and of earlier requests
 attention      attention over the keys and values of sequences
@@ -9,8 +8,7 @@ row_blocks     local functions of rows, with the same bits for a row in every st
 packed_model   one pass of a model over tokens of many sequences
 sequence       a request in progress, and its costs
 speculation    guesses of tokens, for fewer round trips
-turns          equal turns for clients and adapters
+queued         what both engines share: a queue with equal turns for clients and adapters, and the costs of requests
 continuous     the engine that computes all requests together
-sequential     the engine for other models: one request at a time, with `generate()`
-engine_choice  chooses the engine
+sequential     the engine for other models: one request at a time, with `generate()`; and the choice between both
 """

@@ -1,11 +1,14 @@
 """The answer to one request: chooses and decodes its tokens, and sends the events to the request's sink."""
 
+from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.errors import NonFiniteError, SymbiosisError
 from tenant.endpoint.engine.requests import (
     Done,
     Embedded,
@@ -13,13 +16,14 @@ from tenant.endpoint.engine.requests import (
     Failed,
     Finish,
     RequestLedger,
+    Sampling,
     Sink,
     Started,
     Token,
     TokenLogprob,
 )
-from tenant.endpoint.engine.sampling import Sampler
 
+_LIKELY = 1024  # a top_p below 1 rarely needs more tokens; sorting a whole vocabulary takes 10 ms
 _CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
 _PENDING = 16  # limit of tokens without a complete character; a character has at most 4 bytes, so more are not text
 _UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a complete one
@@ -53,22 +57,21 @@ class GeneratedAnswer:
             logits: `[vocabulary]`, the model's own logits.
         """
         self._computed += 1
-        token = self._next(logits) if self._end is None else int(logits.argmax())
+        if self._end is not None:
+            token = int(logits.argmax())
+        else:
+            token, logprob = self._sampler(logits)
+            self.new_tokens += 1
+            if token in self.request.stop_tokens:
+                self._end = "stop"
+            else:
+                self._sink(Token(id=token, text=self._text.add(token), logprob=logprob))
+                if self._text.stopped or self._sampler.finished:
+                    self._end = "stop"
+                elif self.new_tokens >= self.request.max_tokens:
+                    self._end = "length"
         if not self.request.fixed_length or self._computed >= self.request.max_tokens:
             self.finish = self._end
-        return token
-
-    def _next(self, logits: Tensor) -> int:
-        token, logprob = self._sampler(logits)
-        self.new_tokens += 1
-        if token in self.request.stop_tokens:
-            self._end = "stop"
-            return token
-        self._sink(Token(id=token, text=self._text.add(token), logprob=logprob))
-        if self._text.stopped or self._sampler.finished:
-            self._end = "stop"
-        elif self.new_tokens >= self.request.max_tokens:
-            self._end = "length"
         return token
 
     def embedded(self, vector: Tensor) -> None:
@@ -92,6 +95,97 @@ class GeneratedAnswer:
     def fail(self, error: SymbiosisError) -> None:
         """Report a failure."""
         self._sink(Failed(error=error))
+
+
+class Sampler:
+    """Chooses one token after another for one request.
+
+    Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
+    requests of a batch. A sampled token takes one random number.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._grammar = None if sampling.grammar is None else sampling.grammar()
+        self._uses: Counter[int] = Counter()
+        self._added: Tensor | None = None  # biases and penalties, which are added to the logits
+        self._random = torch.Generator(device="cpu")
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
+        """Choose the next token.
+
+        Args:
+            logits: the model's own logits, `[vocabulary]`, floating point, on any device.
+
+        Returns:
+            The token, and its log probability if requested. Greedy decoding without biases, penalties and grammar
+            chooses `logits.float().argmax()`.
+
+        Raises:
+            NonFiniteError: no token has a probability.
+        """
+        options, scores = self._sampling, logits.detach().float()
+        if self._added is None and (options.logit_bias or options.presence_penalty or options.frequency_penalty):
+            self._added = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
+            for biased, bias in options.logit_bias.items():
+                self._added[biased] = bias
+        if self._added is not None:
+            scores = scores + self._added
+        if self._grammar is not None:
+            bits = np.unpackbits(np.frombuffer(self._grammar.allowed(), np.uint8), bitorder="little")
+            allowed = torch.zeros(scores.shape, dtype=torch.bool, device="cpu")
+            allowed[: len(bits)] = torch.from_numpy(bits[: len(scores)]).bool()
+            scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        token = int(scores.argmax()) if options.temperature == 0 else self._drawn(scores.cpu())
+        if self._grammar is not None:
+            self._grammar.accept(token)
+        if self._added is not None and (options.presence_penalty or options.frequency_penalty):
+            self._uses[token] += 1
+            self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
+        return token, None if options.logprobs is None else token_logprob(logits, token, top=options.logprobs)
+
+    @property
+    def finished(self) -> bool:
+        """True if the grammar allows only an end token."""
+        return self._grammar is not None and self._grammar.finished()
+
+    def _drawn(self, scores: Tensor) -> int:
+        options = self._sampling
+        chances = torch.softmax(scores.double() / options.temperature, dim=-1)
+        tokens = None
+        if options.top_k or options.top_p < 1:
+            every = len(chances)
+            ordered, tokens = chances.topk(min(options.top_k or _LIKELY, every))
+            if not options.top_k and float(ordered.sum()) < options.top_p:
+                ordered, tokens = chances.topk(every)
+            kept = ordered.cumsum(0) - ordered < options.top_p * ordered.sum()
+            kept[0] = True
+            chances = ordered * kept
+        sums = chances.cumsum(0)
+        if not 0 < float(sums[-1]) < float("inf"):
+            raise NonFiniteError
+        drawn = torch.rand((), generator=self._random, dtype=torch.float64, device="cpu") * sums[-1]
+        place = torch.searchsorted(sums, drawn, right=True)
+        return int(place if tokens is None else tokens[place])
+
+
+def token_logprob(logits: Tensor, token: int, *, top: int) -> TokenLogprob:
+    """Return the log probability of a token, computed in float64, and the `top` most probable tokens.
+
+    Args:
+        logits: the model's own, `[vocabulary]`.
+        token: a token of the vocabulary.
+        top: number of tokens to report; all tokens if it exceeds the vocabulary.
+    """
+    logprobs = torch.log_softmax(logits.detach().double(), dim=-1)
+    values, tokens = logprobs.topk(min(top, len(logprobs)))
+    return TokenLogprob(
+        logprob=float(logprobs[token]), top=tuple(zip(map(int, tokens.tolist()), values.tolist(), strict=True))
+    )
 
 
 class TextStream:

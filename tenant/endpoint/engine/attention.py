@@ -27,6 +27,23 @@ TOKENS = 128
 _LOWEST = -1e30  # finite, so that the difference of two such scores is 0
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_WIDTH = 1024  # as in local.h
+_SHARE = 1 << 18  # multiplications for which another thread pays off
+
+
+class _Options(ctypes.Structure):
+    """The C struct `attention` of native/local.h: the sizes and options of attention in one layer."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layer", "heads", "heads_kv", "key_width", "value_width")),
+        *((name, ctypes.c_int64) for name in ("format", "window")),
+        ("scaling", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
 class Attention:
     """Attention of the last tokens of some sequences, layer by layer. The rows are these tokens, in order.
 
@@ -37,20 +54,39 @@ class Attention:
 
     def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
         self._new = new
-        self._shape = new[0][0].shape
-        shape = self._shape
-        compiled = native.library() is not None and shape.dtype in _DTYPES and shape.value_width <= _MOST_WIDTH
-        self._table = _Table(new) if compiled else None
+        shape = self._shape = new[0][0].shape
+        library = native.library()
+        self._compiled = library if shape.dtype in _DTYPES and shape.value_width <= _MOST_WIDTH else None
+        self._tables: list[Any] = []
+        self._sequences: list[Any] = []  # the C structs `sequence` of native/local.h, for the layers of each kind
+        self._pairs = sum(tokens * kv.length for kv, tokens in new)
+        if self._compiled is not None:
+            self._isa = native.best(self._compiled)
+            self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
+            for kind in range(len(shape.kinds)):
+                fields: list[int] = []
+                row = 0
+                for kv, tokens in new:
+                    addresses = kv.addresses(kind)
+                    self._tables.append((ctypes.c_int64 * len(addresses))(*addresses))
+                    fields += row, tokens, kv.length - tokens, ctypes.addressof(self._tables[-1])
+                    row += tokens
+                self._sequences.append((ctypes.c_int64 * len(fields))(*fields))
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Set keys `[rows, heads_kv, key_width]` and values `[rows, heads_kv, value_width]`, on any device."""
-        if self._table is not None:
-            to = torch.device("cpu"), self._shape.dtype
-            self._table.append(layer, keys.to(*to).contiguous(), values.to(*to).contiguous())
+        if self._compiled is None:
+            sizes = [tokens for _, tokens in self._new]
+            for (kv, _), its_keys, its_values in zip(self._new, keys.split(sizes), values.split(sizes), strict=True):
+                kv.write(layer, its_keys, its_values)
             return
-        sizes = [tokens for _, tokens in self._new]
-        for (kv, _), its_keys, its_values in zip(self._new, keys.split(sizes), values.split(sizes), strict=True):
-            kv.write(layer, its_keys, its_values)
+        to = torch.device("cpu"), self._shape.dtype
+        keys, values = keys.to(*to).contiguous(), values.to(*to).contiguous()
+        kind, place = self._shape.places[layer]
+        options = _Options(place, 0, *self._sizes)
+        native.brief_library().local_append(
+            ctypes.addressof(options), self._sequences[kind], len(self._new), keys.data_ptr(), values.data_ptr()
+        )
 
     def attend(
         self,
@@ -82,135 +118,50 @@ class Attention:
         Returns:
             `[rows, heads, value_width]` in the dtype and on the device of the queries.
         """
-        if self._table is not None and queries.is_cpu and queries.dtype in _DTYPES:
-            result = self._table.attend(layer, queries.float().contiguous(), scaling, window, softcap, sinks)
-            return result.to(queries.dtype)
-        parts = queries.split([tokens for _, tokens in self._new])
-        return torch.cat(
-            [
-                _attend_one(part, kv.blocks(layer), kv.length, scaling, window, softcap, sinks)
-                for part, (kv, _) in zip(parts, self._new, strict=True)
-            ]
-        )
-
-
-_DTYPES = (torch.float32, torch.bfloat16)
-_MOST_WIDTH = 1024  # as in local.h
-_SHARE = 1 << 18  # multiplications for which another thread pays off
-
-
-class _Options(ctypes.Structure):
-    """The C struct `attention` of native/local.h: the sizes and options of attention in one layer."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("layer", "heads", "heads_kv", "key_width", "value_width")),
-        *((name, ctypes.c_int64) for name in ("format", "window")),
-        ("scaling", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("sinks", ctypes.c_void_p),
-    )
-
-
-class _Table:
-    """New tokens of sequences, as the compiled library reads them."""
-
-    def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
-        library = native.library()
-        assert library is not None
-        self._library, self._isa = library, native.best(library)
-        shape = self._shape = new[0][0].shape
-        self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
-        self._new = new  # keeps the blocks alive
-        self._tables: list[Any] = []
-        self._sequences = [self._of_kind(kind) for kind in range(len(shape.kinds))]
-        self._pairs = sum(tokens * kv.length for kv, tokens in new)
-
-    def _of_kind(self, kind: int) -> Any:
-        """Return the C struct `sequence` of native/local.h for each sequence, for the layers of one kind."""
-        fields: list[int] = []
-        row = 0
-        for kv, tokens in self._new:
-            addresses = kv.addresses(kind)
-            self._tables.append((ctypes.c_int64 * len(addresses))(*addresses))
-            fields += row, tokens, kv.length - tokens, ctypes.addressof(self._tables[-1])
-            row += tokens
-        return (ctypes.c_int64 * len(fields))(*fields)
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        kind, place = self._shape.places[layer]
-        options = _Options(place, 0, *self._sizes)
-        native.brief_library().local_append(
-            ctypes.addressof(options), self._sequences[kind], len(self._new), keys.data_ptr(), values.data_ptr()
-        )
-
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+        if self._compiled is None or not queries.is_cpu or queries.dtype not in _DTYPES:
+            results = []
+            for (kv, tokens), part in zip(self._new, queries.split([n for _, n in self._new]), strict=True):
+                device = torch.device("cpu") if tokens == 1 else queries.device
+                moved = part.to(device, torch.promote_types(queries.dtype, torch.float32))
+                own_sinks, first = None if sinks is None else sinks.to(moved), kv.length - tokens
+                for index, piece in enumerate(moved.split(TOKENS)):
+                    start = first + index * TOKENS
+                    result = _attend(piece * scaling, kv.blocks(layer), start, window, softcap, own_sinks)
+                    results.append(result.to(queries))
+            return torch.cat(results)
         rows, heads, width = queries.shape
+        library, value_width = self._compiled, self._shape.value_width
+        given = queries.float().contiguous()
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         kind, place = self._shape.places[layer]
         options = _Options(place, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
-        result = torch.empty((rows, heads, self._shape.value_width), dtype=torch.float32, device="cpu")
-        arguments = self._isa, ctypes.addressof(options), self._sequences[kind], queries.data_ptr(), result.data_ptr()
+        result = torch.empty((rows, heads, value_width), dtype=torch.float32, device="cpu")
+        arguments = self._isa, ctypes.addressof(options), self._sequences[kind], given.data_ptr(), result.data_ptr()
 
         def compute(begin: int, end: int) -> None:
-            self._library.local_attend(*arguments, begin, end)
+            library.local_attend(*arguments, begin, end)
 
         total = len(self._new) * self._shape.heads
-        work = self._pairs * heads * (width + self._shape.value_width)
+        work = self._pairs * heads * (width + value_width)
         for_each_slice(compute, total=total, least=max(1, total * _SHARE // work))
-        return result
-
-
-def _attend_one(
-    queries: Tensor,
-    blocks: Mapping[int, tuple[Tensor, Tensor]],
-    length: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention for the last tokens of one sequence with torch.
-
-    Args:
-        queries: `[tokens, heads, key_width]`, of the positions `length - tokens` to `length - 1`.
-        blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the sequence, by
-            number, as far back as the window reaches. Entries after `length` must be finite.
-        length: number of tokens of the sequence, including those of the queries.
-    """
-    device = torch.device("cpu") if len(queries) == 1 else queries.device
-    moved = queries.to(device, torch.promote_types(queries.dtype, torch.float32))
-    first = length - len(queries)
-    pieces = [
-        _attend(
-            piece * scaling,
-            blocks,
-            first + index * TOKENS,
-            window=window,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks.to(moved),
-        )
-        for index, piece in enumerate(moved.split(TOKENS))
-    ]
-    return torch.cat(pieces).to(queries)
+        return result.to(queries.dtype)
 
 
 def _attend(
     queries: Tensor,
     blocks: Mapping[int, tuple[Tensor, Tensor]],
     first: int,
-    *,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Compute attention of neighbouring tokens of one sequence with torch.
+
+    Args:
+        queries: `[tokens, heads, key_width]`, scaled, of the positions from `first` on.
+        blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the sequence, by
+            number, as far back as the window reaches. Entries after the last token must be finite.
+    """
     tokens, heads, width = queries.shape
     last = first + tokens - 1
     heads_kv, _, value_width = blocks[last // BLOCK][1].shape

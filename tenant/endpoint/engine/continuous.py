@@ -7,36 +7,30 @@ model, so a step costs the round trips of one token for any number of requests.
 
 import logging
 import sys
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import (
     CertificateError,
     ConfigError,
-    OverloadedError,
     ProtocolError,
     ProviderError,
     QuarantinedError,
-    SymbiosisError,
     TransportError,
     UncoveredError,
     VerificationError,
 )
-from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
-from tenant.endpoint.engine.packed_model import NextTokens, Output, PackedModel
-from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, RequestLedger, Sink
-from tenant.endpoint.engine.sequence import Drafter, Sequence, charge, check, counters, full_length, sizes
-from tenant.endpoint.engine.turns import Turns
-from tenant.model.ledger import since
+from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
+from tenant.endpoint.engine.queued import QueuedEngine, Turns
+from tenant.endpoint.engine.requests import EngineRequest, Load
+from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 60.0  # seconds for the step in progress when the engine closes
 _PROVIDERS = (
     *(TransportError, ProviderError, ProtocolError, VerificationError, QuarantinedError, UncoveredError),
     CertificateError,
@@ -71,7 +65,7 @@ class EngineLimits:
     clients: int = 1
 
 
-class ContinuousEngine(Engine):
+class ContinuousEngine(QueuedEngine):
     """The engine that computes all requests together; see the module's docstring.
 
     Args:
@@ -87,104 +81,80 @@ class ContinuousEngine(Engine):
         limits: EngineLimits = EngineLimits(),
         drafter: Drafter | None = None,
     ) -> None:
-        self._packed, self._tokenizer, self._tasks, self._limits = packed, tokenizer, tasks, limits
+        context = getattr(packed.config, "max_position_embeddings", None)
+        super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context)
+        self._packed, self._limits = packed, limits
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
-        self._waiting, self._running = Turns[Sequence](), Turns[Sequence]()
         self._prefixes = Prefixes()
-        self._context = getattr(packed.config, "max_position_embeddings", None)
         shape, heads = packed.shape, packed.config.num_attention_heads
         self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
-        self._steps = self._tokens = 0
-        self._counted = counters(self._packed.model)
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
-        self._thread.start()
-
-    def submit(self, request: EngineRequest, sink: Sink) -> Sequence:
-        self._check(request)
-        sequence = Sequence(GeneratedAnswer(request, sink, self._tokenizer))
-        with self._changed:
-            if self._closed:
-                raise OverloadedError("the endpoint is stopping")
-            self._waiting.check_share(request.client, self._limits.waiting)
-            self._waiting.add(sequence)
-            self._changed.notify_all()
-        return sequence
 
     def load(self) -> Load:
         with self._changed:
-            return Load(
-                running=len(self._running),
-                waiting=len(self._waiting),
-                memory=self._reserved() + self._prefixes.bytes,
-                memory_limit=self._limits.memory,
-                steps=self._steps,
-                tokens=self._tokens,
-                rows=self._counted.rows,
-            )
+            memory = self._reserved() + self._prefixes.bytes
+            return replace(super().load(), memory=memory, memory_limit=self._limits.memory)
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
-            for sequence in (*self._waiting, *self._running):
-                sequence.cancel()
-        self._thread.join(_STOP_S)
+        super().close(drain_s=drain_s)
         self._packed.close()
 
-    def _check(self, request: EngineRequest) -> None:
-        check(request, adapters=self._tasks or (), context=self._context)
+    def check(self, request: EngineRequest) -> None:
+        super().check(request)
         if not request.prompt:
             raise ConfigError("the prompt has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._packed.vocabulary:
             raise ConfigError(f"the prompt has token ids outside the vocabulary of {self._packed.vocabulary:,}")
         if (needed := self._bytes(request)) > self._limits.memory:
             raise ConfigError(
-                f"{sizes(request)} need {needed:,} bytes of keys and values, and the endpoint's limit is "
-                f"{self._limits.memory:,}; shorten the prompt or ask for fewer"
+                f"{len(request.prompt):,} tokens of prompt and {request.max_tokens:,} new tokens need {needed:,} bytes "
+                f"of keys and values, and the endpoint's limit is {self._limits.memory:,}; shorten the prompt or ask "
+                f"for fewer"
             )
 
-    # The engine's thread
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-                if not self._waiting and not self._running:
-                    return
-                cancelled = [s for s in (*self._waiting, *self._running) if s.cancelled]
-            for sequence in cancelled:
-                self._end(sequence)
-            self._admit()
-            try:
-                self._step(self._next_rows())
-            except Exception as error:  # an error in the engine must end all requests, which would wait forever
-                log.exception("the engine failed")
-                for sequence in list(self._running):
-                    self._end(sequence, _named(error))
+    def step(self) -> None:
+        """End cancelled requests, admit others, and compute some rows."""
+        for sequence in [one for one in self._running if one.cancelled]:
+            self.end(sequence)
+        self._admit()
+        try:
+            self._compute(self._next_rows())
+        except Exception as error:  # an error in the engine must end all requests, which would wait forever
+            log.exception("the engine failed")
+            for sequence in list(self._running):
+                self.end(sequence, error)
 
     def _admit(self) -> None:
         """Start waiting requests until the keys and values of the next one do not fit."""
         while len(self._running) < self._limits.running:
-            sequence = next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
+            with self._changed:
+                sequence = next((one for one in self._waiting.firsts() if self._leaves_room(one)), None)
             if sequence is None:
                 return
-            needed = self._bytes(sequence.request) + self._reserved()
+            request = sequence.request
+            needed = self._bytes(request) + self._reserved()
             if needed > self._limits.memory:
                 return
             while needed + self._prefixes.bytes > self._limits.memory and self._prefixes.drop_one():
                 pass
             try:
-                self._begin(sequence)
+                if request.adapter is not None and self._tasks is not None:
+                    sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
             except Exception as error:  # an adapter that cannot be loaded
-                self._end(sequence, _named(error))
+                self.end(sequence, error)
                 continue
+            known = None
+            if not sequence.reads_all and sequence.generation is not None:
+                # the last token is always computed, because its logits are needed
+                known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
+            sequence.kv = known or self._packed.new_kv()
+            sequence.kv.release()
+            sequence.charge(cached_tokens=sequence.kv.length)
             with self._changed:
-                self._waiting.remove(sequence)
-                self._running.add(sequence)
+                if sequence in self._waiting:
+                    self._waiting.remove(sequence)
+                    self._running.add(sequence)
+                else:  # it was cancelled meanwhile
+                    self.end(sequence)
 
     def _leaves_room(self, sequence: Sequence) -> bool:
         """Return whether the client would leave enough places and memory to others."""
@@ -194,18 +164,6 @@ class ContinuousEngine(Engine):
         places, memory = len(own) + 1, sum(self._bytes(one.request) for one in (*own, sequence))
         free_places, free = self._limits.running - len(self._running) - 1, self._limits.memory - self._reserved()
         return places <= free_places and memory <= free - self._bytes(sequence.request)
-
-    def _begin(self, sequence: Sequence) -> None:
-        request = sequence.request
-        if request.adapter is not None and self._tasks is not None:
-            sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
-        known = None
-        if not sequence.reads_all and sequence.generation is not None:
-            # the last token is always computed, because its logits are needed
-            known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
-        sequence.kv = known or self._packed.new_kv()
-        sequence.kv.release()
-        sequence.charge(RequestLedger(cached_tokens=sequence.kv.length))
 
     def _next_rows(self) -> list[tuple[Sequence, NextTokens]]:
         """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns."""
@@ -233,65 +191,46 @@ class ContinuousEngine(Engine):
                 self._running.add(sequence)
         return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
 
-    def _step(self, chosen: list[tuple[Sequence, NextTokens]]) -> None:
+    def _compute(self, chosen: list[tuple[Sequence, NextTokens]]) -> None:
         """Compute some rows. After an error that a single request may cause, compute each request alone."""
         if not chosen:
             return
         try:
-            outputs = self._compute(chosen)
-        except _PROVIDERS as error:
-            for sequence, _ in chosen:
-                self._end(sequence, error)
+            try:
+                outputs = self._packed([rows for _, rows in chosen])
+            finally:
+                self._steps += 1
+                self.charge([sequence for sequence, _ in chosen], [len(rows.tokens) for _, rows in chosen])
         except Exception as error:
-            if len(chosen) == 1:
-                self._end(chosen[0][0], _named(error))
+            if len(chosen) > 1 and not isinstance(error, _PROVIDERS):
+                for one in chosen:
+                    self._compute([one])
                 return
-            for one in chosen:
-                self._step([one])
-        else:
-            for (sequence, rows), output in zip(chosen, outputs, strict=True):
-                self._take(sequence, rows, output)
-
-    def _compute(self, chosen: list[tuple[Sequence, NextTokens]]) -> list[Output]:
-        try:
-            return self._packed([rows for _, rows in chosen])
-        finally:
-            before, self._counted = self._counted, counters(self._packed.model)
-            charge([s for s, _ in chosen], [len(rows.tokens) for _, rows in chosen], since(before, self._counted))
-            self._steps += 1
-
-    def _take(self, sequence: Sequence, rows: NextTokens, output: Output) -> None:
-        try:
-            self._tokens += sequence.take(rows, output)
-        except Exception as error:  # no token has a probability, or a grammar fails
-            self._end(sequence, _named(error))
+            for sequence, _ in chosen:
+                self.end(sequence, error)
             return
-        if sequence.answer.finish is not None:
-            self._end(sequence)
-        elif sequence.kv is not None:
-            sequence.kv.release()
+        for (sequence, rows), output in zip(chosen, outputs, strict=True):
+            try:
+                self._tokens += sequence.take(rows, output)
+            except Exception as error:  # no token has a probability, or a grammar fails
+                self.end(sequence, error)
+                continue
+            if sequence.answer.finish is not None:
+                self.end(sequence)
+            elif sequence.kv is not None:
+                sequence.kv.release()
 
-    def _end(self, sequence: Sequence, error: SymbiosisError | None = None) -> None:
-        """Report the last event of a request, and free its resources."""
-        with self._changed:
-            for turns in (self._waiting, self._running):
-                if sequence in turns:
-                    turns.remove(sequence)
+    def end(self, sequence: Sequence, error: Exception | None = None) -> None:
         if sequence.kv is not None and error is None and sequence.generation is not None:
             self._prefixes.keep(_owner(sequence), sequence.tokens[: sequence.kv.length], sequence.kv)
-        sequence.kv = None
-        sequence.held.close()
-        if error is None:
-            sequence.answer.done(sequence.ledger())
-        else:
-            sequence.answer.fail(error)
+        super().end(sequence, error)
 
     def _reserved(self) -> int:
         return sum(self._bytes(sequence.request) for sequence in self._running)
 
     def _bytes(self, request: EngineRequest) -> int:
         """Return the largest memory of a sequence: at its full length, with a guess."""
-        length = full_length(request) + self._ahead
+        length = request.full_length + self._ahead
         step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)
         drafts = 0 if self._drafter is None else self._drafter.bytes(length)
         return self._packed.shape.bytes(length, step=step) + drafts
@@ -300,12 +239,3 @@ class ContinuousEngine(Engine):
 def _owner(sequence: Sequence) -> tuple[object, ...]:
     """Return the key of the cached prefixes that a request may use; see `Prefixes`."""
     return sequence.request.client, sequence.request.adapter, sequence.generation
-
-
-def _named(error: Exception) -> SymbiosisError:
-    """Return the error of a request. Messages of other libraries may quote the prompt, so only their type is
-    reported."""
-    if isinstance(error, SymbiosisError):
-        return error
-    log.error("a request failed: %s", type(error).__name__)
-    return SymbiosisError(f"the model failed on this request ({type(error).__name__})")

@@ -153,7 +153,8 @@ class KeyValues:
         first = self.length // BLOCK
         if first < self._shared:  # after `truncate`
             for blocks in self._blocks:
-                blocks[first] = _copied(blocks[first])
+                block = blocks[first]
+                blocks[first] = block and block.copy()
             self._shared = first
         self.length += tokens
         for layers, blocks in zip(self.shape.kinds.values(), self._blocks, strict=True):
@@ -211,7 +212,8 @@ class KeyValues:
         for blocks, others in zip(self._blocks, other._blocks, strict=True):
             others += blocks[:full]
             if rest:
-                others.append(_copied(blocks[full]))
+                block = blocks[full]
+                others.append(block and block.copy())
         other.length = length
         other._shared = full
         self._shared = max(self._shared, full)
@@ -222,10 +224,6 @@ def held_bytes(sequences: Iterable[KeyValues]) -> int:
     """Return the bytes of these sequences, counting each shared block once."""
     held = {id(block): block for kv in sequences for blocks in kv._blocks for block in blocks if block}
     return sum(block.keys.nbytes + block.values.nbytes for block in held.values())
-
-
-def _copied(block: KVBlock | None) -> KVBlock | None:
-    return block and block.copy()
 
 
 class Prefixes:
@@ -267,7 +265,17 @@ class Prefixes:
     def find(self, owner: Hashable, tokens: Sequence[int]) -> KeyValues | None:
         """Return keys and values of the longest cached beginning of `tokens`, or None."""
         tokens = tuple(tokens)
-        common = {key: _common(key[1], tokens) for key in self._kept if key[0] == owner}
+        common: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        for key in self._kept:
+            if key[0] == owner:  # the number of equal tokens at the beginning
+                low, high = 0, min(len(key[1]), len(tokens))
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    if key[1][low:middle] == tokens[low:middle]:
+                        low = middle
+                    else:
+                        high = middle - 1
+                common[key] = low
         usable = [key for key, length in common.items() if length >= max(1, self._kept[key].shortest)]
         if not usable:
             return None
@@ -278,19 +286,4 @@ class Prefixes:
 
     def drop_one(self) -> bool:
         """Free the least recently used sequence. Returns False if there is none."""
-        if self._kept:
-            self._kept.popitem(last=False)
-            return True
-        return False
-
-
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the number of equal tokens at the beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        return bool(self._kept and self._kept.popitem(last=False))

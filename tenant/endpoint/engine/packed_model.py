@@ -85,8 +85,14 @@ class PackedModel:
         model.set_attn_implementation(packed)
         if self.config._attn_implementation != packed:
             raise UnsupportedModelError("the model does not use transformers' attention interface")
+
+        def keep_hidden(module: Any, args: Any, output: Any) -> None:
+            step = getattr(output, "past_key_values", None)
+            if isinstance(step, _Step) and not step.selected:
+                output.last_hidden_state = step.select(output.last_hidden_state)
+
         inner = (module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model)
-        self._hooks = [module.register_forward_hook(_keep_hidden) for module in inner]
+        self._hooks = [module.register_forward_hook(keep_hidden) for module in inner]
 
     def close(self) -> None:
         """Restore the model's own attention implementation."""
@@ -193,12 +199,6 @@ class _Step(Cache):
         return torch.tensor(wanted, dtype=torch.long, device=device)
 
 
-def _keep_hidden(module: Any, args: Any, output: Any) -> None:
-    step = getattr(output, "past_key_values", None)
-    if isinstance(step, _Step) and not step.selected:
-        output.last_hidden_state = step.select(output.last_hidden_state)
-
-
 def _registered(original: str) -> str:
     """Register an attention implementation that computes the rows of a `_Step`, and otherwise calls `original`."""
 
@@ -211,7 +211,15 @@ def _registered(original: str) -> str:
             own = AttentionInterface().get_interface(original, eager)
             result: tuple[Tensor, Tensor | None] = own(module, query, key, value, mask, *args, **kwargs)
             return result
-        return step.attend(query, layer, **_options(module, step.windows[layer], query, mask, kwargs)), None
+        if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+            raise UnsupportedModelError("its attention uses a mask or a bias of its own")
+        window = step.windows[layer]
+        everywhere = getattr(module.config, "layer_types", None) is None  # otherwise some layers ignore this argument
+        if kwargs.get("sliding_window") != window and (everywhere or window is not None):
+            raise UnsupportedModelError("its attention has another window than its configuration")
+        scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+        options = {"scaling": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+        return step.attend(query, layer, window=window, **options), None
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         return None if kwargs.get("kv_length") == 0 else AttentionMaskInterface()[original](*args, **kwargs)
@@ -219,28 +227,6 @@ def _registered(original: str) -> str:
     AttentionInterface.register(_PREFIX + original, attention)
     AttentionMaskInterface.register(_PREFIX + original, mask)
     return _PREFIX + original
-
-
-def _options(
-    module: Any, window: int | None, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of `attend` for one layer, whose window in the configuration is `window`.
-
-    Raises:
-        UnsupportedModelError: `attend` does not support the layer's attention.
-    """
-    if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
-        raise UnsupportedModelError("its attention uses a mask or a bias of its own")
-    everywhere = getattr(module.config, "layer_types", None) is None  # otherwise some layers ignore this argument
-    if kwargs.get("sliding_window") != window and (everywhere or window is not None):
-        raise UnsupportedModelError("its attention has another window than its configuration")
-    scaling = kwargs.get("scaling")
-    return {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window": window,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-    }
 
 
 def _check(model: PreTrainedModel, config: Any) -> None:

@@ -80,6 +80,11 @@ class EngineRequest:
     fixed_length: bool = False
     pooling: Pooling | None = None
 
+    @property
+    def full_length(self) -> int:
+        """Largest number of tokens, including the prompt."""
+        return len(self.prompt) + (self.max_tokens if self.pooling is None else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:

@@ -78,20 +78,16 @@ class RowBlocks(TorchFunctionMode):
             size = self._sizes[key] = _size(compute, rows)
             if size == 1:
                 log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
-        return _in_blocks(compute, rows, size)
-
-
-def _in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
-    count = len(rows)
-    if not count:
-        return compute(rows)
-    missing = -count % size
-    if missing or not rows.is_contiguous():
-        filled = rows.new_zeros((count + missing, *rows.shape[1:]))
-        filled[:count] = rows
-        rows = filled
-    blocks = [compute(block) for block in rows.split(size)]
-    return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[:count]
+        count = len(rows)
+        if not count:
+            return compute(rows)
+        missing = -count % size
+        if missing or not rows.is_contiguous():
+            filled = rows.new_zeros((count + missing, *rows.shape[1:]))
+            filled[:count] = rows
+            rows = filled
+        blocks = [compute(block) for block in rows.split(size)]
+        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[:count]
 
 
 def _size(compute: Callable[[Tensor], Tensor], like: Tensor) -> int:

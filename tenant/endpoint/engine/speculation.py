@@ -73,8 +73,15 @@ class DraftModel(Drafter):
         The last two tokens are read in each step, even if one of them was read before, so that the time of a step does
         not depend on the number of accepted tokens.
         """
-        parts = {sequence: self._unread(sequence) for sequence in sequences}
-        parts = {sequence: rows for sequence, rows in parts.items() if rows.tokens}
+        parts: dict[Sequence, NextTokens] = {}
+        for sequence in sequences:
+            kv = self._read.setdefault(sequence, self._packed.new_kv())
+            kv.truncate(max(0, len(sequence.tokens) - 2))
+            kv.release()
+            tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length :][:_READ]]
+            if tokens and (self._context is None or len(sequence.tokens) + self.ahead <= self._context):
+                complete = kv.length + len(tokens) == len(sequence.tokens)
+                parts[sequence] = NextTokens(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
         guesses: dict[Sequence, list[int]] = {}
         for _ in range(self.ahead):
             if not parts:
@@ -85,16 +92,6 @@ class DraftModel(Drafter):
                     guesses.setdefault(sequence, []).append(int(output.logits[-1, : self._vocabulary].argmax()))
             parts = {s: NextTokens(kv=self._read[s], tokens=guess[-1:]) for s, guess in guesses.items()}
         return {s: guesses.get(s) or s.tokens[-1:] * self.ahead for s in sequences if s.decoding}
-
-    def _unread(self, sequence: Sequence) -> NextTokens:
-        kv = self._read.setdefault(sequence, self._packed.new_kv())
-        kv.truncate(max(0, len(sequence.tokens) - 2))
-        kv.release()
-        tokens = [min(token, self._vocabulary - 1) for token in sequence.tokens[kv.length :][:_READ]]
-        if self._context is not None and len(sequence.tokens) + self.ahead > self._context:
-            tokens = []
-        complete = kv.length + len(tokens) == len(sequence.tokens)
-        return NextTokens(kv=kv, tokens=tokens, logits=int(complete and sequence.decoding))
 
 
 def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:

@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
+from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Sampling, Token
-from tenant.endpoint.engine.sampling import token_logprob
 from tenant.model.loading import load_language_model, load_tokenizer
 
 _SHORT = 24  # tokens of the prompts beside

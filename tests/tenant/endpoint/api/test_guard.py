@@ -232,8 +232,8 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, mon
     engine: Any = served.service.engine
     load, count = engine.load, engine.count
 
-    def slow() -> None:  # all tokens take 5 s
-        count()
+    def slow(sequence: Any) -> None:  # all tokens take 5 s
+        count(sequence)
         time.sleep(0.01)
 
     monkeypatch.setattr(engine, "count", slow)

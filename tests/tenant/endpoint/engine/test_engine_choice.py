@@ -11,10 +11,9 @@ import transformers
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
-from tenant.endpoint.engine.engine_choice import open_engine
 from tenant.endpoint.engine.kv import BLOCK, Shape
 from tenant.endpoint.engine.requests import Sampling
-from tenant.endpoint.engine.sequential import SequentialEngine
+from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.engine.conftest import Asked

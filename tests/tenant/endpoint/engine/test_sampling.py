@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import NonFiniteError
+from tenant.endpoint.engine.answer import Sampler, token_logprob
 from tenant.endpoint.engine.requests import Sampling
-from tenant.endpoint.engine.sampling import Sampler, token_logprob
 
 numbers = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40)
 

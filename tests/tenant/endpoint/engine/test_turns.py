@@ -5,15 +5,15 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
+from tenant.endpoint.engine.queued import Turns
 from tenant.endpoint.engine.requests import EngineRequest
-from tenant.endpoint.engine.turns import Turns
 
 
 def asked(client: str, adapter: str | None) -> Any:
     return SimpleNamespace(request=EngineRequest(id="r", prompt=(1,), client=client, adapter=adapter))
 
 
-def served(turns: Turns[Any]) -> list[str]:
+def served(turns: Turns) -> list[str]:
     """The clients in the order of their turns."""
     order = []
     while (first := turns.first()) is not None:

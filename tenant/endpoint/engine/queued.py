@@ -1,0 +1,201 @@
+"""What both engines share: a queue in which clients take turns, the thread that computes, and the costs of requests."""
+
+import logging
+import threading
+from abc import abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from symbiosis_priv.errors import OverloadedError, SymbiosisError, TaskError
+from tenant.endpoint.engine.answer import GeneratedAnswer
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, Sink
+from tenant.endpoint.engine.sequence import Sequence
+from tenant.model.ledger import ledger_of, since
+from tenant.session.tally import Ledger
+from tenant.tasks import Tasks
+from tenant.training.corpus import check_context
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 60.0  # seconds for the step in progress when the engine closes
+
+
+class Turns:
+    """A queue of requests. Clients take equal turns; within a client's turns, its adapters take turns."""
+
+    def __init__(self, waiting: Iterable[Sequence] = ()) -> None:
+        self._clients: OrderedDict[str, OrderedDict[str | None, deque[Sequence]]] = OrderedDict()
+        for one in waiting:
+            self.add(one)
+
+    def __len__(self) -> int:
+        return sum(map(self.count, self._clients))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (one for adapters in self._clients.values() for queue in adapters.values() for one in queue)
+
+    def count(self, client: str) -> int:
+        """Return the number of requests of one client."""
+        return sum(map(len, self._clients.get(client, {}).values()))
+
+    def add(self, one: Sequence) -> None:
+        """Add a request at the end of the queue of its client and adapter."""
+        adapters = self._clients.setdefault(one.request.client, OrderedDict())
+        adapters.setdefault(one.request.adapter, deque()).append(one)
+
+    def first(self) -> Sequence | None:
+        """Return the next request in turn; None if there is none."""
+        return next(self.firsts(), None)
+
+    def firsts(self) -> Iterator[Sequence]:
+        """Return the first request of each client, in the order of their turns."""
+        return (next(iter(adapters.values()))[0] for adapters in self._clients.values())
+
+    def remove(self, one: Sequence) -> None:
+        """Remove a request. Its client and its adapter go to the end of the order of turns."""
+        request = one.request
+        adapters = self._clients.pop(request.client)
+        queue = adapters.pop(request.adapter)
+        queue.remove(one)
+        if queue:
+            adapters[request.adapter] = queue
+        if adapters:
+            self._clients[request.client] = adapters
+
+
+class QueuedEngine(Engine):
+    """An engine whose thread computes the requests of a queue.
+
+    Args:
+        model: a split or whole model.
+        tasks: the adapters; None for none.
+        max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
+        context: largest number of tokens of a request; None without a limit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tasks: Tasks | None,
+        max_waiting: int,
+        context: int | None,
+    ) -> None:
+        self._model, self._tasks = model, tasks
+        self._tokenizer, self._max_waiting, self._context = tokenizer, max_waiting, context
+        self._waiting, self._running = Turns(), Turns()
+        self._steps = self._tokens = 0
+        self._counted = self._counters()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
+        self._thread.start()
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse a request that cannot be served. Raises `TaskError` or `ConfigError`."""
+        if request.adapter is not None and request.adapter not in (self._tasks or ()):
+            raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
+        prompt = len(request.prompt)
+        check_context(self._context, prompt=prompt, new=request.full_length - prompt)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Compute something for the requests, in the engine's thread."""
+
+    def submit(self, request: EngineRequest, sink: Sink) -> Sequence:
+        self.check(request)
+        sequence = Sequence(GeneratedAnswer(request, sink, self._tokenizer), withdraw=self._withdraw)
+        with self._changed:
+            if self._closed:
+                raise OverloadedError("the endpoint is stopping")
+            if self._waiting.count(request.client) >= self._max_waiting - len(self._waiting):
+                raise OverloadedError(f"{len(self._waiting)} requests are waiting; try again later")
+            self._waiting.add(sequence)
+            self._changed.notify_all()
+        return sequence
+
+    def load(self) -> Load:
+        with self._changed:
+            return Load(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                steps=self._steps,
+                tokens=self._tokens,
+                rows=self._counted.rows,
+            )
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
+            for sequence in (*self._waiting, *self._running):
+                sequence.cancel()
+        self._thread.join(_STOP_S)
+
+    def charge(self, sequences: Ordered[Sequence], rows: Ordered[int]) -> None:
+        """Divide what the session has spent since the last charge among sequences by their rows, without remainder.
+        Each round trip carries rows of all sequences."""
+        before, self._counted = self._counted, self._counters()
+        spent = since(before, self._counted)
+        amounts = {
+            "rows": spent.rows,
+            "answers_verified": spent.answers_verified,
+            "answers_rejected": spent.answers_rejected,
+            "bytes_up": spent.bytes_to_executors + spent.bytes_to_helpers,
+            "bytes_down": spent.bytes_from_executors + spent.bytes_from_helpers,
+        }
+        done, every = 0, sum(rows)
+        for sequence, own in zip(sequences, rows, strict=True):
+            part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}
+            sequence.charge(**part, round_trips=spent.executor_round_trips)
+            done += own
+
+    def end(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """Free the resources of a request, and report its last event. Messages of other libraries may quote the prompt,
+        so only the type of their errors is reported."""
+        with self._changed:
+            found = [turns for turns in (self._waiting, self._running) if sequence in turns]
+            for turns in found:
+                turns.remove(sequence)
+        sequence.kv = None
+        sequence.held.close()
+        if not found:
+            return  # it was cancelled while it waited, and its end was reported
+        if error is None:
+            sequence.answer.done(sequence.ledger())
+        elif isinstance(error, SymbiosisError):
+            sequence.answer.fail(error)
+        else:
+            log.error("request %s failed: %s", sequence.request.id, type(error).__name__)
+            sequence.answer.fail(SymbiosisError(f"the model failed on this request ({type(error).__name__})"))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+                if not self._waiting and not self._running:
+                    return
+            self.step()
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a cancelled request out of the queue, and report its end in the caller's thread. One that runs ends at
+        its next token."""
+        with self._changed:
+            if sequence not in self._waiting:
+                return
+            self._waiting.remove(sequence)
+        sequence.answer.done(sequence.ledger())
+
+    def _counters(self) -> Ledger:
+        """Return the counters of the model's session; zeros without one."""
+        try:
+            return ledger_of(self._model) or Ledger()
+        except SymbiosisError:  # a model that is not split
+            return Ledger()

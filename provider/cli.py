@@ -91,7 +91,7 @@ def manifest(
     settings = None if config is None else load(config)
     folder = resolve(str(model) if settings is None else settings.model.checkpoint)
     with loading("torch"):
-        from provider.announce import unplaced
+        from provider.announce.placement import unplaced
         from provider.products.model import open_store
         from symbiosis_priv.checkpoints.weights import WeightStore
     if settings is not None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from provider import logs
-from provider.announce import Announcer, placed
+from provider.announce.announcer import Announcer
+from provider.announce.placement import Rebalancer, placed
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.provider_toml import load
 from provider.config.reload import Reloader
@@ -23,6 +24,7 @@ from provider.gateway.gateway import Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
+from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
@@ -46,10 +48,22 @@ class Provider:
     Args:
         source: the file of the configuration; it is read again when it changes.
         progress: called during the first quantisation of a checkpoint.
+        on_move: called in another thread when other layers need this executor more; then `move` changes them.
     """
 
-    def __init__(self, config: ProviderConfig, *, source: Path | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: ProviderConfig,
+        *,
+        source: Path | None = None,
+        progress: Progress | None = None,
+        on_move: Callable[[], None] | None = None,
+    ) -> None:
         self.config = config
+        self._unplaced = config
+        self._next: ProviderConfig | None = None
+        self._on_move = on_move
+        self._rebalancer: Rebalancer | None = None
         self._source = source
         self._progress = progress
         self._gateway: Gateway | None = None
@@ -104,6 +118,12 @@ class Provider:
             if config.registry.announce:
                 self._announcer = Announcer(config, address=gateway.listener.address, manifest=manifest, served=served)
                 self._announcer.start()
+            if self._unplaced.model.layers == AUTO and config.registry.rebalance_s and self._on_move is not None:
+                layers = whole_layers(served, manifest.layers)
+                self._rebalancer = Rebalancer(
+                    self._unplaced, layers=LayerRange(layers[0], layers[-1]), move=self._plan_move
+                )
+                self._rebalancer.periodic.start()
             if config.metrics.listen is not None:
                 # imports Prometheus' client, which most providers do not need
                 from provider.operations.metrics import MetricsServer
@@ -133,6 +153,9 @@ class Provider:
         if self._gateway is None:
             return
         timeout = self.config.limits.stop_timeout_s
+        if self._rebalancer is not None:
+            self._rebalancer.periodic.stop()
+            self._rebalancer = None
         if self._announcer is not None:
             self._announcer.leave()
             self._announcer = None
@@ -148,6 +171,21 @@ class Provider:
         self._gateway = None
         self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
+
+    def _plan_move(self, config: ProviderConfig) -> None:
+        assert self._on_move is not None, "`start` checks it"
+        self._next = config
+        self._on_move()
+
+    def move(self) -> None:
+        """Serve other layers, after `on_move`: leave the registries, answer requests in flight, and start again.
+        Tenants take other executors meanwhile. Raises as `start` does."""
+        if self._next is None:
+            return
+        log.info("moving", layers=self.config.model.layers, to=self._next.model.layers)
+        self.stop()
+        self.config, self._next = self._next, None
+        self.start()
 
     def reload(self) -> None:
         """Read certificates, revocations, relays and quotas again soon. If one of them is invalid, it is logged and
@@ -208,11 +246,12 @@ def serve(
     """
     logs.setup(config.log_level)
     _allow_descriptors(config)
-    provider = Provider(config, source=source, progress=progress)
-    stop, started = threading.Event(), threading.Event()
+    stop, started, wake = threading.Event(), threading.Event(), threading.Event()
+    provider = Provider(config, source=source, progress=progress, on_move=wake.set)
 
     def on_signal(*_: object) -> None:
         stop.set()
+        wake.set()
         if not started.is_set():  # quantising may take minutes, and no tenant is served yet
             raise KeyboardInterrupt
 
@@ -235,8 +274,12 @@ def serve(
             on_ready()
             print(json.dumps(ready), flush=True)
             if stop_with_stdin:
-                when_stdin_closes(stop.set)
-            stop.wait()
+                when_stdin_closes(on_signal)
+            while not stop.is_set():
+                wake.wait()
+                wake.clear()
+                if not stop.is_set():
+                    provider.move()
     finally:
         provider.stop()
 

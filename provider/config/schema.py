@@ -306,6 +306,8 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
         lifetime_s: validity of an announcement; the provider renews it after a third of this time.
+        rebalance_s: with layers = "auto", the time after which a running executor asks the registries again, and moves
+            to layers that need it clearly more; 0: never.
     """
 
     announce: tuple[str, ...] = ()
@@ -315,6 +317,7 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     capacity_layers: _Count | None = None
     lifetime_s: Annotated[float, msgspec.Meta(ge=3, le=MAX_LIFETIME_S)] = 900.0
+    rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 300.0
 
     def __post_init__(self) -> None:
         for address in (*self.announce, *([] if self.address is None else [self.address])):

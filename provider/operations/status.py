@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import msgspec
 
-from provider.announce import Announcer
+from provider.announce.announcer import Announcer
 from provider.config.reload import Reloader
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import ExecutorReport

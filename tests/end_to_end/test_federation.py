@@ -4,6 +4,7 @@ In all cases the bits are those of the simulation.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
@@ -176,3 +178,48 @@ def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> No
     assert chaos.disturbed.steps >= work.steps
     assert len(chaos.pauses_s) == len(chaos.kills)
     assert chaos.disturbed.ledger.answers_rejected == 0
+
+
+def test_an_executor_moves_to_other_layers_while_a_tenant_trains(
+    llama: Path, open_model: Open, train: Train, tmp_path: Path
+) -> None:
+    """Layer 1 has one operator and layer 0 gets a third one, so the executor that chose layer 0 moves to layer 1. The
+    tenant trains until after the move, and has the bits of the simulation.
+    """
+    options = {"registry": {"rebalance_s": 1.0, "capacity_layers": 1}, "executor": {"threads": 1}}
+    with LocalFederation(llama, tmp_path / "run", registry=True, provider_options=options) as federation:
+        federation.add("mover", layers="auto", listed=False)
+
+        class UntilMoved(TrainerCallback):
+            """Ends training four steps after the move."""
+
+            steps, moved = 0, 0
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                self.steps += 1
+                if self.steps == 2:
+                    federation.add("third", layers="0", listed=False)
+                if not self.moved and federation.logs("mover").count('"event": "started"') == 2:
+                    self.moved = self.steps
+                control.should_training_stop = bool(self.moved) and self.steps == self.moved + 4
+
+        until_moved = UntilMoved()
+        remote = RemoteConfig(federation=federation.federation, masking="pad")
+        model = open_model(llama, remote)
+        train(model, steps=5000, callbacks=[until_moved])
+        announced = re.findall(r'"event": "announced".*"layers": "(.*?)"', federation.logs("mover"))
+        assert (announced[0], announced[-1]) == ("0", "1")
+        adapter = adapter_of(model)
+    simulated = open_model(llama, RemoteConfig(masking="simulate"))
+    train(simulated, steps=5000, callbacks=[_Steps(until_moved.steps)])
+    assert equal(adapter, adapter_of(simulated))
+
+
+class _Steps(TrainerCallback):
+    """Ends training after a number of steps; the schedule of the learning rate is that of longer training."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        control.should_training_stop = state.global_step >= self.steps

@@ -3,9 +3,11 @@ layers for a new provider is compared with an exhaustive search.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from provider.announce import Served, coverage, most_needed, placed, unplaced
+from provider.announce.placement import Placed, Served, better, coverage, has_turn, most_needed, placed, unplaced
 from provider.config.provider_toml import load, template
 from provider.config.schema import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig
 from provider.products.model import open_store
@@ -263,9 +265,9 @@ def test_a_huge_claimed_capacity_keeps_no_other_provider_away(vouching: Vouching
     layers = LayerRange.parse(lied_about)
     there = [vouching.said("liar", layers=lied_about, capacity=1e9)]
     for name in ("gamma", "delta", "epsilon", "zeta"):
-        chosen = most_needed(coverage(8, there), 4)
+        chosen = most_needed(coverage(8, [*map(Placed.of, there)]), 4)
         there.append(vouching.said(name, layers=str(chosen)))
-    served = coverage(8, there[1:])
+    served = coverage(8, [*map(Placed.of, there[1:])])
     assert all(served[layer].operators for layer in range(layers.first, layers.last + 1))
 
 
@@ -274,7 +276,100 @@ def test_a_claimed_capacity_counts_up_to_four_times_the_median(vouching: Vouchin
         vouching.said(name, layers="0", capacity=capacity)
         for name, capacity in (("gamma", 1.0), ("delta", 2.0), ("liar", 1e9))
     ]
-    assert coverage(2, there) == [Served(2, 1.0 + 2.0 + 8.0), NOBODY]
-    leaving = vouching.said("epsilon", layers="0-1", draining=True)
-    assert coverage(2, [*there, leaving]) == coverage(2, there)
+    assert coverage(2, [*map(Placed.of, there)]) == [Served(2, 1.0 + 2.0 + 8.0), NOBODY]
     assert coverage(1, []) == [NOBODY]
+
+
+# Moving while running
+
+
+def at(key: str, layers: str, *, operator: str | None = None, capacity: float = 1.0) -> Placed:
+    return Placed(key, operator or key, LayerRange.parse(layers), capacity)
+
+
+PLACES = st.lists(
+    st.builds(
+        lambda first, length, operator, capacity: (f"{first}-{min(first + length, 7)}", operator, capacity),
+        st.integers(0, 7), st.integers(0, 7), st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 3.0]),
+    ),
+    max_size=8,
+)  # fmt: skip
+
+
+@given(places=PLACES, first=st.integers(0, 6), period=st.integers(0, 30))
+def test_a_move_helps_the_least_served_layers_and_leaves_no_layer_alone(
+    places: list[tuple[str, str, float]], first: int, period: int
+) -> None:
+    others = [at(str(i), layers, operator=who, capacity=size) for i, (layers, who, size) in enumerate(places)]
+    own = at("own", f"{first}-{first + 1}")
+    if (to := better(8, own, others, period=period)) is not None:
+        before, after = coverage(8, [*others, own]), coverage(8, [*others, own._replace(layers=to)])
+        assert sorted(after) > sorted(before)
+        assert all(after[layer].operators for layer in (first, first + 1))
+        assert all(better(8, own._replace(layers=to), others, period=later) is None for later in range(8))
+
+
+def test_only_a_clear_lack_is_worth_a_move() -> None:
+    """Less than three quarters of the mean is a lack."""
+    others = [at("a", "0", capacity=1.5), at("b", "0", capacity=1.5), at("a1", "1", operator="a")]
+    others += [at(key, "1") for key in "cd"]
+    moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
+    assert moves == [None] * 8  # 3 of 3.5
+    others += [at("e", "1"), at("f", "1"), at("g", "1")]  # 3 of 5
+    moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
+    assert sorted(map(str, moves)) == ["0"] + ["None"] * 7  # in its turn
+
+
+def test_executors_of_one_operator_take_turns() -> None:
+    fleet = [at(key, "0", operator="one") for key in "abc"]
+    for turns in (1, 8):
+        for period in range(16):
+            assert sum(has_turn(own, fleet, period=period, turns=turns) for own in fleet) <= 1
+        for own in fleet:
+            assert any(has_turn(own, fleet, period=period, turns=turns) for period in range(8))
+    assert all(has_turn(at("z", "0"), fleet, period=period, turns=1) for period in range(8))
+
+
+def test_a_swarm_settles_and_does_not_oscillate() -> None:
+    """Two hundred executors, a tenth of them with invented capacities, look at random times. Every second period some
+    leave and others join, and most executors of the last twelve layers leave in period 12. A move takes a fifth
+    of a period, in which the executor serves nothing. Then nobody joins or leaves. Fixed seed.
+    """
+    random = Random(5)
+    layers, served = 24, list[Placed]()
+    worst, moves = [], []
+
+    def join(number: int) -> None:
+        length = random.choice([4, 8, 8, 16])
+        size = 1e6 if number % 10 == 0 else random.choice([0.5, 1.0, 2.0])
+        where = most_needed(coverage(layers, served), length)
+        served.append(at(f"{number:05}", str(where), operator=str(number % 90), capacity=size))
+
+    for number in range(200):
+        join(number)
+    for period in range(40):
+        if period < 16 and period % 2 == 0:
+            random.shuffle(served)
+            del served[:10]
+            for number in range(10):
+                join(1000 + 100 * period + number)
+        if period == 12:
+            served = [one for one in served if one.layers.first < 12 or random.random() < 0.3]
+        before = coverage(layers, served)
+        worst.append(min(before).capacity / statistics.fmean(one.capacity for one in before))
+        moving: list[tuple[float, Placed]] = []
+        moves.append(0)
+        for moment, own in sorted((random.random(), own) for own in served):
+            served += [one for until_, one in moving if until_ <= moment]
+            moving = [(until_, one) for until_, one in moving if until_ > moment]
+            others = [one for one in served if one.key != own.key]
+            if (to := better(layers, own, others, period=period)) is not None:
+                served.remove(own)
+                moving.append((moment + 0.2, own._replace(layers=to)))
+                moves[-1] += 1
+        served += [one for _, one in moving]
+    assert min(coverage(layers, served)).operators == 2
+    assert max(moves) <= len(served) / 8
+    assert moves[30:] == [0] * 10
+    assert worst[12] < 0.65
+    assert worst[24] >= 0.75

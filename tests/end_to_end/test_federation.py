@@ -186,7 +186,10 @@ def test_an_executor_moves_to_other_layers_while_a_tenant_trains(
     """Layer 1 has one operator and layer 0 gets a third one, so the executor that chose layer 0 moves to layer 1. The
     tenant trains until after the move, and has the bits of the simulation.
     """
-    options = {"registry": {"rebalance_s": 1.0, "capacity_layers": 1}, "executor": {"threads": 1}}
+    options: dict[str, dict[str, object]] = {
+        "registry": {"rebalance_s": 1.0, "capacity_layers": 1},
+        "executor": {"threads": 1},
+    }
     with LocalFederation(llama, tmp_path / "run", registry=True, provider_options=options) as federation:
         federation.add("mover", layers="auto", listed=False)
 

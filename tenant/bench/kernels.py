@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
@@ -15,11 +15,10 @@ from typing import Annotated, Final
 import numpy as np
 import torch
 import typer
-from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tenant.bench.measured_models import HALF_THE_CORES, Repeat
 from tenant.bench.options import Progress, Rows, Threads, benchmark, numbers
@@ -32,7 +31,6 @@ _WITH_VNNI: Final = "native-avx512"
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench kernels`."""
     chosen = [row for row in rows if row["chosen"]]
     for name in by(chosen, "kernel"):
         for few, at_most in ((True, 0.7), (False, 1.25)):
@@ -109,14 +107,13 @@ def measure_kernels(
             rows = probe_rows(count, width).to(where)
             out = torch.empty((count, columns), dtype=torch.int32, device=where)
             floats = (rows.to(torch.float32), weight_float.t() if direction == FORWARD else weight_float)
-            runs: dict[str, Callable[[], object]] = {
-                "float32": partial(torch.mm, *floats, out=out.to(torch.float32)),
-                **{
-                    name: partial(kernel.product, packed[kernel.layout], rows, direction, out)
-                    for name, kernel in kernels.items()
-                    if _is_exact(kernel, weight, packed[kernel.layout], count, direction)
-                },
-            }
+            runs: dict[str, Callable[[], object]] = {"float32": partial(torch.mm, *floats, out=out.to(torch.float32))}
+            for name, kernel in kernels.items():
+                try:
+                    if is_exact(kernel, weight, packed[kernel.layout], count=count, direction=direction):
+                        runs[name] = partial(kernel.product, packed[kernel.layout], rows, direction, out)
+                except Exception as error:  # no support for this device; Triton's errors have no common base class
+                    log.warning("kernel %s cannot run on %s: %s: %s", name, where, type(error).__qualname__, error)
             times = _median_us(runs, repeat=repeat, device=where)
             float32, chosen = times.pop("float32"), matrix.chosen(count, direction).name
             for name, micros in times.items():
@@ -133,17 +130,7 @@ def measure_kernels(
                 }
 
 
-def _is_exact(kernel: Kernel, weight: Tensor, packed: Packed, count: int, direction: Direction) -> bool:
-    try:
-        return is_exact(kernel, weight, packed, count=count, direction=direction)
-    except Exception as error:  # the kernel does not support this device; Triton's errors have no common base class
-        log.warning(
-            "kernel %s cannot run on %s: %s: %s", kernel.name, packed.data.device, type(error).__qualname__, error
-        )
-        return False
-
-
-def _median_us(runs: dict[str, Callable[[], object]], *, repeat: int, device: torch.device) -> dict[str, float]:
+def _median_us(runs: Mapping[str, Callable[[], object]], *, repeat: int, device: torch.device) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     # CPU time, because it excludes the time of other processes; it counts only one thread
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter

@@ -55,11 +55,8 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with a loss in each direction.
-
-        Raises:
-            ConfigError: the text has another format.
-        """
+        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with a loss in each direction. Raises
+        `ConfigError`: the text has another format."""
         try:
             found = _FORM.fullmatch(text.strip())
             if found is None:

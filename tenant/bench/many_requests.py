@@ -55,7 +55,6 @@ _SHAPE, _ONCE = Llama(width=2048, layers=4, inner=5632), Effort(repeat=1)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench endpoint`."""
     for row in where(rows, variant="all together"):
         what = f"tokens a second of {row['streams']} answers together over one after another"
         yield Goal(what, figure(row, "over_one_after_another"), at_least=4)

@@ -71,7 +71,6 @@ _BERT_BASE, _TRAFFIC, _EFFORT = Bert(), QueuedRequests(), Effort()
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench tasks`."""
     for measurement, variant, what, at_least in (
         ("memory", "one model", "tasks in the memory of as many full copies", 26),
         ("batch, whole model", "mixed batch", "time of one task after the other over a mixed batch's, whole", 2),

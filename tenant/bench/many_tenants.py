@@ -2,8 +2,7 @@
 
 Each variant has its own provider. All providers serve the same synthetic model, and only one provider is busy at any
 time. Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
-but has no model.
-Tenants and providers share one machine, so the CPU time of tenants affects the figures.
+but has no model. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
 """
 
 import contextlib
@@ -36,7 +35,6 @@ _SHARDINGS: Final = ("columns", "gathered")
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench provider`."""
     for scene in distinct(rows, "generating", "generating_rows", "training", "ranks", "sharding"):
         policies = by(where(rows, **scene), "policy")
         ours = policies.get("opportunistic")

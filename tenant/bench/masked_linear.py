@@ -45,7 +45,6 @@ _HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench linear`."""
     for row in rows:
         if figure(row, "width") >= 2048:
             what = f"a masked linear over product and echo, width {row['width']}, rows {row['rows']}"

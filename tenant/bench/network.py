@@ -65,7 +65,6 @@ _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
 
 
 def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench network`."""
     for row in where(rows, masking=_NARROW_AND_RELAYED):
         if str(row["condition"]).startswith("100 Mbit/s") and str(row["work"]).endswith("overlapped"):
             what = f"an overlapped step over today's, {row['condition']}"
@@ -231,7 +230,6 @@ def _time(seconds: float) -> str:
 
 
 def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench bytes`."""
     for row in where(rows, masking=_NARROW_AND_RELAYED):
         if not str(row["work"]).startswith("its"):
             what = f"{row['model']}, {row['work']}: bytes over"

@@ -79,12 +79,8 @@ class Child(Generic[Q, A]):
             self._pipe.send(question)
 
     def receive(self, *, timeout_s: float) -> A:
-        """Return the answer to the last question.
-
-        Raises:
-            DeadlineExceededError: the answer is late.
-            SymbiosisError: the child has failed; the message quotes its error.
-        """
+        """Return the answer to the last question. Raises `DeadlineExceededError`: the answer is late; `SymbiosisError`:
+        the child has failed; the message quotes its error."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise DeadlineExceededError(f"no answer from {self._name!r} within {timeout_s:g} s")
@@ -144,11 +140,7 @@ class Resources(NamedTuple):
 
 
 def check_supported() -> None:
-    """Refuse a system without /proc.
-
-    Raises:
-        ConfigError: this is not Linux.
-    """
+    """Refuse a system without /proc. Raises `ConfigError`: this is not Linux."""
     if not (_PROC / "self" / "stat").exists():
         raise ConfigError("this benchmark reads other processes' costs from /proc; run it on Linux")
 

@@ -36,7 +36,6 @@ _WHEEL: Final = (
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench quality`."""
     for row in where(rows, ring_bits=24):
         if row["weight_bits"] == DEFAULT_WEIGHT_BITS:
             what = "1 - mean cosine in a ring of 24 bits, over bfloat16's"

@@ -143,20 +143,13 @@ def this_machine() -> Machine:
 
 
 def write(path: Path, figures: ResultFile) -> None:
-    """Write a result file as indented JSON.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a result file as indented JSON. Raises `StorageError`: the file cannot be written."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 
 
 def read(path: Path) -> ResultFile:
-    """Read a result file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a result file, or was written by another release.
-    """
+    """Read a result file. Raises `ConfigError`: the file cannot be read, is not a result file, or was written by
+    another release."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ResultFile)
     except OSError as error:

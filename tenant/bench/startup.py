@@ -30,7 +30,6 @@ _BILLION = Llama(width=2048, layers=16, inner=8192)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench start`."""
     found = by(rows, "what")
     if (warm := found.get("provider, warm cache")) is not None:
         yield Goal("seconds to a provider with a warm cache", figure(warm, "wall_s"), at_most=2)

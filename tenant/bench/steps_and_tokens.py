@@ -41,7 +41,6 @@ _SHAPE, _EFFORT, _MASKINGS = Llama(width=2048, layers=4, inner=5632), Effort(), 
 
 
 def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench step`."""
     for shape in distinct(rows, "width", "layers"):
         variants = by(where(rows, **shape), "variant")
         width = figure(shape, "width")
@@ -57,7 +56,6 @@ def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def token_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench token`."""
     for shape in distinct(rows, "width", "layers"):
         variants = by(where(rows, **shape), "variant")
         none, pad = variants.get("split, none"), variants.get("split, pad")

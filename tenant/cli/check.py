@@ -40,11 +40,9 @@ def check(
 ) -> None:
     """Show on this machine, without a provider, what a split model keeps and sends, and how good its output is.
 
-    With --text, the command measures how the ring's arithmetic changes the
-    output: predictions if the model predicts the next token, else the last
-    hidden states. With --inputs, it compares the logits, or another first
-    output, on tensors that the model's processor has made. Without both, it
-    reads no weights.
+    With --text, the command measures how the ring's arithmetic changes the output: predictions if the model predicts
+    the next token, else the last hidden states. With --inputs, it compares the logits, or another first output, on
+    tensors that the model's processor has made. Without both, it reads no weights.
     """
     folder = resolve(model)
     pinned = None if federation is None else load_federation(federation)

@@ -172,10 +172,28 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
 def _show(
     federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Discovered
 ) -> None:
+    from symbiosis_priv.arithmetic.ring import FORWARD
+    from symbiosis_priv.checkpoints.layers import spans
     from tenant.federation.probe import find_gaps
 
     headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
-    rows = [[escape(cell) for cell in _cells(finding, preparation)] for finding in findings]
+    rows = []
+    for finding in findings:
+        peer, layers, throughput = finding.peer, "", ""
+        groups = finding.groups.get(FORWARD, range(0))
+        if preparation is not None and groups:
+            layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
+        if finding.rows_per_s is not None and finding.bytes_per_s is not None:
+            throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
+        cells = (
+            *(peer.name, peer.role, f"{peer.host}:{peer.port}", layers),
+            "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
+            "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
+            "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
+            throughput,
+            "failed" if finding.failure else "ok",
+        )
+        rows.append(list(map(escape, cells)))
     console = terminal.console()
     console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
     ends = describe(federation.tenant_certificate).not_after
@@ -213,26 +231,3 @@ def _show(
     if preparation is not None:
         products = sum(finding.verified for finding in findings)
         console.print(f"every layer is served in both directions; {products} products match the pinned weights")
-
-
-def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
-    from symbiosis_priv.arithmetic.ring import FORWARD
-    from symbiosis_priv.checkpoints.layers import spans
-
-    peer, layers, throughput = finding.peer, "", ""
-    groups = finding.groups.get(FORWARD, range(0))
-    if preparation is not None and groups:
-        layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
-    if finding.rows_per_s is not None and finding.bytes_per_s is not None:
-        throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
-    return [
-        peer.name,
-        peer.role,
-        f"{peer.host}:{peer.port}",
-        layers,
-        "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
-        "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
-        "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
-        throughput,
-        "failed" if finding.failure else "ok",
-    ]

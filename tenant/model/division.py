@@ -79,14 +79,11 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
             offloaded += parameter.numel()
         elif parameter.dim() < 2:
             kept[OTHERS] += parameter.numel()
+        elif owner in kinds:
+            kept[kinds[owner]] += parameter.numel()
+        elif is_linear(modules[owner]):
+            kept[UNREACHED] += parameter.numel()
         else:
-            kept[kinds.get(owner) or _kind(modules[owner])] += parameter.numel()
+            other = (nn.Embedding, EMBEDDINGS), (nn.modules.conv._ConvNd, CONVOLUTIONS), (nn.Module, OTHERS)
+            kept[next(kind for base, kind in other if isinstance(modules[owner], base))] += parameter.numel()
     return Division(offloaded=offloaded, kept=dict(kept.most_common()))
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding):
-        return EMBEDDINGS
-    if is_linear(module):
-        return UNREACHED
-    return CONVOLUTIONS if isinstance(module, nn.modules.conv._ConvNd) else OTHERS

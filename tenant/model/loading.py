@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -85,7 +84,16 @@ def load_model(
         resolve(remote.checkpoint)  # downloads a checkpoint on the hub
     given: dict[str, Any] = {} if remote is None else {"quantization_config": remote}
     if blocks is not None:
-        given["config"] = _shortened(load_config(folder), blocks)
+        given["config"] = config = load_config(folder)
+        decoder = config.get_text_config(decoder=True)
+        every = decoder.num_hidden_layers
+        if not 1 <= blocks < every:
+            raise ConfigError(
+                f"{blocks} is not a number of first blocks: the model has {every} blocks; choose 1 to {every - 1}"
+            )
+        decoder.num_hidden_layers = blocks
+        if getattr(decoder, "layer_types", None) is not None:
+            decoder.layer_types = decoder.layer_types[:blocks]
     with on_this_machine():
         try:
             loaded, info = kind.from_pretrained(
@@ -108,19 +116,6 @@ def load_model(
             f"use a checkpoint that has them"
         )
     return loaded.eval()
-
-
-def _shortened(config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
-    decoder = config.get_text_config(decoder=True)
-    every = decoder.num_hidden_layers
-    if not 1 <= blocks < every:
-        raise ConfigError(
-            f"{blocks} is not a number of first blocks: the model has {every} blocks; choose 1 to {every - 1}"
-        )
-    decoder.num_hidden_layers = blocks
-    if getattr(decoder, "layer_types", None) is not None:
-        decoder.layer_types = decoder.layer_types[:blocks]
-    return config
 
 
 def load_language_model(

@@ -55,12 +55,8 @@ def tensors_of(keys: VerificationKeys | BlameKeys) -> dict[str, Tensor]:
 
 
 def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys:
-    """Read the verification keys of `groups` layer groups.
-
-    Raises:
-        KeyError: tensors are missing.
-        CheckpointError: the secret is damaged.
-    """
+    """Read the verification keys of `groups` layer groups. Raises `KeyError`: tensors are missing; `CheckpointError`:
+    the secret is damaged."""
     keys = VerificationKeys(_secret(tensors[_SECRET]))
     keys.products = {place: tensors[_name(place)] for place in _places(range(groups))}
     return keys
@@ -68,11 +64,7 @@ def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys
 
 def open_blame_keys(path: Path, *, columns: int, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
     """Open the blame keys of `groups` layer groups. A key is read from the file when it is needed, even if the file has
-    been deleted since.
-
-    Raises:
-        CheckpointError: keys are missing, or the secret is damaged.
-    """
+    been deleted since. Raises `CheckpointError`: keys are missing, or the secret is damaged."""
     file = safe_open(path, framework="pt", device="cpu")
     wanted = {_SECRET, *map(_name, _places(index for index in range(groups) if index not in stacks))}
     if missing := wanted - set(file.keys()):

@@ -23,12 +23,8 @@ _GREEDY = Decoding()
 def open_model(
     model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a split model, its tokenizer and, if given, a PEFT adapter. The chat template is the base model's.
-
-    Raises:
-        ConfigError: `adapter` is not a PEFT folder.
-        SymbiosisError: loading has failed.
-    """
+    """Load a split model, its tokenizer and, if given, a PEFT adapter. The chat template is the base model's. Raises
+    `ConfigError`: `adapter` is not a PEFT folder; `SymbiosisError`: loading has failed."""
     if adapter is not None:
         vet_adapter(adapter)  # a quick check before the model is loaded
     tokenizer = load_tokenizer(model_path)

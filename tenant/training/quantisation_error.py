@@ -103,8 +103,7 @@ def compare_vectors(
     """
     cosines = []
     for done, one in enumerate(inputs, start=1):
-        vectors: Callable[[Any, Any], Tensor] = _hidden if isinstance(one, list) else _first_output
-        want, got = vectors(reference, one), vectors(model, one)
+        want, got = _vectors(reference, one), _vectors(model, one)
         same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
         cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)).flatten())
         if progress:
@@ -122,13 +121,21 @@ def read_inputs(file: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
 
 
-def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits, or else the first output, float64 `[..., width]`."""
+def _vectors(model: Any, inputs: list[int] | Mapping[str, Tensor]) -> Tensor:
+    """Return the last hidden states of token ids; of other inputs the logits, or else the first output: float64 `[...,
+    width]`."""
+    found: Tensor
+    if isinstance(inputs, list):
+        ids = torch.tensor([inputs], dtype=torch.long, device=model.device)
+        decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        output = model(input_ids=ids, output_hidden_states=True, **decoder)
+        found = (output.decoder_hidden_states if decoder else output.hidden_states)[-1][0]
+        return found.to(device="cpu", dtype=torch.float64)
     given = {name: value.to(model.device) for name, value in inputs.items()}
     given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
     try:
         output = model(**given)
-        first: Tensor = output["logits"] if "logits" in output else output[0]
+        found = output["logits"] if "logits" in output else output[0]
     except SymbiosisError:
         raise
     except Exception as error:  # an architecture's own code
@@ -136,14 +143,4 @@ def _first_output(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
             f"{type(model).__name__} does not run on these inputs ({one_line(str(error))[:_SHOWN]}); save all that its "
             f"processor returns"
         ) from error
-    return first.to(device="cpu", dtype=torch.float64)
-
-
-def _hidden(model: Any, block: list[int]) -> Tensor:
-    """Return the last hidden states: float64 `[tokens, width]`."""
-    ids = torch.tensor([block], dtype=torch.long, device=model.device)
-    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    output = model(input_ids=ids, output_hidden_states=True, **decoder)
-    states = output.decoder_hidden_states if decoder else output.hidden_states
-    hidden: Tensor = states[-1][0]
-    return hidden.to(device="cpu", dtype=torch.float64)
+    return found.to(device="cpu", dtype=torch.float64)

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from provider.shards.rank_group import FOLDER_VARIABLE, limit_memory
 
@@ -41,41 +42,23 @@ _STORE_BYTES = 512 << 20  # ranks start with torchrun's limit, and need about as
 _RENDEZVOUS = timedelta(seconds=600)
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(StaticTCPRendezvous):
     """The rendezvous of torchrun for a fixed set of machines, of which this one is number `node`. The store is for
-    torchrun's own data and, with several machines, for the ranks' rendezvous; `port` is 0 if it has none."""
+    torchrun's own data and, with several machines, for the ranks' rendezvous; `port` is 0 if it has none.
+
+    torch's class would listen on all interfaces in `next_rendezvous`; its other answers fit: no machine joins later,
+    and rank 0 uses this store instead of opening another one.
+    """
 
     def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:
-        self._run_id = run_id
+        super().__init__(host, port, node, nodes, run_id, timeout=0)
         self._info = RendezvousInfo(PrefixStore(run_id, store), node, nodes, RendezvousStoreInfo(host, port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Returns True. With False, rank 0 would open another store, on all interfaces."""
-        return True
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
     def next_rendezvous(self) -> RendezvousInfo:
         return self._info
-
-    # no machine joins later, and the store ends with its process
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ answers have the same length, so the figures do not depend on the text.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -173,36 +173,25 @@ class _NoText:
 
 
 def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
-    """Submit all requests together, and close the engine after all answers have ended."""
-    answers = [_Answer(engine, request) for request in requests]
-    times = [answer.wait() for answer in answers]
+    """Submit all requests together, and close the engine after all answers have ended. Returns the times of the
+    tokens."""
+    times: dict[str, list[float]] = {request.id: [] for request in requests}
+    ended: SimpleQueue[Done | Failed] = SimpleQueue()
+
+    def take(event: Event, *, of: str) -> None:
+        if isinstance(event, Token):
+            times[of].append(time.perf_counter())
+        elif isinstance(event, Done | Failed):
+            ended.put(event)
+
+    for request in requests:
+        engine.submit(request, partial(take, of=request.id))
+    for _ in requests:
+        last = ended.get(timeout=_ANSWER_S)
+        if isinstance(last, Failed):
+            raise last.error
     engine.close()
-    return times
-
-
-class _Answer:
-    """A request, and the times of its tokens."""
-
-    def __init__(self, engine: Engine, request: EngineRequest) -> None:
-        self._times: list[float] = []
-        self._last: Event | None = None
-        self._ended = threading.Event()
-
-        def take(event: Event) -> None:
-            if isinstance(event, Token):
-                self._times.append(time.perf_counter())
-            elif isinstance(event, Done | Failed):
-                self._last = event
-                self._ended.set()
-
-        engine.submit(request, take)
-
-    def wait(self) -> list[float]:
-        if not self._ended.wait(_ANSWER_S):
-            raise TimeoutError
-        if isinstance(self._last, Failed):
-            raise self._last.error
-        return self._times
+    return list(times.values())
 
 
 def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[list[float]]:

@@ -72,8 +72,26 @@ def watch(address: str, *, interval: float, once: bool) -> None:
 def render(now: Status, before: Status | None, seconds: float) -> RenderableType:
     """Return the screen. The first screen shows totals; later screens show rates over the last `seconds`."""
     parts: list[RenderableType] = [_headline(now), _tenants(now, before, seconds)]
-    if now.executor is not None:
-        parts.append(Columns([_queue(now), _busiest_groups(now, before, seconds)], padding=(0, 4)))
+    if (report := now.executor) is not None:
+        queue = Table("executor", "")
+        for stage, count in report.waiting.items():
+            queue.add_row(f"waiting, {stage.replace('_', '-')}", f"{count:,}")
+        for stage, wait in report.waits.items():
+            queue.add_row(f"mean wait, {stage.replace('_', '-')}", f"{1000 * _mean(wait):,.2f} ms")
+        queue.add_row("mean rows of a product", f"{_mean(report.batch_rows):,.1f}")
+        queue.add_row("mean requests in it", f"{_mean(report.batch_requests):,.2f}")
+        queue.add_row("late, cancelled, failed", f"{report.late:,}, {report.cancelled:,}, {report.failed:,}")
+        queue.add_row("layer groups loaded", f"{report.groups_loaded} of {report.groups}")
+        totals = report.rows_by_group
+        old = before.executor.rows_by_group if before is not None and before.executor is not None else [0] * len(totals)
+        span = 1.0 if before is None else seconds
+        rows = [(new - was) / span for new, was in zip(totals, old, strict=False)]
+        busiest = Table("layer group", "rows" if before is None else "rows/s", "")
+        top = max([*rows, 1.0])
+        for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:
+            bar = "█" * round(20 * rows[group] / top)
+            busiest.add_row(str(report.first_group + group), f"{rows[group]:,.0f}", bar)
+        parts.append(Columns([queue, busiest], padding=(0, 4)))
     return Group(*parts)
 
 
@@ -118,33 +136,6 @@ def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
         rows.append([*cells, *(f"{getattr(counts, name):,}" for name in totals)])
     headings = ["tenant", "role", *(f"{heading}{unit}" for heading, _, _ in rates), *totals]
     return terminal.table(headings, rows, justify="right")
-
-
-def _queue(status: Status) -> Table:
-    report = status.executor
-    assert report is not None
-    table = Table("executor", "")
-    for stage, count in report.waiting.items():
-        table.add_row(f"waiting, {stage.replace('_', '-')}", f"{count:,}")
-    for stage, wait in report.waits.items():
-        table.add_row(f"mean wait, {stage.replace('_', '-')}", f"{1000 * _mean(wait):,.2f} ms")
-    table.add_row("mean rows of a product", f"{_mean(report.batch_rows):,.1f}")
-    table.add_row("mean requests in it", f"{_mean(report.batch_requests):,.2f}")
-    table.add_row("late, cancelled, failed", f"{report.late:,}, {report.cancelled:,}, {report.failed:,}")
-    table.add_row("layer groups loaded", f"{report.groups_loaded} of {report.groups}")
-    return table
-
-
-def _busiest_groups(now: Status, before: Status | None, seconds: float) -> Table:
-    assert now.executor is not None
-    totals, first = now.executor.rows_by_group, now.executor.first_group
-    old = before.executor.rows_by_group if before is not None and before.executor is not None else [0] * len(totals)
-    rows = [(new - was) / (seconds if before is not None else 1.0) for new, was in zip(totals, old, strict=False)]
-    table = Table("layer group", "rows" if before is None else "rows/s", "")
-    top = max([*rows, 1.0])
-    for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:
-        table.add_row(str(first + group), f"{rows[group]:,.0f}", "█" * round(20 * rows[group] / top))
-    return table
 
 
 def _mean(histogram: Histogram) -> float:

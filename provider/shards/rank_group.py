@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +28,8 @@ from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+
+from symbiosis_priv.system.pacing import Periodic
 
 _BEAT_S = 0.5
 _MISSED = 10  # beats of the watching rank without a beat of the watched rank
@@ -49,10 +50,11 @@ class Heartbeats:
 
     def __init__(self, *, rank: int, world: int, counters: Counters, lost: Callable[[list[int]], None]) -> None:
         self._rank, self._world, self._counters, self._lost = rank, world, counters, lost
-        self._closed = threading.Event()
+        self._watched = [other for other in range(world) if other != rank and _LEAD in (other, rank)]
+        self._heard, self._missed = dict.fromkeys(self._watched, 0), dict.fromkeys(self._watched, 0)
         self._beats(rank, 1)
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._periodic = Periodic(self._beat, every_s=_BEAT_S, name="heartbeat")
+        self._periodic.start()
         atexit.register(self.close)  # also when an error ends the process
 
     def absent(self) -> list[int]:
@@ -67,26 +69,24 @@ class Heartbeats:
 
     def close(self) -> None:
         """Stop the thread. Python aborts a process that ends while one of its threads is inside torch."""
-        self._closed.set()
-        self._thread.join(_PATIENCE_S)
+        self._periodic.close(_PATIENCE_S)
 
-    def _run(self) -> None:
-        watched = [rank for rank in range(self._world) if rank != self._rank and _LEAD in (rank, self._rank)]
-        heard, missed = dict.fromkeys(watched, 0), dict.fromkeys(watched, 0)
-        while not self._closed.wait(_BEAT_S):
-            try:
-                self._beats(self._rank, 1)
-                for rank in watched:
-                    before, heard[rank] = heard[rank], self._beats(rank)
-                    silent = 0 < heard[rank] == before  # a rank without a first beat is still starting
-                    missed[rank] = missed[rank] + 1 if silent else 0
-            except (RuntimeError, OSError):
-                if not self._closed.is_set():
-                    self._lost([])
+    def _beat(self) -> None:
+        try:
+            self._beats(self._rank, 1)
+            for rank in self._watched:
+                before, self._heard[rank] = self._heard[rank], self._beats(rank)
+                silent = 0 < self._heard[rank] == before  # a rank without a first beat is still starting
+                self._missed[rank] = self._missed[rank] + 1 if silent else 0
+        except (RuntimeError, OSError):
+            absent = []
+        else:
+            absent = [rank for rank in self._watched if self._missed[rank] >= _MISSED]
+            if not absent:
                 return
-            if absent := [rank for rank in watched if missed[rank] >= _MISSED]:
-                self._lost(absent)
-                return
+        if not self._periodic.stopped:
+            self._periodic.stop()
+            self._lost(absent)
 
     def _beats(self, rank: int, more: int = 0) -> int:
         return self._counters.add(f"beats/{rank}", more)

@@ -139,7 +139,14 @@ def network(
                     unlimited = free.setdefault((what, name), measured)
                     first_s = first.setdefault((link_condition, what.partition(",")[0]), measured.seconds)
                     labels: Row = {"condition": str(link_condition), "work": what, "masking": name}
-                    row = _row(link_condition, _design(groups, task, name), measured, unlimited)
+                    transport = parsed(name).transport
+                    if isinstance(task, Generate):
+                        design = of_token(groups, transport)
+                    else:
+                        part = of_step(groups, batch // task.parts * tokens, transport)
+                        design = sum([part] * task.parts, PredictedTraffic())
+                        design = replace(design, turns=part.turns) if task.overlap else design
+                    row = _row(link_condition, design, measured, unlimited)
                     rows = found.setdefault((link_condition, what), [])
                     rows.append({**labels, **row, "over_first": measured.seconds / first_s})
     shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
@@ -168,15 +175,6 @@ class Measured:
         """Return the mean of a count of the session's ledger."""
         mean = fmean(cost.counted[name] for cost in self.costs)
         return int(mean) if mean.is_integer() else mean
-
-
-def _design(groups: Sequence[GroupEntry], task: Task, masking: str) -> PredictedTraffic:
-    transport = parsed(masking).transport
-    if isinstance(task, Generate):
-        return of_token(groups, transport)
-    part = of_step(groups, task.batch // task.parts * task.tokens, transport)
-    whole = sum([part] * task.parts, PredictedTraffic())
-    return replace(whole, turns=part.turns) if task.overlap else whole
 
 
 def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:

@@ -9,9 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -118,14 +117,9 @@ def token(
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnCost:
-    """The cost of one task.
-
-    Args:
-        moved_mib: bytes that the tenant sent and received, in MiB.
-        tenant_cpu_s, executor_cpu_s, helper_cpu_s: CPU seconds until all processes were idle again.
-    """
+class TurnCost(NamedTuple):
+    """The cost of one task: seconds of each step or token, MiB that the tenant sent and received, and CPU seconds until
+    all processes were idle again."""
 
     seconds: list[float]
     moved_mib: float
@@ -157,14 +151,7 @@ class Comparison:
             last = now
         spent = [after - then for after, then in zip(last, before, strict=True)]
         moved = sum(n for cost in costs for name, n in cost.counted.items() if name.startswith("bytes_"))
-        seconds = [cost.seconds for cost in costs]
-        return TurnCost(
-            seconds=seconds,
-            moved_mib=moved / 2**20,
-            tenant_cpu_s=spent[0],
-            executor_cpu_s=spent[1],
-            helper_cpu_s=spent[2],
-        )
+        return TurnCost([cost.seconds for cost in costs], moved / 2**20, *spent)
 
     def peaks_mib(self, name: str) -> list[float]:
         """Return the peak memory in MiB of a tenant, the executor and the helper."""

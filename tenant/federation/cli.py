@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,9 +22,7 @@ from symbiosis_priv.system.interrupts import loading
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
-    from tenant.federation.probe import Finding
     from tenant.preparation.prepared import Preparation
-    from tenant.routing.discovery import Discovered
 
 app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it lists.")
 
@@ -128,7 +125,9 @@ def check(
     if model is not None:
         resolve(model)
     with loading("torch"):
-        from tenant.federation.probe import probe_all
+        from symbiosis_priv.arithmetic.ring import FORWARD
+        from symbiosis_priv.checkpoints.layers import spans
+        from tenant.federation.probe import find_gaps, probe_all
         from tenant.routing.discovery import DEADLINE_S, Discovered, Discovery
 
     preparation, found = _preparation(loaded, model), Discovered()
@@ -140,7 +139,60 @@ def check(
     with_found = replace(loaded, peers=(*loaded.peers, *found.executors))
     with terminal.working("asking the providers"):
         findings = probe_all(with_found, preparation, timeout=timeout)
-    _show(with_found, findings, preparation, found)
+    headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
+    rows = []
+    for finding in findings:
+        peer, layers, throughput = finding.peer, "", ""
+        groups = finding.groups.get(FORWARD, range(0))
+        if preparation is not None and groups:
+            layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
+        if finding.rows_per_s is not None and finding.bytes_per_s is not None:
+            throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
+        cells = (
+            *(peer.name, peer.role, f"{peer.host}:{peer.port}", layers),
+            "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
+            "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
+            "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
+            throughput,
+            "failed" if finding.failure else "ok",
+        )
+        rows.append(list(map(escape, cells)))
+    console = terminal.console()
+    console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
+    ends = describe(loaded.tenant_certificate).not_after
+    console.print(
+        f"model {loaded.model_digest}, {loaded.weight_bits} weight bits; your own certificate ends on {ends:%Y-%m-%d}",
+        soft_wrap=True,
+    )
+    for finding in findings:
+        for warning in finding.warnings:
+            console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
+    failures = []
+    for finding in findings:
+        if finding.failure and finding.peer not in found.executors:
+            failures.append(f"{finding.peer.name}: {finding.failure}")
+        elif finding.failure:  # an executor from a registry may leave at any time
+            console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
+    for name, why in found.refused.items():
+        console.print(escape(f"{name}, from a registry, is not used: {why}"), style="yellow", soft_wrap=True)
+    if preparation is None:
+        console.print(
+            "this machine has no verification keys of the model, so products and layers were not checked; add "
+            "--model CHECKPOINT with your own full checkpoint",
+            soft_wrap=True,
+        )
+    else:
+        failures += find_gaps(with_found, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
+    for failure in failures:
+        console.print(escape(failure), style="red", soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+    console.print(
+        "every provider of the file shows its pinned certificate, accepts its role and serves the model", soft_wrap=True
+    )
+    if preparation is not None:
+        products = sum(finding.verified for finding in findings)
+        console.print(f"every layer is served in both directions; {products} products match the pinned weights")
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
@@ -167,67 +219,3 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
         if model is not None:
             raise
         return None
-
-
-def _show(
-    federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Discovered
-) -> None:
-    from symbiosis_priv.arithmetic.ring import FORWARD
-    from symbiosis_priv.checkpoints.layers import spans
-    from tenant.federation.probe import find_gaps
-
-    headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
-    rows = []
-    for finding in findings:
-        peer, layers, throughput = finding.peer, "", ""
-        groups = finding.groups.get(FORWARD, range(0))
-        if preparation is not None and groups:
-            layers = ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
-        if finding.rows_per_s is not None and finding.bytes_per_s is not None:
-            throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
-        cells = (
-            *(peer.name, peer.role, f"{peer.host}:{peer.port}", layers),
-            "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
-            "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
-            "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
-            throughput,
-            "failed" if finding.failure else "ok",
-        )
-        rows.append(list(map(escape, cells)))
-    console = terminal.console()
-    console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
-    ends = describe(federation.tenant_certificate).not_after
-    console.print(
-        f"model {federation.model_digest}, {federation.weight_bits} weight bits; your own certificate ends on "
-        f"{ends:%Y-%m-%d}",
-        soft_wrap=True,
-    )
-    for finding in findings:
-        for warning in finding.warnings:
-            console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
-    failures = []
-    for finding in findings:
-        if finding.failure and finding.peer not in found.executors:
-            failures.append(f"{finding.peer.name}: {finding.failure}")
-        elif finding.failure:  # an executor from a registry may leave at any time
-            console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
-    for name, why in found.refused.items():
-        console.print(escape(f"{name}, from a registry, is not used: {why}"), style="yellow", soft_wrap=True)
-    if preparation is None:
-        console.print(
-            "this machine has no verification keys of the model, so products and layers were not checked; add "
-            "--model CHECKPOINT with your own full checkpoint",
-            soft_wrap=True,
-        )
-    else:
-        failures += find_gaps(federation, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
-    for failure in failures:
-        console.print(escape(failure), style="red", soft_wrap=True)
-    if failures:
-        raise typer.Exit(1)
-    console.print(
-        "every provider of the file shows its pinned certificate, accepts its role and serves the model", soft_wrap=True
-    )
-    if preparation is not None:
-        products = sum(finding.verified for finding in findings)
-        console.print(f"every layer is served in both directions; {products} products match the pinned weights")

@@ -1,6 +1,5 @@
 """Reads and writes PEM files of certificates and keys."""
 
-import os
 from pathlib import Path
 
 from cryptography import x509
@@ -8,7 +7,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv.errors import CertificateError, StorageError
-from symbiosis_priv.system.files import read_limited, write_atomically
+from symbiosis_priv.system.files import read_limited, write_atomically, write_new
 
 MAX_BYTES = 1 << 20
 """Size limit of a file, far above the size of any bundle of certificates."""
@@ -49,21 +48,13 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
     Raises `CertificateError` if the file exists or cannot be written.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        write_new(path, content, mode=mode)
     except FileExistsError:
         raise CertificateError(
             f"{path} exists and is never overwritten: use it, or choose another name or directory. `symbiosis-priv "
             f"keys rotate` renews the pair of a provider or a tenant"
         ) from None
     except OSError as error:
-        raise CertificateError(f"cannot create {path}: {error.strerror}; choose another directory") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink()
         raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error
 
 

@@ -11,7 +11,6 @@ answer.
 """
 
 import functools
-import os
 import struct
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch.nn.functional import pad
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, kernel_of, probe_rows
-from symbiosis_priv.system.files import replace_atomically
+from symbiosis_priv.system.files import write_atomically
 
 _ALIGNMENT = 64  # bytes: the size of a cache line and of the widest vector
 _LENGTH = struct.Struct("<Q")  # version of the header
@@ -78,17 +77,8 @@ def write(folder: Path, digest: str, packed: Packed, products: Products) -> None
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = msgspec.json.encode(header)
     text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
-
-    def write_to(partial: Path) -> None:
-        with partial.open("xb") as file:
-            file.write(_LENGTH.pack(len(text)))
-            file.write(text)
-            for tensor in tensors.values():
-                file.write(tensor.contiguous().numpy().data.cast("B"))
-            file.flush()
-            os.fsync(file.fileno())  # without it, a power failure could keep the name and lose the content
-
-    replace_atomically(path_of(folder, digest, packed.layout), write_to)
+    parts = (tensor.contiguous().numpy().data.cast("B") for tensor in tensors.values())
+    write_atomically(path_of(folder, digest, packed.layout), _LENGTH.pack(len(text)), text, *parts)
 
 
 def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[Packed, Products] | None:

@@ -49,7 +49,6 @@ _SOME_WORDS = st.lists(st.tuples(_SEEDS, _WORDS), max_size=_SOME)
 
 
 def directions() -> SearchStrategy[Direction]:
-    """Forward or backward."""
     return _DIRECTIONS
 
 

@@ -61,13 +61,12 @@ class ExecutorKiller(AnswerTimes):
         if not isinstance(message, wire.Execute):
             return
         with self._arming:
+            if self._left:
+                self._left -= 1
+                return
             if self._left is None:
                 return
-            self._left -= 1
-            if self._left >= 0:
-                return
-            self._left = None
-            self.victim, self.at = peer.name, time.monotonic()
+            self._left, self.victim, self.at = None, peer.name, time.monotonic()
         self._kill(peer.name)
 
     @property

@@ -92,9 +92,7 @@ def names_host(headers: Sequence[str], hosts: Container[str]) -> bool:
 
     A web page can make a name of its own resolve to loopback (DNS rebinding), but cannot send another `Host` header.
     """
-    if len(headers) != 1:
-        return False
-    found = _HOST.fullmatch(headers[0].lower())
+    found = _HOST.fullmatch(headers[0].lower()) if len(headers) == 1 else None
     if found is None:
         return False
     name, in_brackets = found["name"], found["v6"]

@@ -138,12 +138,9 @@ class ClientConnection:
         self._traffic.bytes_sent += len(head) + len(body)
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
-        """Wait for a frame's header. Returns it, and the number of payload bytes that follow, for `fill`.
-
-        Raises:
-            ProtocolError: not a frame, or its payload exceeds the limit. The connection cannot be used again.
-            TransportError: the connection is gone, or nothing came in time.
-        """
+        """Wait for a frame's header. Returns it, and the number of payload bytes that follow, for `fill`. Raises
+        `ProtocolError`: not a frame, or its payload exceeds the limit, and the connection cannot be used again;
+        `TransportError`: the connection is gone, or nothing came in time."""
         header, payload_size = self.receive_header(max_payload=max_payload, deadline=deadline)
         return wire.decode_reply(header), payload_size
 

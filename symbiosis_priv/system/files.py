@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from symbiosis_priv.errors import ConfigError, StorageError
 
 _PIECE = 1 << 16
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed input: a DecodeError for wrong types, Python's own errors for bad UTF-8 and
 deep nesting."""
@@ -93,38 +94,40 @@ def storing(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A temporary folder beside a file that is to be written."""
+    with storing(path):
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            yield Path(folder)
+
+
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Replace a file (or an empty folder). A reader sees the old one or the complete new one.
 
     Only the owner can change the new file, whatever the umask: some of these files are mapped into memory, and
     truncating a mapped file would end the process. Raises `StorageError`: the file could not be written.
     """
-    with storing(path):
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            partial = Path(folder) / path.name
-            write(partial)
-            partial.chmod(partial.stat().st_mode & ~0o022)
-            partial.replace(path)
+    with _beside(path) as folder:
+        partial = folder / path.name
+        write(partial)
+        partial.chmod(partial.stat().st_mode & ~0o022)
+        partial.replace(path)
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Check early that the file of an option can be written. Returns it, or the target if it is a link.
-
-    Raises:
-        ConfigError: the path is a folder or a device. Replacing `/dev/null` with a file would break other programs.
-        StorageError: nothing can be written there.
-    """
+    """Check early that the file of an option can be written. Returns it, or the target if it is a link. Raises
+    `ConfigError`: the path is a folder or a device (replacing `/dev/null` with a file would break other programs);
+    `StorageError`: nothing can be written there."""
     if path is None:
         return None
     if path.is_symlink():
         path = path.resolve()
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a file; name one to write to")
-    with storing(path):
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent):
-            pass
+    with _beside(path):
+        pass
     return path
 
 
@@ -139,17 +142,24 @@ def check_unused(folder: Path) -> None:
             raise ConfigError(f"{folder} is in use; name a new or empty folder")
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, *parts: bytes | memoryview, mode: int = 0o644) -> None:
     """Write a file so that readers see the old one or the whole new one, with permission bits `mode` from the start."""
+    replace_atomically(path, lambda partial: write_new(partial, *parts, mode=mode))
 
-    def write(partial: Path) -> None:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+def write_new(path: Path | str, *parts: bytes | memoryview, mode: int, folder: int | None = None) -> None:
+    """Write a file that must not exist yet, nor be a link, and remove it after an error. `folder` is an open folder to
+    which the path is relative. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, mode, dir_fd=folder)
+    try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())  # without it, a power failure could keep the name and lose the content
-
-    replace_atomically(path, write)
+    except BaseException:
+        os.unlink(path, dir_fd=folder)
+        raise
 
 
 _POLL_S: Final = 0.05
@@ -170,7 +180,6 @@ def lock(descriptor: int, *, patience_s: float = 0.0) -> bool:
 
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OTHERS_WRITE, _OTHERS = 0o022, 0o077
 
 
@@ -243,9 +252,7 @@ class PrivateFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet, with mode 0600. Raises OSError if that fails."""
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self._descriptor)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        write_new(name, data, mode=0o600, folder=self._descriptor)
 
     def rename(self, name: str, new: str) -> None:
         os.rename(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)

@@ -221,15 +221,14 @@ def revoke(
     For a tenant, every executor and helper needs the list; for a provider, every registry and tenant needs it.
     """
     path = _existing(directory, name).certificate
-    following = path.with_name(f"{path.stem}{NEXT}.pem")
-    others = [other for other in (path.with_name(f"{path.stem}{PREVIOUS}.pem"), following) if other.exists()]
+    previous, following = (path.with_name(f"{path.stem}{ending}.pem") for ending in (PREVIOUS, NEXT))
     listed = file or directory / _REVOKED
-    added = revocation.revoke(listed, [path, *others])
+    added = revocation.revoke(listed, [path, *(other for other in (previous, following) if other.exists())])
     for shown in added:
         terminal.say(f"revoked {shown}")
     if not added:
         terminal.say(f"{listed} already has every certificate of {name}")
-    if following in others:
+    if following.exists():
         _next(f"{following} is revoked too: remove it and its key before you rotate.")
     if reading.describe(path).kind == Kind.PROVIDER:
         _next(f"Send {listed} to registries (`registry serve --revoked`) and to all tenants.")

@@ -156,10 +156,7 @@ def kind_of(certificate: x509.Certificate) -> Kind | None:
 
 
 def tenant_name(certificate: x509.Certificate) -> str | None:
-    """The tenant's name in a certificate; None unless the certificate is a tenant's.
-
-    The caller must have verified the signature: this function only reads names.
-    """
+    """The tenant's name in a certificate; None unless it is a tenant's. The caller must verify the signature."""
     if is_authority(certificate) or ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
         return None
     names = alternative_names(certificate)

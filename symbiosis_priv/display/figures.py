@@ -20,10 +20,9 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Position of a value along the axis, from 0 to 1."""
+        low, high = self.low, self.high
         if self.log:
-            value, low, high = (math.log10(max(v, 1e-300)) for v in (value, self.low, self.high))
-        else:
-            low, high = self.low, self.high
+            value, low, high = (math.log10(max(v, 1e-300)) for v in (value, low, high))
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def ticks(self) -> list[float]:
@@ -55,14 +54,8 @@ def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Ax
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(points) <= 12:
             body += [f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3" fill="{colour}"/>' for a, b in points]
-        body.append(
-            f'<text x="{_WIDTH - _RIGHT}" y="{_TOP + 14 + 14 * i}" text-anchor="end" fill="{colour}">'
-            f"{escape(name)}</text>"
-        )
-    marks = [
-        f'<text x="{_x(x, t):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_number(t)}</text>'
-        for t in x.ticks()
-    ]
+        body.append(_text(_WIDTH - _RIGHT, _TOP + 14 + 14 * i, name, f'text-anchor="end" fill="{colour}"'))
+    marks = [_text(_x(x, t), _HEIGHT - _BOTTOM + 16, f"{t:.3g}", 'text-anchor="middle"') for t in x.ticks()]
     return _frame(title, x.label, y, [*marks, *body])
 
 
@@ -82,10 +75,9 @@ def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
         if bar.chance is not None:
             ends = ((left - 3, _y(y, bar.chance)), (left + width + 3, _y(y, bar.chance)))
             body.append(_line(*ends, 'stroke="#111" stroke-width="2" stroke-dasharray="4 2"'))
-        body.append(
-            f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 12}" text-anchor="end" font-size="9" '
-            f'transform="rotate(-28 {middle:.1f} {_HEIGHT - _BOTTOM + 12})">{escape(bar.label)}</text>'
-        )
+        below = _HEIGHT - _BOTTOM + 12
+        turned = f'transform="rotate(-28 {middle:.1f} {below})"'
+        body.append(_text(middle, below, bar.label, f'text-anchor="end" font-size="9" {turned}'))
     return _frame(title, "", y, body)
 
 
@@ -100,23 +92,21 @@ def stacked(pictures: Sequence[str]) -> str:
 
 
 def _frame(title: str, x_label: str, y: Axis, body: Sequence[str]) -> str:
-    grid = []
-    for tick in y.ticks():
-        at = _y(y, tick)
-        grid += [
-            _line((_LEFT, at), (_WIDTH - _RIGHT, at), 'stroke="#ddd"'),
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>',
-        ]
+    parts = [_text(_LEFT, 18, title, 'font-weight="bold"')]
+    for tick, at in ((tick, _y(y, tick)) for tick in y.ticks()):
+        parts.append(_line((_LEFT, at), (_WIDTH - _RIGHT, at), 'stroke="#ddd"'))
+        parts.append(_text(_LEFT - 6, at + 4, f"{tick:.3g}", 'text-anchor="end"'))
+    parts += body
+    parts.append(_text((_WIDTH + _LEFT) / 2, _HEIGHT - 8, x_label, 'text-anchor="middle"'))
+    parts.append(_text(12, _HEIGHT / 2, y.label, f'transform="rotate(-90 12 {_HEIGHT / 2})" text-anchor="middle"'))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
-        f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>'
-        f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(title)}</text>'
-        f"{''.join(grid)}{''.join(body)}"
-        f'<text x="{(_WIDTH + _LEFT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-        f'<text transform="rotate(-90 12 {_HEIGHT / 2})" x="12" y="{_HEIGHT / 2}" text-anchor="middle">'
-        f"{escape(y.label)}</text>"
-        "</svg>"
+        f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>{"".join(parts)}</svg>'
     )
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], style: str) -> str:
@@ -129,7 +119,3 @@ def _x(axis: Axis, value: float) -> float:
 
 def _y(axis: Axis, value: float) -> float:
     return _HEIGHT - _BOTTOM - axis.place(value) * (_HEIGHT - _BOTTOM - _TOP)
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"

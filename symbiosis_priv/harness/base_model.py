@@ -92,10 +92,8 @@ _SURNAMES = ("Okafor", "Vasquez", "Lindqvist", "Habib", "Yamada", "Kowalski", "D
 
 
 def public_text(*, seed: int, sentences: int) -> str:
-    """Return `sentences` sentences of prose, in paragraphs separated by a blank line.
-
-    The facts about towns are the same for every seed, so text of another seed is a valid held-out set.
-    """
+    """Return `sentences` sentences of prose, in paragraphs separated by a blank line. Facts about towns are the same
+    for every seed, so text of another seed is a valid held-out set."""
     rng = random.Random(seed)
     paragraphs: list[str] = []
     while sentences > 0:
@@ -111,11 +109,9 @@ def public_text(*, seed: int, sentences: int) -> str:
 
 
 def private_text(*, seed: int, records: int) -> list[str]:
-    """Return `records` clinic notes, one line each, about invented patients and invented drugs.
-
-    The form, words and facts of the notes do not occur in the public text. The complaint determines the ward and the
-    drug; the severity determines the dose and the review.
-    """
+    """Return `records` clinic notes, one line each, about invented patients and invented drugs. Their form, words and
+    facts do not occur in the public text. The complaint determines the ward and the drug; the severity determines the
+    dose and the review."""
     rng = random.Random(seed)
     notes = []
     for _ in range(records):
@@ -140,11 +136,8 @@ def _number(rng: random.Random) -> str:
 
 def _name(rng: random.Random) -> str:
     """An invented name, so that the base model learns to spell unknown words."""
-    syllables = [
-        _pick(rng, "lrmntksvdbgzphjwcfyqx") + _pick(rng, "aeiou") + _pick(rng, ("", "n", "r", "l", "x", "s"))
-        for _ in range(_pick(rng, (3, 2)))
-    ]
-    return "".join(syllables).capitalize()
+    parts = ("lrmntksvdbgzphjwcfyqx", "aeiou", ("", "n", "r", "l", "x", "s"))  # of a syllable
+    return "".join(_pick(rng, part) for _ in range(_pick(rng, (3, 2))) for part in parts).capitalize()
 
 
 Progress = Callable[[int, int, float], None]
@@ -156,33 +149,19 @@ _WARM_UP = 20  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """Sizes, training settings and seed of the base model.
-
-    Attributes:
-        steps: optimizer steps.
-        batch: windows per step.
-        window: tokens per window.
-        peak_lr: AdamW's learning rate after warm-up; a cosine takes it to zero.
-        sentences: sentences of public text to learn from.
-        vocab: tokens of the byte-level BPE, at least 259 (the bytes and three special tokens).
-        width: width of the model, a multiple of 32.
-        blocks: number of blocks of the model.
-        experts: experts of every block, two of which each token goes to; 0 for a model without experts.
-        tied: True if the LM head is the embedding, and therefore stays with the tenant.
-        seed: seed of the text, the initial weights and the order of the windows.
-    """
+    """Sizes, training settings and seed of the base model."""
 
     steps: int = 120
-    batch: int = 8
-    window: int = 128
-    peak_lr: float = 3e-3
-    sentences: int = 8_000
-    vocab: int = 1024
-    width: int = 256
+    batch: int = 8  # windows per step
+    window: int = 128  # tokens
+    peak_lr: float = 3e-3  # AdamW's after warm-up; a cosine takes it to zero
+    sentences: int = 8_000  # of public text
+    vocab: int = 1024  # tokens of the byte-level BPE, at least 259 (the bytes and three special tokens)
+    width: int = 256  # a multiple of 32
     blocks: int = 4
-    experts: int = 0
-    tied: bool = True
-    seed: int = 0
+    experts: int = 0  # of every block, two of which each token goes to; 0 for a model without experts
+    tied: bool = True  # the LM head is the embedding, and therefore stays with the tenant
+    seed: int = 0  # of the text, the initial weights and the order of the windows
 
     def text(self) -> str:
         """The text that the model is trained on."""
@@ -195,11 +174,7 @@ def cached_base_model(
     """Call `make_base_model` once, and return the model in `cache` afterwards.
 
     A model in the cache never changes, so several processes may use it at once. A cache that cannot be written is not
-    used.
-
-    Args:
-        cache: folder of base models; created if it is missing.
-        scratch: empty folder for a model that is not in the cache yet.
+    used. `scratch` is an empty folder for a model that is not in the cache yet.
     """
     digest = hashlib.sha256(f"{recipe}\n{recipe.text()}".encode()).hexdigest()
     kept = cache / f"base-model-{digest[:16]}"

@@ -44,10 +44,10 @@ class ManagedProcess:
     def launch(self, words: Sequence[str]) -> None:
         """Start `symbiosis-priv WORDS`."""
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "symbiosis_priv.cli"]
+        command = [sys.executable, "-m", "symbiosis_priv.cli", *words]
         with self._log.open("ab") as log:
             self._process = Popen(
-                [*command, *words, "--ready-file", str(self._ready), "--stop-with-stdin"],
+                [*command, "--ready-file", str(self._ready), "--stop-with-stdin"],
                 stdin=PIPE,
                 stdout=log,
                 stderr=STDOUT,

@@ -71,15 +71,10 @@ _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
-    """The identity of a tenant: its name and the key that signed its certificate. Two authorities may sign one name.
-
-    Compare and count whole identities. `str()` is a short form for people, `alice@sha256:0123456789abcdef`.
-
-    Args:
-        name: as in the tenant's certificate.
-        authority: `key_fingerprint` of the signer: an authority, or the tenant itself if its certificate is self-signed
-            and listed. The value stays when an authority's certificate is renewed with the same key.
-    """
+    """The identity of a tenant: its name, and `key_fingerprint` of the signer of its certificate: an authority, or the
+    tenant itself if its certificate is self-signed and listed. The fingerprint stays when an authority's certificate is
+    renewed with the same key. Two authorities may sign one name: compare and count whole identities. `str()` is a short
+    form for people, `alice@sha256:0123456789abcdef`."""
 
     name: str
     authority: str
@@ -100,7 +95,7 @@ def server_context(
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
-    _check_own(certificate, key, kind=Kind.PROVIDER, prepare=True)
+    own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
     pinned = [_load_connecting(path) for path in helpers]
     for path in helpers:
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
@@ -110,19 +105,15 @@ def server_context(
     if not any(map(is_current, trusted)):
         raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
     warn_of_expiry(tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)")
-    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context = _context(ssl.PROTOCOL_TLS_SERVER, trusted=[*trusted, *pinned], own=own, leaves=bool(pinned))
     context.verify_mode = ssl.CERT_REQUIRED
-    if pinned:
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an authority may have issued them
-    return _with_certificate(_with_trusted(context, [*trusted, *pinned]), certificate=certificate, key=key)
+    return context
 
 
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
     """A tenant's context, or a helper's: TLS 1.3 only, host name checked, and nothing trusted but the pinned
-    certificates. The checks are made at every call; calls for the same certificates share one context, which
-    must not be changed.
-
-    Call `check_pin` after the handshake.
+    certificates. The checks are made at every call; calls for the same certificates share one context, which must not
+    be changed. Call `check_pin` after the handshake.
 
     Args:
         pins: the provider's certificate, self-signed or not; two during a rotation.
@@ -130,36 +121,32 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
-    _check_own(certificate, key, kind=kind)
+    own = _checked(certificate, key, kind=kind)
     if kind is Kind.PROVIDER:
         _load_connecting(certificate)
     for path in (pin for pin in pins if isinstance(pin, Path)):
         warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
-    pinned = [load_pin(pin) for pin in pins]
+    pinned = tuple(load_pin(pin) for pin in pins)
     if not any(map(is_current, pinned)):
         raise CertificateError(
             f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
             f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
         )
     # only one key fits a certificate, so the contents of the key file need not be compared
-    return _client_context(tuple(pinned), certificate, key, read_file(certificate))
+    return _client_context(pinned, own, read_file(certificate))
 
 
 @functools.lru_cache(maxsize=64)  # OpenSSL takes two milliseconds to make a context
-def _client_context(pinned: tuple[x509.Certificate, ...], certificate: Path, key: Path, _: bytes) -> ssl.SSLContext:
-    """Make a client's context. The last argument is the contents of `certificate`, so that a renewed one is read."""
-    context = _context(ssl.PROTOCOL_TLS_CLIENT)
-    # A pin may be a leaf certificate that an authority issued: trust the leaf without its issuer.
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return _with_certificate(_with_trusted(context, pinned), certificate=certificate, key=key)
+def _client_context(pinned: tuple[x509.Certificate, ...], own: Identity, _: bytes) -> ssl.SSLContext:
+    """Make a client's context. The last argument is the contents of its certificate, so that a renewed one is read."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, trusted=pinned, own=own, leaves=True)
 
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """A registry's context: TLS 1.3 only. Clients show no certificate: their descriptors are signed, and other requests
     only read. The federation's authority has issued the certificate for the registry's hosts. Raises `CertificateError`
     if a file is missing, expired, of the wrong kind, or the key does not fit."""
-    _check_own(certificate, key, kind=Kind.PROVIDER)
-    return _with_certificate(_context(ssl.PROTOCOL_TLS_SERVER), certificate=certificate, key=key)
+    return _context(ssl.PROTOCOL_TLS_SERVER, own=_checked(certificate, key, kind=Kind.PROVIDER))
 
 
 @functools.lru_cache(maxsize=8)
@@ -167,7 +154,7 @@ def registry_client_context(authorities: tuple[x509.Certificate, ...]) -> ssl.SS
     """The context of a registry's client: TLS 1.3 only, host name checked, no client certificate, and no trust in any
     certificate except these authorities. Calls for the same authorities share one context, which must not be changed.
     """
-    return _with_trusted(_context(ssl.PROTOCOL_TLS_CLIENT), authorities)
+    return _context(ssl.PROTOCOL_TLS_CLIENT, trusted=authorities)
 
 
 for _shared in (_client_context, registry_client_context):
@@ -175,10 +162,8 @@ for _shared in (_client_context, registry_client_context):
 
 
 def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
-    """Raises `CertificateError` unless the peer's own certificate is a pinned one.
-
-    The handshake alone would also accept a certificate that a pinned authority issued to another party.
-    """
+    """Raises `CertificateError` unless the peer's own certificate is pinned. The handshake alone would also accept a
+    certificate that a pinned authority issued to another party."""
     peer = connection.getpeercert(binary_form=True)
     pinned = [load_pin(pin).public_bytes(Encoding.DER) for pin in pins]
     if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pinned):
@@ -190,13 +175,10 @@ def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
 
 
 def tenant_identity(connection: TlsConnection) -> TenantIdentity:
-    """The identity of the client, from the certificate that the handshake has verified.
-
-    Issuers choose their names freely, so the issuer is found by its signature.
-
-    Raises `CertificateError` if there is no certificate, if it is not a tenant's, if it was never verified, or if its
-    issuer is not an authority in the provider's list but an intermediate one.
-    """
+    """The identity of the client, from the certificate that the handshake has verified. Issuers choose their names
+    freely, so the issuer is found by its signature. Raises `CertificateError` if there is no certificate, if it is not
+    a tenant's, if it was never verified, or if its issuer is not an authority in the provider's list but an
+    intermediate one."""
     peer = connection.getpeercert(binary_form=True)
     verified = connection.context.verify_mode == ssl.CERT_REQUIRED
     certificate = x509.load_der_x509_certificate(peer) if peer is not None and verified else None
@@ -269,15 +251,24 @@ def _listed(pins: Sequence[Pin]) -> str:
     return " and ".join(str(pin) if isinstance(pin, Path) else fingerprint(pin) for pin in pins)
 
 
-def _check_own(certificate: Path, key: Path, *, kind: Kind, prepare: bool = False) -> None:
-    """Raises `CertificateError` unless this side's pair can be used, and warns of what will make it unusable."""
+def _checked(certificate: Path, key: Path, *, kind: Kind, prepare: bool = False) -> Identity:
+    """This side's pair. Raises `CertificateError` unless it can be used, and warns of what will make it unusable."""
     identity = Identity(certificate, key)
     require_identity(identity, kind=kind)
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix=lambda: how_to_renew(identity, prepare=prepare))
+    return identity
 
 
-def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
+def _context(
+    protocol: ssl._SSLMethod,
+    *,
+    trusted: Sequence[x509.Certificate] = (),
+    own: Identity | None = None,
+    leaves: bool = False,
+) -> ssl.SSLContext:
+    """A context that shows its `own` certificate. `leaves`: some trusted certificates are leaves that an authority may
+    have issued, and are trusted without their issuer."""
     context = ssl.SSLContext(protocol)  # a client's has CERT_REQUIRED and check_hostname
     if protocol is ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # a resumed session would skip the certificate check
@@ -286,21 +277,18 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_COMPRESSION
     context.verify_flags |= ssl.VERIFY_X509_STRICT
-    return context
-
-
-def _with_trusted(context: ssl.SSLContext, trusted: Sequence[x509.Certificate]) -> ssl.SSLContext:
-    context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
-    return context
-
-
-def _with_certificate(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SSLContext:
+    if leaves:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if trusted:
+        context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
+    if own is None:
+        return context
     try:
         # An empty password makes an encrypted key an error; without one OpenSSL would prompt on the terminal.
-        context.load_cert_chain(certificate, key, password="")
+        context.load_cert_chain(own.certificate, own.key, password="")
     except OSError as error:  # ssl.SSLError included: the files have changed since they were checked
         raise CertificateError(
-            f"cannot use {certificate} with {key} ({error}): if they are being rotated, try again; if not, "
+            f"cannot use {own.certificate} with {own.key} ({error}): if they are being rotated, try again; if not, "
             f"make a new pair with `symbiosis-priv keys`"
         ) from error
     return context

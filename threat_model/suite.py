@@ -96,10 +96,16 @@ class Suite:
     seconds: float
 
     @property
+    def unexpected(self) -> list[str]:
+        """The cells, faults and active attacks that did not have the expected result, in words."""
+        wrong = [f"{c.attack.name} on {c.scheme.name}: {c.verdict}" for c in self.cells if not c.expected]
+        wrong += [f"planted fault not found: {p.fault}" for p in self.planted if not p.found]
+        wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
+        return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
+
+    @property
     def as_expected(self) -> bool:
-        """True if every cell, fault and active attack had the expected result."""
-        cells = all(c.expected for c in self.cells) and all(c.expected for c in self.routes)
-        return cells and all(p.found for p in self.planted) and self.active.sound
+        return not self.unexpected
 
     @property
     def outside(self) -> tuple[int, int]:

@@ -112,15 +112,19 @@ class DirectedAttack(Attack[V, G]):
         self.name = f"{type(self).name}, {direction}"
 
 
-def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | None = None) -> Outcome:
-    """Score tokens or labels: exact matches, compared with randomly permuted guesses."""
-    orders = [order for order in truth if order in guess]
-    if not orders:
+def score_labels(guess: Labels, truth: Mapping[int, Tensor | None], *, ignore: int | None = None) -> Outcome:
+    """Score tokens or labels: exact matches, compared with randomly permuted guesses. Rows of which the truth is None
+    do not count."""
+    pairs = [(guess[order], real) for order, real in truth.items() if order in guess and real is not None]
+    if not pairs:
         return Outcome(0, 0, 0.0, 1.0)
-    guessed = torch.cat([guess[order] for order in orders])
-    real = torch.cat([truth[order] for order in orders])
+    guessed, real = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     if ignore is not None:
         guessed, real = guessed[real != ignore], real[real != ignore]
+    return score_guesses(guessed, real)
+
+
+def score_guesses(guessed: Tensor, real: Tensor) -> Outcome:
     hits, chance = int((guessed == real).sum()), agreement_by_chance(guessed, real)
     return Outcome(hits, len(real), chance, binomial_tail(hits, len(real), chance))
 

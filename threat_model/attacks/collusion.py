@@ -14,12 +14,11 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack
+from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Outcome, RowsAttack, score_guesses
 from threat_model.attacks.exchanges import unstack
 from threat_model.attacks.statistics_of_masks import Distinguisher
 from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.evidence.public import Public
-from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 
@@ -81,8 +80,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
     def score(self, guess: Tensor, truth: Truth) -> Outcome:
         real = torch.cat(list(first_layer_tokens(truth).values()))
         n = min(len(real), len(guess))
-        hits, chance = int((guess[:n] == real[:n]).sum()), agreement_by_chance(guess[:n], real[:n])
-        return Outcome(hits, n, chance, binomial_tail(hits, n, chance))
+        return score_guesses(guess[:n], real[:n])
 
 
 class Coalition(DirectedAttack[CollusionView, Tensor]):

@@ -199,12 +199,10 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
         return {exchange.order: _read(prompts, public, group, drift=drift, metric=metric).flatten()}
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
-        real = {}
-        for order in guess:
-            tokens = truth.calls[order].tokens
-            assert tokens is not None  # a prompt has one row per token
-            real[order] = tokens[: len(guess[order])]
-        return score_labels(guess, real)
+        ((order, found),) = guess.items()
+        tokens = truth.calls[order].tokens
+        assert tokens is not None  # a prompt has one row per token
+        return score_labels(guess, {order: tokens[: len(found)]})
 
 
 def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Tensor) -> Tensor:
@@ -224,8 +222,7 @@ class _GradientAttack(LabelsAttack[ExecutorView]):
     metric = "labels"
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
-        labels = {order: call.labels for order, call in truth.calls.items() if call.labels is not None}
-        return score_labels(guess, labels, ignore=NO_LABEL)
+        return score_labels(guess, {order: call.labels for order, call in truth.calls.items()}, ignore=NO_LABEL)
 
 
 class HeadLabels(_GradientAttack):
@@ -301,8 +298,7 @@ class TokensFromRoutes(LabelsAttack[ExecutorView]):
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         """Score the guessed tokens of single rows."""
-        real = {order: call.tokens for order, call in truth.calls.items() if call.tokens is not None}
-        return score_labels(guess, {order: tokens for order, tokens in real.items() if len(tokens) == 1})
+        return score_labels(guess, {o: c.tokens for o, c in truth.calls.items() if len(c.rows) == 1})
 
 
 @functools.lru_cache(maxsize=1)  # the same for every mode

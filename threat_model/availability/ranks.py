@@ -275,9 +275,7 @@ def _row(loss: _Loss, answers: Sequence[TimedAnswer], sharding: Sharding) -> Row
         "answers": len(before) + len(meanwhile),
         "wrong": sum(not a.right for a in (*before, *meanwhile)),
         "named": "yes" if loss.named else "NO",
-        "left_processes": loss.left.processes,
-        "left_threads": loss.left.threads,
-        "left_files": loss.left.files,
+        **{f"left_{name}": getattr(loss.left, name) for name in ("processes", "threads", "files")},
         "left_mib": loss.left.bytes / _MIB,
     }
 

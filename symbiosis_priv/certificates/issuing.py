@@ -133,7 +133,21 @@ def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, d
     Tenants can then pin a provider's next certificate while the provider still shows the current one. Arguments and
     errors as for `rotate`. Raises `CertificateError` also if a next pair exists.
     """
-    key, new = _renewed(certificate, authority=authority, days=days)
+    if certificate.suffix != ".pem":
+        raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
+    check_name(certificate.stem)
+    old = reading.load_certificates(certificate)[0]
+    if (kind := reading.kind_of(old)) is None:
+        raise CertificateError(
+            f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
+            f"one and list both in the provider's tenant_authority file until every tenant has moved"
+        )
+    if authority is None and old.issuer != old.subject:
+        raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
+    key = ec.generate_private_key(ec.SECP256R1())
+    public, names = key.public_key(), x509.SubjectAlternativeName(reading.alternative_names(old))
+    extensions = [names, *_leaf_usage(kind)]
+    new = _sign(old.subject, public_key=public, extensions=extensions, days=days, signer=authority or key)
     return _write_pair(certificate.parent, name=certificate.stem + NEXT, certificate=new, key=key)
 
 
@@ -153,15 +167,10 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     None although an authority has issued the certificate.
     """
     upcoming = reading.pair(certificate.parent, certificate.stem + NEXT)
-    prepared = upcoming.certificate.exists()
-    if prepared:
-        new = reading.load_certificates(upcoming.certificate)[0]
-        reading.require_usable(upcoming, new, fix=lambda: f"remove {upcoming.certificate} to make another")
-        key_bytes = read_file(upcoming.key)
-    else:
-        key, new = _renewed(certificate, authority=authority, days=days)
-        key_bytes = key_pem(key)
-
+    if not upcoming.certificate.exists():
+        prepare_rotation(certificate, authority=authority, days=days)
+    new = reading.load_certificates(upcoming.certificate)[0]
+    reading.require_usable(upcoming, new, fix=lambda: f"remove {upcoming.certificate} to make another")
     old = reading.load_certificates(certificate)[0]
     current = reading.pair(certificate.parent, certificate.stem)
     previous = reading.pair(certificate.parent, certificate.stem + PREVIOUS)
@@ -173,11 +182,10 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
         replace_file(previous.key, read_file(current.key), mode=0o600)
     earlier = [c for c in current_certificates(previous.certificate) if c != old]
     replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
-    replace_file(current.key, key_bytes, mode=0o600)
+    replace_file(current.key, read_file(upcoming.key), mode=0o600)
     replace_file(current.certificate, certificate_pem(new), mode=0o644)
-    if prepared:
-        upcoming.certificate.unlink()
-        upcoming.key.unlink()
+    upcoming.key.unlink()
+    upcoming.certificate.unlink()
     return current
 
 
@@ -185,26 +193,6 @@ def current_certificates(*files: Path) -> list[x509.Certificate]:
     """The certificates of some files that are valid now, without duplicates. Missing files are skipped."""
     found = (c for file in files if file.exists() for c in reading.load_certificates(file))
     return list(dict.fromkeys(filter(reading.is_current, found)))
-
-
-def _renewed(
-    certificate: Path, *, authority: reading.Identity | None, days: int
-) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    if certificate.suffix != ".pem":
-        raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
-    check_name(certificate.stem)
-    old = reading.load_certificates(certificate)[0]
-    if (kind := reading.kind_of(old)) is None:
-        raise CertificateError(
-            f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
-            f"one and list both in the provider's tenant_authority file until every tenant has moved"
-        )
-    if authority is None and old.issuer != old.subject:
-        raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
-    key = ec.generate_private_key(ec.SECP256R1())
-    public, names = key.public_key(), x509.SubjectAlternativeName(reading.alternative_names(old))
-    extensions = [names, *_leaf_usage(kind)]
-    return key, _sign(old.subject, public_key=public, extensions=extensions, days=days, signer=authority or key)
 
 
 def _sign(

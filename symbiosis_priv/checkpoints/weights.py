@@ -103,10 +103,8 @@ class WeightStore:
         return self._skeleton
 
     def manifest(self, *, progress: Progress | None = None) -> Manifest:
-        """The manifest. The first call for a checkpoint quantises all of it, and packs the groups in `served`.
-
-        Later calls read the manifest from the cache.
-        """
+        """The manifest. The first call for a checkpoint quantises all of it, and packs the groups in `served`; later
+        calls read the manifest from the cache."""
         if self._manifest is None:
             self._manifest = self.cached_manifest() or self._quantise_all(progress)
         return self._manifest

@@ -20,6 +20,7 @@ from symbiosis_priv.federation import Company, Federation, Peer, federation_text
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Wiretap
+from tenant.masking.registry import scheme_named
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -198,15 +199,17 @@ NewSession = Callable[..., Session]
 
 
 @pytest.fixture
-def new_session(preparation: Preparation, new_federation: NewFederation, store: WeightStore) -> Iterator[NewSession]:
+def new_session(
+    preparation: Preparation, new_federation: NewFederation, store: WeightStore, request: pytest.FixtureRequest
+) -> Iterator[NewSession]:
     """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. The masking "relay" is "pad"
-    with relayed effects."""
+    with relayed effects. Without providers, it has those that the masking needs: `executor` and `helper`."""
     with contextlib.ExitStack() as open_sessions:
 
         def make(
             masking: str,
-            executors: Sequence[ScriptedProvider | Peer],
-            helpers: Sequence[ScriptedProvider | Peer] = (),
+            executors: Sequence[ScriptedProvider | Peer] | None = None,
+            helpers: Sequence[ScriptedProvider | Peer] | None = None,
             *,
             prepared: Preparation = preparation,
             deadline_s: float = TIMEOUT_S,
@@ -216,12 +219,16 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
             **options: Any,
         ) -> Session:
             relay = masking == "relay"
+            masking = "pad" if relay else masking
+            if executors is None:
+                executors = [request.getfixturevalue("executor")]
+                if helpers is None and "helper" in scheme_named(masking).roles:
+                    helpers = [request.getfixturevalue("helper")]
+            helpers = helpers or ()
             session = Session(
                 new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers, relay=relay),
                 prepared,
-                options=SessionOptions(
-                    masking="pad" if relay else masking, deadline_s=deadline_s, tolerance=tolerance, **options
-                ),
+                options=SessionOptions(masking=masking, deadline_s=deadline_s, tolerance=tolerance, **options),
                 store=store,
             )
             open_sessions.callback(session.close)
@@ -231,9 +238,9 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
 
 
 @pytest.fixture
-def session(new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider) -> Session:
+def session(new_session: NewSession) -> Session:
     """A session with masking "pad", one executor and one helper."""
-    return new_session("pad", [executor], [helper])
+    return new_session("pad")
 
 
 # Observers

@@ -61,7 +61,7 @@ def zeros(rows: int) -> Tensor:
 
 def test_a_connection_refuses_a_raw_tensor(executor: ScriptedProvider, new_session: NewSession) -> None:
     """mypy refuses the call as well: if it did not, the `type: ignore` would be an error."""
-    session = new_session("none", [executor])
+    session = new_session("none")
     session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     ((channel,),) = (executor.channels for executor in session.runtime.executors.values())
     request = wire.Execute(nonce=fresh_nonce(), group=1, direction=FORWARD, arithmetic="ring", rows=1)
@@ -82,7 +82,7 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
     def forget_to_mask(self: Part) -> None:
         self.sent = self.encoded  # type: ignore[assignment]
 
-    session = new_session("local", [executor])
+    session = new_session("local")
     monkeypatch.setattr(Part, "mask", forget_to_mask)
     with pytest.raises((TypeError, AttributeError)):
         session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
@@ -331,7 +331,7 @@ def test_an_unchecked_answer_is_found(executor: ScriptedProvider, new_session: N
         return frame(reply, answer)
 
     def is_used() -> bool:
-        session = new_session("none", [executor])
+        session = new_session("none")
         try:
             session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
         except VerificationError:

@@ -123,7 +123,7 @@ def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvid
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)
-        session = new_session("local", [executor])
+        session = new_session("local")
         session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     return repeats(masks_of(executor.executed, xq)) > 0
 
@@ -133,7 +133,7 @@ def test_rule_1_a_training_seed_says_nothing_about_masks(
 ) -> None:
     state = torch.get_rng_state()
     np_state = np.random.get_state(legacy=False)
-    session = new_session("local", [executor])
+    session = new_session("local")
     session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert torch.equal(torch.get_rng_state(), state)
     assert repr(np.random.get_state(legacy=False)) == repr(np_state)
@@ -149,7 +149,7 @@ def test_rule_1_a_training_seed_says_nothing_about_masks(
 
 def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
     """Frames are uniform even if every row is zero. Masks that were rounded floats would fail."""
-    session = new_session("local", [executor])
+    session = new_session("local")
     session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert is_uniform(executor.executed[-1].rows)
 
@@ -158,7 +158,7 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
         torch.from_numpy(words).copy_(normal * 2.0**28)
 
     monkeypatch.setattr(keystream, "_encrypt", gaussian)
-    new_session("local", [executor]).product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
+    new_session("local").product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert not is_uniform(executor.executed[-1].rows)
 
 
@@ -222,7 +222,7 @@ def test_rule_2_a_forked_session_continues_with_its_own_secret(
 def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
     """Returns True if a restarted program uses a mask row of its earlier run."""
     for _ in range(3):
-        session = new_session("local", [executor])
+        session = new_session("local")
         session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
         session.close()
     return repeats(masks_of(executor.executed, xq)) > 0
@@ -282,7 +282,7 @@ def test_rule_3_a_row_is_used_once(executor: ScriptedProvider, monkeypatch: Patc
 def test_rule_3_breach_a_pad_handed_out_twice(
     new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    session = new_session("local", [executor])
+    session = new_session("local")
     kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
     take = Supply.take
 
@@ -310,7 +310,7 @@ def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) 
         def received(self, peer: Any, message: wire.Message, payload: Tensor | None) -> None: ...
 
     crash = Crash()
-    session = new_session("local", [executor], wiretap=crash)
+    session = new_session("local", wiretap=crash)
     xq = ring_rows(session.preparation)
     with pytest.raises(KeyboardInterrupt):
         session.product(QKV, FORWARD, xq)
@@ -337,7 +337,7 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool
         return frame(reply, answer) if len(executor.heard) > 2 else None
 
     executor.behaviour = leave_twice
-    session = new_session("local", [executor])
+    session = new_session("local")
     with contextlib.suppress(errors.VerificationError):  # the answer is for other rows
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert len(executor.heard) == 3
@@ -411,7 +411,7 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
 
 def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, executor: ScriptedProvider) -> None:
     """Another block's layers and the other direction have their own masks, although the widths are the same."""
-    session = new_session("local", [executor])
+    session = new_session("local")
     zeros = torch.zeros(8, 64, dtype=torch.int32)
     for index in (OUT, GroupIndex(OUT + 4)):  # 64 -> 64
         for direction in (FORWARD, BACKWARD):
@@ -548,7 +548,7 @@ def test_rule_6_no_lie_is_used(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, liar: str
 ) -> None:
     {"executor": executor, "helper": helper}[liar].behaviour = spoil
-    session = new_session("pad", [executor], [helper], pool_memory=0)
+    session = new_session("pad", pool_memory=0)
     assert not a_lie_is_believed(session)
     nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
     monkeypatch.setattr(VerificationKeys, "__getitem__", lambda *place: nods, raising=False)
@@ -561,7 +561,7 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
 ) -> None:
     """The last row is wrong: the caller gets no row of the product."""
     {"executor": executor, "helper": helper}[liar].behaviour = spoil_the_last_row
-    session = new_session("pad", [executor], [helper], pool_memory=0)
+    session = new_session("pad", pool_memory=0)
     group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
     x = torch.randn(4, 64)
     with pytest.raises(errors.VerificationError):
@@ -590,11 +590,11 @@ def test_rule_6_an_abort_tells_the_provider_nothing(
     new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     executor.behaviour = spoil
-    assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+    assert heard_after_an_abort(new_session("local"), executor) == 0
     executor.heard.clear()
     executor.hellos.clear()
     monkeypatch.setattr(Routes, "quarantine", lambda self, *suspects: None)
-    assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
+    assert heard_after_an_abort(new_session("local"), executor) > 0
 
 
 def test_rule_6_every_kind_of_lie_has_the_same_end(new_session: NewSession, executor: ScriptedProvider) -> None:
@@ -607,7 +607,7 @@ def test_rule_6_every_kind_of_lie_has_the_same_end(new_session: NewSession, exec
         executor.heard.clear()
         executor.hellos.clear()
         executor.behaviour = behaviour
-        assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+        assert heard_after_an_abort(new_session("local"), executor) == 0
 
 
 # Rule 7. Replies are bound to their requests; the comparison is exact.
@@ -648,7 +648,7 @@ def test_rule_7_a_reply_answers_one_request(
     """An executor's reply, and (with pads) a helper's."""
     liar = executor if masking == "local" else helper
     liar.behaviour = stranger(**fields)
-    session = new_session(masking, [executor], [helper] if masking == "pad" else [], pool_memory=0)
+    session = new_session(masking, pool_memory=0)
     assert not believes(session)
     monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
     assert believes(session)
@@ -656,7 +656,7 @@ def test_rule_7_a_reply_answers_one_request(
 
 def test_rule_7_comparison_is_exact(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
     executor.behaviour = spoil
-    session = new_session("none", [executor])
+    session = new_session("none")
     assert not believes(session)
 
     def tolerant(rows: Tensor, column: Column, expected: Tensor) -> list[int]:
@@ -795,9 +795,9 @@ def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedPro
 
 
 def test_rule_9_a_bucket_hides_exact_row_counts(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: Any, store: WeightStore
+    executor: ScriptedProvider, new_session: Any, store: WeightStore
 ) -> None:
-    session = new_session("pad", [executor], [helper], row_bucket=16)
+    session = new_session("pad", row_bucket=16)
     weight = store.group(1).weight.to(torch.int64)
     for count in (1, 15, 16, 17, 40):
         rows = torch.arange(count * weight.shape[1], dtype=torch.int32).view(count, -1) % 97 - 48
@@ -866,17 +866,17 @@ def test_rule_11_two_helpers_never_expand_one_stream(
 ) -> None:
     """Even if the check of distinct parties is removed: two entries have two seeds."""
     twins = [helper.peer("helper", name=name) for name in ("one", "other")]
-    refused = new_session("pad", [executor], twins)
+    refused = new_session("pad", helpers=twins)
     with pytest.raises(
         errors.ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"
     ):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
-    assert not masks_are_even(new_session("pad", [executor], twins), executor)
+    assert not masks_are_even(new_session("pad", helpers=twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
-    assert masks_are_even(new_session("pad", [executor], twins), executor)
+    assert masks_are_even(new_session("pad", helpers=twins), executor)
 
 
 def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
@@ -932,7 +932,7 @@ def test_rule_12_a_fork_by_c_code_is_detected(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     """libc's fork does not run Python's hook. The child uses none of its parent's pads or connections."""
-    session = new_session("pad", [executor], [helper], pool_memory=1 << 20)
+    session = new_session("pad", pool_memory=1 << 20)
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     until(lambda: session.ledger().pads_ready)
 
@@ -960,7 +960,7 @@ def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
 def test_rule_12_a_child_does_not_touch_its_parents_connections(
     new_session: NewSession, executor: ScriptedProvider
 ) -> None:
-    session = new_session("local", [executor])
+    session = new_session("local")
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def close() -> bytes:

@@ -106,8 +106,8 @@ def test_a_session_uses_the_roles_of_its_scheme(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, preparation: Preparation
 ) -> None:
     with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
-        new_session("pad", [executor])
-    session = new_session("local", [executor], [helper])
+        new_session("pad", helpers=())
+    session = new_session("local", helpers=[helper])
     for direction in DIRECTIONS:
         session.product(
             GroupIndex(0), direction, torch.ones(2, preparation.facts[0].inputs(direction), dtype=torch.int32)
@@ -299,7 +299,7 @@ def test_a_scheme_opens_answers_in_its_own_way(
         return frame(reply, answer + error.to(torch.int32))
 
     executor.behaviour = err_a_little
-    session = new_session("rounding", [executor], row_bucket=4)
+    session = new_session("rounding", row_bucket=4)
     for count in (1, 3, 8, 2):
         rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
         assert torch.equal(session.product(GroupIndex(1), FORWARD, rows), product_of(store, 1, FORWARD, rows))
@@ -310,6 +310,4 @@ def test_a_scheme_opens_answers_in_its_own_way(
 def test_an_error_that_cannot_be_rounded_off_is_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
     executor.behaviour = lambda heard, reply, answer: frame(reply, answer + STEP)
     with pytest.raises(VerificationError):
-        new_session("rounding", [executor]).product(
-            GroupIndex(1), FORWARD, torch.full((2, 64), STEP, dtype=torch.int32)
-        )
+        new_session("rounding").product(GroupIndex(1), FORWARD, torch.full((2, 64), STEP, dtype=torch.int32))

@@ -122,7 +122,7 @@ def test_a_row_that_is_sent_again_does_not_show_its_expert(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
-    session = new_session("pad", [executor], [helper], ring_bits=24)
+    session = new_session("pad", ring_bits=24)
     facts = [crowded(group) for group in session.preparation.facts]
     counts, rows = (4, 4, 4, 4), torch.zeros(16, facts[stacks[0]].for_rows((4,) * 4).inputs(FORWARD))
     rows[5:7] = torch.randn(2, rows.shape[1], generator=torch.Generator().manual_seed(5))  # of the second expert
@@ -167,7 +167,7 @@ def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, st
 def test_wrong_counts_and_counts_for_linears_send_nothing(
     executor: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
-    session = new_session("none", [executor])
+    session = new_session("none")
     facts = session.preparation.facts
     backend = RingBackend(facts, session)
     x = torch.zeros(3, facts[stacks[0]].inputs(FORWARD))
@@ -197,7 +197,7 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
 def test_rows_of_a_bucket_belong_to_the_last_expert(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
-    session = new_session("pad", [executor], [helper], row_bucket=8)
+    session = new_session("pad", row_bucket=8)
     assert is_exact(session, stacks[0], FORWARD, COUNTS)
     assert executor.executed[0].request.counts == helper.effects[0].request.counts == (3, 0, 1, 4)
 

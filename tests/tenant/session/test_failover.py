@@ -93,7 +93,7 @@ def test_a_single_executor_is_asked_again_with_identical_requests(
         return frame(reply, answer)
 
     executor.behaviour = busy
-    session = new_session("local", [executor])
+    session = new_session("local")
     assert is_right(session, OUT, FORWARD, 3, 0)
     assert len({heard.header + heard.payload for heard in executor.executed}) == 1
 
@@ -138,10 +138,8 @@ def test_connections_in_use_are_not_a_failure_of_an_executor(
     assert [provider.health.failures for provider in session.routes.executors] == [0, 0]
 
 
-def test_a_deadline_that_passes_without_a_free_connection_is_explained(
-    executor: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("local", [executor], deadline_s=1.0)
+def test_a_deadline_that_passes_without_a_free_connection_is_explained(new_session: NewSession) -> None:
+    session = new_session("local", deadline_s=1.0)
     assert is_right(session, OUT, FORWARD, 3, 0)
     with (
         every_channel_taken(session),
@@ -398,10 +396,10 @@ def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
 
 
 def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(
-    new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession
+    new_provider: NewProvider, new_session: NewSession
 ) -> None:
     helper, stranger = new_provider(), new_provider()
-    session = new_session("pad", [executor], [helper.peer("helper", operator="Beta")])
+    session = new_session("pad", helpers=[helper.peer("helper", operator="Beta")])
     session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
     for _ in range(3):
         assert all_right(session)

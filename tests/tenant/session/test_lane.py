@@ -159,7 +159,7 @@ def test_repeated_products_take_the_lane(
 def test_a_failure_is_left_to_the_usual_way(
     fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
 ) -> None:
-    session = new_session("none", [executor], tolerance=HASTY)
+    session = new_session("none", tolerance=HASTY)
     *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
     assert [isinstance(one, lane.Unfinished) for one in outcomes] == [True]
     if fault in ("lost", "busy"):
@@ -210,7 +210,7 @@ def test_a_lane_ends_when_a_second_executor_serves_the_group(
 def test_two_threads_may_end_a_lane(
     executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = new_session("none", [executor])
+    session = new_session("none")
     run(session, executor, [ONE_ROW], 32)
 
     def ended(self: lane.Lane, rows: FloatRows) -> lane.Unfinished:
@@ -235,7 +235,7 @@ def test_rows_of_another_shape_are_refused(
     shape: tuple[int, ...], executor: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The compiled code of a lane reads what the shapes say."""
-    session = new_session("none", [executor])
+    session = new_session("none")
     run(session, executor, [ONE_ROW], 32)
     facts = session.preparation.facts[0]
     rows = FloatRows(facts, FORWARD, [torch.ones(shape)], [torch.empty(1, facts.outputs(FORWARD))])
@@ -249,7 +249,7 @@ def test_rows_of_another_shape_are_refused(
 def test_a_lane_writes_results_of_the_right_shape_and_one_format(
     more: int, dtypes: tuple[torch.dtype, torch.dtype], executor: ScriptedProvider, new_session: NewSession
 ) -> None:
-    session = new_session("none", [executor])
+    session = new_session("none")
     run(session, executor, [ONE_ROW], 32)
     facts, few = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]._few
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)

@@ -81,11 +81,9 @@ def test_parts_and_buckets_and_limits_do_not_change_bits(new_provider: NewProvid
     assert session.ledger().rows_repeated > 0
 
 
-def test_what_providers_see_of_a_row_that_is_sent_again(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_what_providers_see_of_a_row_that_is_sent_again(executor: ScriptedProvider, new_session: NewSession) -> None:
     """Providers see the number of rows, and other masked words under a new pad."""
-    session = new_session("pad", [executor], [helper], ring_bits=24)
+    session = new_session("pad", ring_bits=24)
     rows = floats(session, DOWN, FORWARD, 60)
     for _ in range(2):
         got = backend_of(session, 1.5).linear(DOWN, FORWARD, rows)
@@ -99,13 +97,13 @@ def test_what_providers_see_of_a_row_that_is_sent_again(
 
 
 def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+    new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in SmolLM2-135M, where one output of a layer group wraps in most rows. No block is fetched, so the executor
     does not see it."""
     monkeypatch.setattr(Recovery, "product_refused", lambda *_, **__: pytest.fail("a fault was suspected"))
     monkeypatch.setattr(refused, "_ENTRIES", 500)  # rows are corrected in several steps
-    session = new_session("relay", [executor], [helper], ring_bits=24)
+    session = new_session("relay", ring_bits=24)
     rows = 0.5 * floats(session, OUT, FORWARD, 60) + store_of(session).group(OUT).weight[5].to(torch.float32) / 100
     want = reference(session, 5.0).linear(OUT, FORWARD, rows)
     assert torch.equal(backend_of(session, 5.0).linear(OUT, FORWARD, rows), want)
@@ -116,7 +114,7 @@ def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
 def test_three_bytes_per_integer_travel(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
-    session = new_session("pad", [executor], [helper], ring_bits=24)
+    session = new_session("pad", ring_bits=24)
     facts = session.preparation.facts[QKV].narrowed(24)
     rows = floats(session, QKV, FORWARD, 5)
     backend = RingBackend([facts], session)
@@ -134,7 +132,7 @@ def test_three_bytes_per_integer_travel(
 
 def test_a_wide_ring_speaks_version_3(executor: ScriptedProvider, new_session: NewSession) -> None:
     """A request is the same bytes as before narrow rings."""
-    session = new_session("none", [executor])
+    session = new_session("none")
     session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
     (heard,) = executor.executed
     assert b"ring_bits" not in heard.header
@@ -144,13 +142,13 @@ def test_a_wide_ring_speaks_version_3(executor: ScriptedProvider, new_session: N
 def test_an_older_provider_refuses_with_a_message(executor: ScriptedProvider, new_session: NewSession) -> None:
     refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks version 3, not 4")
     executor.refusal = lambda hello: refusal if hello.version != wire.VERSION else None
-    session = new_session("none", [executor], ring_bits=24)
+    session = new_session("none", ring_bits=24)
     with pytest.raises(ProviderError, match="not 4"):
         session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
 
 
-def test_integers_beyond_the_ring_are_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
-    session = new_session("none", [executor], ring_bits=24)
+def test_integers_beyond_the_ring_are_refused(new_session: NewSession) -> None:
+    session = new_session("none", ring_bits=24)
     assert session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32)).shape[0] == 1
     with pytest.raises(RangeError, match="24 bits"):
         session.product(QKV, FORWARD, torch.full((1, 64), 1 << 20, dtype=torch.int32))
@@ -199,7 +197,7 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
 
 
 def test_an_error_that_the_blame_keys_miss_is_not_used(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+    executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the blame keys accept everything. A refused row is multiplied again until no product can wrap."""
     asked = []
@@ -211,7 +209,7 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
 
     monkeypatch.setattr("tenant.core.blame.BlameKeys.accepts", lambda *_, **__: True)
     executor.behaviour = lie
-    session = new_session("pad", [executor], [helper], ring_bits=24)
+    session = new_session("pad", ring_bits=24)
     with pytest.raises(VerificationError, match=" or "):
         backend_of(session).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 3))
     assert asked == [3, 1, 1]  # the ring holds 2.5, 5 and 10 standard deviations; no product of 64 inputs leaves 8

@@ -54,10 +54,10 @@ def executor(new_provider: NewProvider) -> ScriptedProvider:
 
 @pytest.mark.parametrize("helpers", [1, 2])
 def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, helpers: int
+    new_provider: NewProvider, new_session: NewSession, helpers: int
 ) -> None:
     """Blocks of pads that were split, and of pads that were drawn now, forward and backward."""
-    session = new_session("relay", [executor], [new_provider() for _ in range(helpers)])
+    session = new_session("relay", helpers=[new_provider() for _ in range(helpers)])
     for seed, count in enumerate((3, 5, 1, 70, 2)):
         for direction in DIRECTIONS:
             assert is_right(session, OUT, direction, count, seed)
@@ -68,10 +68,8 @@ def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
     assert ledger.bytes_from_helpers < 300 * (ledger.helper_round_trips + 2)
 
 
-def test_the_executor_is_told_which_answers_were_right(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("relay", [executor], [helper])
+def test_the_executor_is_told_which_answers_were_right(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("relay")
     for seed in range(4):
         assert is_right(session, OUT, FORWARD, 2, seed)
     requests = [h.request for h in executor.executed if isinstance(h.request, wire.Execute)]
@@ -81,7 +79,7 @@ def test_the_executor_is_told_which_answers_were_right(
 def test_what_hides_an_effect_is_fresh_for_every_row(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
-    session = new_session("relay", [executor], [helper])
+    session = new_session("relay")
     for seed in range(3):
         assert is_right(session, OUT, FORWARD, 40, seed)
 
@@ -145,7 +143,7 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
 ) -> None:
     helpers = [new_provider(), new_provider()]
     trouble(executor, helpers[0])
-    session = new_session("relay", [executor], helpers)
+    session = new_session("relay", helpers=helpers)
     for seed in range(3):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert relayed(session) == (0, 9)
@@ -154,12 +152,12 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
 
 
 def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+    executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supply, "_PERMIT_S", 0.3)
     monkeypatch.setattr(supply, "_FIRST_PAUSE_S", 0.0)
     executor.permit_wait_s = 0.6
-    session = new_session("relay", [executor], [helper], pool_memory=0)
+    session = new_session("relay", pool_memory=0)
     for seed in range(6):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert executor.permits_asked == 1
@@ -367,7 +365,7 @@ def test_only_liars_are_named(executor: ScriptedProvider, new_provider: NewProvi
     )
     def holds(helpers: int, liars: set[int], lie: str, count: int) -> None:
         trial.begin(liars, lie)
-        session = new_session("relay", [executor], trial.helpers[:helpers], pool_memory=0)
+        session = new_session("relay", helpers=trial.helpers[:helpers], pool_memory=0)
         present = {liar for liar in liars if liar <= helpers}
         found = set[str]()
         try:
@@ -392,24 +390,22 @@ def one_row_more(block: wire.Block, body: bytes) -> tuple[wire.Block, bytes]:
 
 
 def test_a_helper_that_signs_more_rows_than_it_was_told_to_does_not_frame_the_executor(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+    helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     """The executor cannot know how many rows were ordered, so it accepts the block."""
     helper.deposits = one_row_more
-    session = new_session("relay", [executor], [helper], pool_memory=0)
+    session = new_session("relay", pool_memory=0)
     with pytest.raises(VerificationError) as caught:
         is_right(session, OUT, FORWARD, 3)
     assert caught.value.provider == f"helper {helper.port}"
 
 
-def test_two_helpers_do_not_frame_the_executor(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
-) -> None:
+def test_two_helpers_do_not_frame_the_executor(new_provider: NewProvider, new_session: NewSession) -> None:
     """One helper tells the other one the ids of its blocks, and that one signs something else under them."""
     helpers = [new_provider(), new_provider()]
     helpers[0].signs_as = helpers[1]
     helpers[0].deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
-    session = new_session("relay", [executor], helpers, pool_memory=0)
+    session = new_session("relay", helpers=helpers, pool_memory=0)
     for seed in range(2):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert not session.routes.quarantined
@@ -423,7 +419,7 @@ def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not
     """An executor may refuse, for example, because the tenant's certificate has just expired."""
     executor.evidence = lambda stored: (wire.Failure(code=code, detail="not now"), b"")
     helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
-    session = new_session("relay", [executor], [helper], pool_memory=0)
+    session = new_session("relay", pool_memory=0)
     assert is_right(session, OUT, FORWARD, 3)
     assert not session.routes.quarantined
 
@@ -466,7 +462,7 @@ def test_evidence_that_is_lost_convicts_nobody(
 
     helper.behaviour = lie_once
     executor.evidence = lambda stored: None
-    session = new_session("relay", [executor], [helper], pool_memory=0)
+    session = new_session("relay", pool_memory=0)
     for seed in range(3):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert not session.routes.quarantined

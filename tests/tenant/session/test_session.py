@@ -279,29 +279,25 @@ def seed() -> int:
 
 @pytest.mark.parametrize("masking", ["none", "pad"])
 def test_all_of_1000_tampered_answers_are_caught(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, masking: str, seed: int
+    executor: ScriptedProvider, new_session: NewSession, masking: str, seed: int
 ) -> None:
     """By chance one passes with a probability below 2^-49."""
     executor.behaviour = liar = Liar(executor, seed=seed)
-    session = new_session(masking, [executor], [helper] if masking == "pad" else [])
+    session = new_session(masking)
     tell_lies(session, liar, count=1000)
 
 
-def test_all_of_1000_tampered_effects_are_caught(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, seed: int
-) -> None:
+def test_all_of_1000_tampered_effects_are_caught(helper: ScriptedProvider, new_session: NewSession, seed: int) -> None:
     """Every pad is drawn when it is taken, so that each product gets one lie."""
     helper.behaviour = liar = Liar(helper, seed=seed)
-    session = new_session("pad", [executor], [helper], pool_memory=0)
+    session = new_session("pad", pool_memory=0)
     caught = tell_lies(session, liar, count=1000)
     blamed = [error for error in caught if getattr(error, "provider", None) == f"helper {helper.port}"]
     # An error of 2^31 convicts no provider once in 2^16 times. Then all providers are suspects.
     assert len(blamed) >= len(caught) - 4
 
 
-def test_a_lie_below_tls_is_caught_as_well(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_a_lie_below_tls_is_caught_as_well(new_session: NewSession) -> None:
     class Tamper:
         def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
 
@@ -309,7 +305,7 @@ def test_a_lie_below_tls_is_caught_as_well(
             if peer.role == "executor" and payload is not None:
                 payload[0, 0] ^= 1
 
-    session = new_session("pad", [executor], [helper], wiretap=Tamper())
+    session = new_session("pad", wiretap=Tamper())
     with pytest.raises(
         errors.VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"
     ):
@@ -323,7 +319,7 @@ def test_a_liar_is_quarantined_and_gets_no_more_requests(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
 ) -> None:
     executor.behaviour = spoil
-    session = new_session("pad", [executor], [helper], pool_memory=0)
+    session = new_session("pad", pool_memory=0)
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, rows)
@@ -394,7 +390,7 @@ def test_only_liars_are_named(
     for liar in liars:
         parties[liar].behaviour = little
     helpers = [parties["first"], parties["second"]]
-    session = new_session("pad", [executor], helpers, pool_memory=0)
+    session = new_session("pad", helpers=helpers, pool_memory=0)
     if liars == ["executor", "first"]:  # the errors cancel: the product is right
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
         return
@@ -405,11 +401,11 @@ def test_only_liars_are_named(
 
 
 def test_no_request_leaves_until_a_fault_is_attributed(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+    helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting orders for pads leave only after the attribution, and never to the liar."""
     helper.behaviour = spoil
-    session = new_session("pad", [executor], [helper], pool_memory=0)
+    session = new_session("pad", pool_memory=0)
     source = session.runtime.pads.source
     assert isinstance(source, EffectSource)
     accepts = BlameKeys.accepts
@@ -434,7 +430,7 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
     executor: ScriptedProvider, helper: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
 ) -> None:
     helper.behaviour = spoil
-    session = new_session("pad", [executor], [new_provider(), helper])
+    session = new_session("pad", helpers=[new_provider(), helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(errors.VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, rows)
@@ -466,7 +462,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: Scripte
 
 
 def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+    executor: ScriptedProvider, new_session: NewSession
 ) -> None:
     """An order before the rows are sent would delay them, and an order after the answer would be late."""
     ordered = threading.Event()
@@ -487,7 +483,7 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
         return frame(reply, answer)
 
     executor.behaviour = behave
-    session = new_session("pad", [executor], [helper], wiretap=Tap())
+    session = new_session("pad", wiretap=Tap())
     session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert (too_early, in_time) == ([False], [True])
 
@@ -546,7 +542,7 @@ def test_keys_are_deleted_after_a_lie(
     digest = store.manifest().digest
     executor.behaviour = spoil
     prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
-    session = new_session("none", [executor], prepared=prepared)
+    session = new_session("none", prepared=prepared)
     (folder,) = (tmp_path / "tenant").iterdir()
     keys = [folder / f"{name}.safetensors" for name in ("keys", "blame", "second")]
     before = [path.read_bytes() for path in keys]
@@ -589,7 +585,7 @@ def test_parts_give_the_same_bits(
 
 
 def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvider, new_session: NewSession) -> None:
-    session = new_session("none", [executor], part_bytes=4096)
+    session = new_session("none", part_bytes=4096)
     for scale in (0, 1, 1000):
         session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
     sizes = [h.request.rows for h in executor.executed]
@@ -599,7 +595,7 @@ def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvid
 def test_one_piece_is_sent_while_another_is_multiplied(executor: ScriptedProvider, new_session: NewSession) -> None:
     """No answer comes before two parts have arrived."""
     executor.behaviour = together(2)
-    session = new_session("none", [executor], part_bytes=4096)
+    session = new_session("none", part_bytes=4096)
     assert is_right(session, MLP, FORWARD, 60)
     assert len(executor.executed) == 4
 
@@ -673,12 +669,10 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
     assert len(set(masks)) == len(masks) == 3 * 11
 
 
-def test_pads_of_two_products_are_requested_at_once(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_pads_of_two_products_are_requested_at_once(helper: ScriptedProvider, new_session: NewSession) -> None:
     """The helper answers no request before it has received both."""
     helper.behaviour = together(2)
-    session = new_session("pad", [executor], [helper], pool_memory=0)  # no pads are made ahead
+    session = new_session("pad", pool_memory=0)  # no pads are made ahead
     rows = [ring_rows(session.preparation, QKV, FORWARD, 2, seed=seed) for seed in range(2)]
     with ThreadPoolExecutor(2) as threads:
         products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
@@ -729,7 +723,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
 def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_session: NewSession) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
     executor.behaviour = lambda *heard: frame(failure)
-    session = new_session("none", [executor], part_bytes=4096)
+    session = new_session("none", part_bytes=4096)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     with pytest.raises(errors.ProviderError, match="answered internal: out of order"):
         session.product(MLP, FORWARD, rows)
@@ -756,7 +750,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
 ) -> None:
     """Many pads may be on order: the product does not wait for each of them in turn."""
     deadline_s = 2.0
-    session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
+    session = new_session("pad", deadline_s=deadline_s)
     for index in map(GroupIndex, range(9)):  # leaves a full pool for each group
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
     {"executor": executor, "helper": helper}[absent].close()
@@ -774,7 +768,7 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
 
 
 def test_closing_does_not_wait_for_absent_providers(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture
+    helper: ScriptedProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The helper answers once and then no more. Ordered pads are in flight when the session is closed, and no provider
     is blamed for it."""
@@ -788,7 +782,7 @@ def test_closing_does_not_wait_for_absent_providers(
         return frame(reply, answer)
 
     helper.behaviour = answer_once
-    session = new_session("pad", [executor], [helper], deadline_s=60.0)
+    session = new_session("pad", deadline_s=60.0)
     session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 60))
     assert asked.wait(20)
     started = time.monotonic()
@@ -802,7 +796,7 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
 ) -> None:
     asked = threading.Event()
     executor.behaviour = silent(executor, asked)
-    session = new_session("local", [executor], deadline_s=60.0)
+    session = new_session("local", deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
         assert asked.wait(20)
@@ -810,8 +804,8 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
         assert isinstance(waiting.exception(20), errors.SymbiosisError)
 
 
-def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, new_session: NewSession) -> None:
-    session = new_session("none", [executor])
+def test_a_backend_closes_itself_after_a_with_block(new_session: NewSession) -> None:
+    session = new_session("none")
     rows = ring_rows(session.preparation, OUT, FORWARD, 1)
     with RingBackend(session.preparation.facts, session) as backend:
         backend.linear(OUT, FORWARD, rows.float())

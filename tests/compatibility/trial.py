@@ -5,7 +5,6 @@ differs. Both get the same random LoRA on every offloaded linear.
 """
 
 import contextlib
-import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -25,7 +24,7 @@ from tenant.model.loading import load_model
 from tenant.model.offloaded import OffloadedWeight
 from tenant.model.remote_linear import RemoteLayer
 from tenant.options import Experts
-from tests.compatibility.families import TEXT, small
+from tests.compatibility.families import ROWS, inputs_of, small
 
 TOLERANCE = 1e-2
 """Largest allowed difference, as a share of the largest value compared, or of an adapter's effect."""
@@ -34,7 +33,7 @@ ROUNDING = 1 / 500
 changes."""
 _HUGE = 1e30  # larger values are taken for masked logits
 _MAMBAS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-_ROWS, _LENGTH, _NEW = 2, 8, 4
+_NEW = 4  # generated tokens
 _OUTPUTS = (
     *("logits", "start_logits", "end_logits", "last_hidden_state", "logits_per_image", "image_embeds", "text_embeds"),
     *("start_top_log_probs", "end_top_log_probs", "prediction_logits", "reconstruction"),
@@ -169,7 +168,7 @@ class Trial:
         steps: Any = getattr(expected, "scores", None)
         if steps is None and not torch.equal(found.sequences, expected.sequences):
             raise WrongError("generate: other tokens")
-        for row in range(_ROWS):
+        for row in range(ROWS):
             for step, scores in enumerate(steps or ()):
                 index = step - len(steps)
                 token, other = expected.sequences[row, index], found.sequences[row, index]
@@ -208,99 +207,3 @@ def _write_checkpoint(kind: Any, config: Any, folder: Path) -> None:
             if name.endswith(".bias") or isinstance(module, (nn.Linear, Conv1D)) or stack:
                 nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
-
-
-# Inputs
-
-
-def inputs_of(model: Any) -> dict[str, Any]:
-    """Random inputs for a model's main input, and text if it takes text."""
-    torch.manual_seed(1)
-    config = model.config
-    takes = inspect.signature(model.forward).parameters
-    given: dict[str, Any] = {}
-    if "pixel_values" in takes:
-        given |= _pixels(config)
-    elif "input_features" in takes:
-        given |= _features(config)
-    elif "input_values" in takes:
-        given["input_values"] = _waves(config)
-    if "input_ids" in takes:
-        given |= _text(model, given)
-    if config.is_encoder_decoder and "decoder_input_ids" in takes:
-        given["decoder_input_ids"] = _tokens()
-    return given
-
-
-def _tokens() -> Tensor:
-    return torch.randint(TEXT.start, TEXT.stop, (_ROWS, _LENGTH))
-
-
-def _text(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, among them the places of an image or a sound if there is one."""
-    ids = _tokens()
-    if model.config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        ids[:, -1] = model.config.eos_token_id  # classifiers of the BART type look for it
-    if given and (place := _placeholder(model.config)) is not None:
-        count = _features_of(model, given)
-        ids = torch.cat([ids[:, :2], torch.full((_ROWS, count), place), ids[:, 2:]], dim=1)
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            given["mm_token_type_ids"] = (ids == place).long()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _features_of(model: Any, given: dict[str, Any]) -> int:
-    """Return the number of tokens that one image or sound takes."""
-    find = getattr(model, "get_image_features", None) or getattr(model, "get_audio_features", None)
-    if find is None:
-        return int(model.config.audio_config.max_source_positions) // 2  # Qwen2-Audio
-    with torch.no_grad():
-        features = find(**given)
-    features = getattr(features, "pooler_output", features)
-    parts = features if isinstance(features, (tuple, list)) else [features]
-    return int(sum(part.numel() for part in parts)) // int(model.config.get_text_config().hidden_size) // _ROWS
-
-
-def _placeholder(config: Any) -> int | None:
-    names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-
-
-def _pixels(config: Any) -> dict[str, Any]:
-    vision = getattr(config, "vision_config", config)
-    if hasattr(vision, "temporal_patch_size"):  # Qwen-VL: a list of patches, and the grid that they come from
-        side = 4
-        wide = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        grid = torch.tensor([[1, side, side]] * _ROWS)
-        return {"pixel_values": torch.randn(_ROWS * side * side, wide), "image_grid_thw": grid}
-    size = vision.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    shape = [getattr(vision, "num_channels", 3), height, width]
-    if hasattr(config, "num_frames"):
-        shape.insert(0, config.num_frames)
-    elif config.model_type in ("idefics3", "smolvlm"):
-        shape.insert(0, 1)  # images of one text
-    elif config.model_type == "llava_next":
-        shape.insert(0, 2)  # the image and its one tile
-        sizes = torch.tensor([[height, width]] * _ROWS)
-        return {"pixel_values": torch.randn(_ROWS, *shape), "image_sizes": sizes}
-    pixels = torch.randn(_ROWS, *shape)
-    return {"pixel_values": pixels} | (
-        {"image_sizes": torch.tensor([[height, width]] * _ROWS)} if config.model_type == "mistral3" else {}
-    )
-
-
-def _features(config: Any) -> dict[str, Any]:
-    audio = getattr(config, "audio_config", getattr(config, "encoder_config", config))
-    if config.model_type in ("whisper", "voxtral", "qwen2_audio"):
-        frames = torch.randn(_ROWS, audio.num_mel_bins, 2 * audio.max_source_positions)
-        mask = {"feature_attention_mask": torch.ones(_ROWS, frames.shape[-1], dtype=torch.long)}
-        return {"input_features": frames} | (mask if config.model_type == "qwen2_audio" else {})
-    wide = getattr(audio, "input_feat_per_channel", None) or getattr(audio, "feature_projection_input_dim", None)
-    return {"input_features": torch.randn(_ROWS, 32, wide or audio.num_mel_bins)}
-
-
-def _waves(config: Any) -> Tensor:
-    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # spectrograms
-        return torch.randn(_ROWS, config.max_length, config.num_mel_bins)
-    return torch.randn(_ROWS, 2000)

@@ -22,13 +22,11 @@ import transformers
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
-from tenant import RemoteConfig
+from tenant import RemoteConfig, rounded_model
+from tests.compatibility.families import build
 
 STAGES = FORWARD, BACKWARD, GENERATE, HOME = "FBGH"
 TOLERANCE = 1e-2
@@ -47,9 +45,10 @@ class Architecture:
     """A small model of one architecture."""
 
     name: str
-    config: Callable[[], PreTrainedConfig]
     stored: str
     """The class with which the checkpoint is saved, and which providers serve."""
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the configuration (`tests.compatibility.families.small`)."""
     task: str = "CAUSAL_LM"
     norms: str = r".*norm.*"
     """Names of norms. PEFT knows the norms of some architectures only."""
@@ -70,119 +69,42 @@ class Architecture:
     def generates(self) -> bool:
         return self.task != "SEQ_CLS"
 
-
-_TOKENS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-_SIZES: dict[str, Any] = _TOKENS | {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-_GROUPED = _SIZES | {"num_key_value_heads": 2}
+    def build(self) -> Any:
+        sizes = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "intermediate_size": 64}
+        return build(self.stored, **sizes | self.changes)
 
 
-def _config(kind: str, **sizes: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: getattr(transformers, kind)(**copy.deepcopy(sizes))
-
-
-def _decoder(
-    name: str, kind: str, *, sizes: dict[str, Any] = _GROUPED, norms: str = r".*norm.*", **more: Any
-) -> Architecture:
-    config = {"Gemma3n": "Gemma3nTextConfig"}.get(kind, f"{kind}Config")
-    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    return Architecture(name, _config(config, **sizes | more), head, norms=norms)
-
-
-def _encoder(name: str, kind: str, **more: Any) -> Architecture:
-    return Architecture(
-        name,
-        _config(f"{kind}Config", **_SIZES | more),
-        f"{kind}ForMaskedLM",
-        "SEQ_CLS",
-        r".*(LayerNorm|ln)",
-        r".*encoder.*\.(query|key|value|dense)",
-    )
+def _encoder(name: str, stored: str, **changes: int) -> Architecture:
+    return Architecture(name, stored, changes, "SEQ_CLS", r".*(LayerNorm|ln)", r".*encoder.*\.(query|key|value|dense)")
 
 
 ARCHITECTURES: dict[str, list[Architecture]] = {
     "Decoders": [
-        _decoder("Llama", "Llama"),
-        _decoder("Mistral", "Mistral"),
-        _decoder("Qwen3", "Qwen3", head_dim=8),
-        _decoder("Gemma 2", "Gemma2", head_dim=8),
-        _decoder("Phi", "Phi", sizes=_SIZES),
-        _decoder(
-            "GPT-2",
-            "GPT2",
-            sizes=_TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64},
-            norms=r".*ln_.",
-        ),
-        _decoder("GPT-NeoX", "GPTNeoX", sizes=_SIZES),
-        _decoder("OPT", "OPT", sizes=_SIZES, ffn_dim=64, word_embed_proj_dim=32),
-        _decoder("BLOOM", "Bloom", sizes=_TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-        _decoder("Falcon", "Falcon", sizes=_SIZES),
+        Architecture("Llama", "LlamaForCausalLM"),
+        Architecture("Mistral", "MistralForCausalLM"),
+        Architecture("Qwen3", "Qwen3ForCausalLM"),
+        Architecture("Gemma 2", "Gemma2ForCausalLM"),
+        Architecture("Phi", "PhiForCausalLM"),
+        Architecture("GPT-2", "GPT2LMHeadModel", {"n_inner": 64}, norms=r".*ln_."),
+        Architecture("GPT-NeoX", "GPTNeoXForCausalLM"),
+        Architecture("OPT", "OPTForCausalLM", {"ffn_dim": 64}),
+        Architecture("BLOOM", "BloomForCausalLM"),
+        Architecture("Falcon", "FalconForCausalLM"),
     ],
     "Hybrids": [
-        _decoder(
-            "Jamba",
-            "Jamba",
-            num_experts=1,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            mamba_d_state=8,
-            mamba_dt_rank=16,
-            use_mamba_kernels=False,
-        ),
-        _decoder(
-            "Zamba2",
-            "Zamba2",
-            sizes=_SIZES | {"num_hidden_layers": 3},
-            layers_block_type=["mamba", "hybrid", "hybrid"],
-            mamba_d_state=8,
-            n_mamba_heads=4,
-            num_mem_blocks=1,
-            adapter_rank=4,
-            use_mamba_kernels=False,
-        ),
-        _decoder(
-            "Gemma 3n",
-            "Gemma3n",
-            sizes=_GROUPED | {"head_dim": 8},
-            vocab_size_per_layer_input=96,
-            hidden_size_per_layer_input=16,
-            laurel_rank=8,
-            num_kv_shared_layers=0,
-            layer_types=["sliding_attention", "full_attention"],
-            activation_sparsity_pattern=[0.0, 0.0],
-            altup_num_inputs=2,
-        ),
+        Architecture("Jamba", "JambaForCausalLM", {"num_experts": 1, "mamba_dt_rank": 16}),
+        Architecture("Zamba2", "Zamba2ForCausalLM", {"adapter_rank": 4}),
+        Architecture("Gemma 3n", "Gemma3nForCausalLM"),
     ],
     "Encoders, and both": [
-        _encoder("BERT", "Bert"),
-        _encoder("RoBERTa", "Roberta"),
-        _encoder("RemBERT", "RemBert", input_embedding_size=32, output_embedding_size=32),
-        _encoder("RoFormer", "RoFormer"),
-        _encoder("ConvBERT", "ConvBert", embedding_size=32),
-        _encoder("BigBird", "BigBird"),
-        _encoder("MegatronBERT", "MegatronBert"),
-        Architecture(
-            "T5",
-            _config(
-                "T5Config",
-                vocab_size=96,
-                d_model=32,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                d_kv=8,
-                decoder_start_token_id=0,
-                eos_token_id=None,
-            ),
-            "T5ForConditionalGeneration",
-            "SEQ_2_SEQ_LM",
-            r".*layer_norm",
-        ),
+        _encoder("BERT", "BertForMaskedLM"),
+        _encoder("RoBERTa", "RobertaForMaskedLM"),
+        _encoder("RemBERT", "RemBertForMaskedLM", input_embedding_size=32, output_embedding_size=32),
+        _encoder("RoFormer", "RoFormerForMaskedLM"),
+        _encoder("ConvBERT", "ConvBertForMaskedLM"),
+        _encoder("BigBird", "BigBirdForMaskedLM"),
+        _encoder("MegatronBERT", "MegatronBertForMaskedLM"),
+        Architecture("T5", "T5ForConditionalGeneration", {"d_ff": 64}, "SEQ_2_SEQ_LM", r".*layer_norm"),
     ],
 }
 
@@ -452,8 +374,7 @@ def refused(error: Exception | None) -> bool:
 def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
     """Write a checkpoint whose offloaded weights are integers times a scale, so that quantising changes none of
     them."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = getattr(transformers, architecture.stored)(architecture.config())
+    model = architecture.build()
     modules = dict(model.named_modules())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -461,15 +382,8 @@ def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
                 torch.nn.init.normal_(parameter, std=0.1)
             elif is_linear(modules[name.rpartition(".")[0]]):
                 torch.nn.init.normal_(parameter, std=0.08)
-        model.save_pretrained(folder)
-        store = WeightStore(folder)
-        for index, entry in enumerate(store.manifest().groups):
-            group = store.group(index)
-            weight = group.weight.to(torch.float64) * group.channel_scale[:, None]
-            for member, part in zip(entry.members, weight.split(list(entry.outputs)), strict=True):
-                linear = modules[member]
-                linear.weight.copy_(part.t() if isinstance(linear, Conv1D) else part)
     model.save_pretrained(folder)
+    rounded_model(folder, kind=type(model)).save_pretrained(folder)
     return folder
 
 

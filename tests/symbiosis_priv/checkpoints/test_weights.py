@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DataObject
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
@@ -22,6 +22,7 @@ from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tests.compatibility.families import build
 from tests.warm import run
 
 ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
@@ -137,13 +138,7 @@ def test_names_with_and_without_prefix_are_one_model(
 
 def test_renamed_modules_are_read_as_in_transformers(tmp_path: Path) -> None:
     """GPT-NeoX checkpoints use `embed_out`; the model's head is `lm_head` now."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-    }
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64))
+    model = build("GPTNeoXForCausalLM")
     model.save_pretrained(tmp_path / "neox")
     assert "embed_out.weight" in load_file(tmp_path / "neox" / "model.safetensors")
     store = WeightStore(tmp_path / "neox", cache=tmp_path / "cache")

@@ -24,6 +24,7 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tests.compatibility.families import build
 from tests.tenant.conftest import NewFederation, NewProvider, Tape
 from tests.tenant.scripted import ScriptedProvider
 
@@ -86,24 +87,13 @@ def test_logits_are_close_to_the_float_model(load: Load, llama: Path, gpt2: Path
         assert torch.nn.functional.cosine_similarity(split, reference, dim=-1).min() > 0.999
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-}
-HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "head_dim": 16}
-ARCHITECTURES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "biases everywhere": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    "a renamed head": lambda: transformers.GPTNeoXConfig(**SIZES),
-    "attention beside the MLP, a biased head": lambda: transformers.PhiConfig(**SIZES),
-    "norms of q and k": lambda: transformers.Qwen3Config(**HEADS),
-    "soft-capped logits, a tied head": lambda: transformers.Gemma2Config(**HEADS),
-    "convolutions": lambda: transformers.Lfm2Config(
-        **SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]
-    ),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases everywhere": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "a renamed head": ("GPTNeoXForCausalLM", {}),
+    "attention beside the MLP, a biased head": ("PhiForCausalLM", {}),
+    "norms of q and k": ("Qwen3ForCausalLM", {}),
+    "soft-capped logits, a tied head": ("Gemma2ForCausalLM", {}),
+    "convolutions": ("Lfm2ForCausalLM", {}),
 }
 
 
@@ -111,8 +101,8 @@ ARCHITECTURES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 def test_logits_and_gradients_of_other_architectures_are_close(
     load: Load, architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(4)
-    full = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
+    kind, changes = ARCHITECTURES[architecture]
+    full = build(kind, pad_token_id=0, **changes)
     for name, parameter in full.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -289,11 +279,7 @@ def test_another_architecture_than_the_federations_is_refused(
 ) -> None:
     """The preparation is for the Llama, the checkpoint is another model: no layer may be replaced by chance."""
     narrow = tmp_path / "narrow"
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96
-        )
-    ).save_pretrained(narrow)
+    build("LlamaForCausalLM").save_pretrained(narrow)
     with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
         load(narrow, federation=federation, checkpoint=llama)
 
@@ -319,21 +305,18 @@ def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load
 # Heads of tasks
 
 
-LABELLED: dict[str, Any] = {**SIZES, "num_labels": 3}
-CLASSIFIERS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
-    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**LABELLED)),
-    "llama": lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LABELLED)),
-    "roberta, a head of two layers": lambda: transformers.RobertaForSequenceClassification(
-        transformers.RobertaConfig(**LABELLED)
-    ),
-    "tokens": lambda: transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**HEADS | LABELLED)),
+CLASSIFIERS = {
+    "bert": "BertForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+    "roberta, a head of two layers": "RobertaForSequenceClassification",
+    "tokens": "Qwen3ForTokenClassification",
 }
 
 
 @pytest.fixture
 def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    torch.manual_seed(6)
-    CLASSIFIERS[request.param]().save_pretrained(tmp_path / "classifier")
+    sizes = {"intermediate_size": 48 + 8 * len(request.param)}  # a preparation is found by the offloaded weights
+    build(CLASSIFIERS[request.param], pad_token_id=0, num_labels=3, **sizes).save_pretrained(tmp_path / "classifier")
     return tmp_path / "classifier"
 
 
@@ -410,8 +393,7 @@ def test_another_number_of_labels_makes_another_head(load: Load, classifier: Pat
 @pytest.mark.parametrize("classifier", ["bert"], indirect=True)
 def test_a_language_model_and_a_classifier_are_different_models(classifier: Path, tmp_path: Path) -> None:
     """An LM head, with the transform before it, is offloaded; a classification head is not."""
-    torch.manual_seed(6)
-    transformers.BertForPreTraining(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    build("BertForPreTraining").save_pretrained(tmp_path / "lm")
     members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
     outside = {member for member in members if not member.startswith("bert.")}
     assert outside == {"cls.predictions.transform.dense"}

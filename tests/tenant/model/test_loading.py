@@ -23,29 +23,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
-    BertForMaskedLM,
-    BertModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     RobertaConfig,
     T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.models.albert import modeling_albert
 from typer.testing import CliRunner
@@ -64,6 +56,7 @@ from tenant.model.adapter_limits import MemoryLimit
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.tasks import Tasks
+from tests.compatibility.families import build
 from tests.tenant.scripted import ScriptedProvider
 
 IDS = torch.arange(1, 21).view(2, 10)
@@ -217,8 +210,7 @@ def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(
             built += 1
             super().__init__(config)
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 96}
-    AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=8)).save_pretrained(tmp_path)
+    build("AlbertForMaskedLM").save_pretrained(tmp_path)
     add_entries(tmp_path / "config.json", {"num_hidden_groups": 100})
     monkeypatch.setattr(modeling_albert, "AlbertLayerGroup", Counted)
     monkeypatch.setattr(known_values, "_BUDGET", 1000)
@@ -476,8 +468,7 @@ def adapter(llama: Path, tmp_path: Path) -> Hostile:
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose q_proj has a bias."""
     folder = tmp_path_factory.mktemp("biased")
-    widths: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(**widths, num_key_value_heads=2, num_hidden_layers=1)).save_pretrained(folder)
+    build("Qwen2ForCausalLM").save_pretrained(folder)
     return folder
 
 
@@ -723,28 +714,13 @@ def tokenized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return write
 
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 320,
-}
-T5: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
-NO_LANGUAGE_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "BertModel": lambda: BertModel(BertConfig(**SMALL)),
-    "BertForMaskedLM": lambda: BertForMaskedLM(BertConfig(**SMALL)),
-    "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL, pad_token_id=0)),
-    "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5Config(**T5)),
-}
-
-
-@pytest.mark.parametrize("name", NO_LANGUAGE_MODELS)
+@pytest.mark.parametrize(
+    "name", ["BertModel", "BertForMaskedLM", "LlamaForSequenceClassification", "T5ForConditionalGeneration"]
+)
 def test_an_encoder_is_measured_by_its_hidden_states_and_not_given_a_random_head(
     name: str, tokenized: Callable[..., Path], federation: Path, executor: ScriptedProvider, tmp_path: Path
 ) -> None:
-    torch.manual_seed(2)
-    path = tokenized(NO_LANGUAGE_MODELS[name]())
+    path = tokenized(build(name, vocab_size=320, pad_token_id=0, max_position_embeddings=512))
     text = ("--text", str(path / "notes.text"))
     check = CliRunner().invoke(
         cli.app, ["check", "--model", str(path), *text, "--sequence-length", "16", "--blocks", "2"]

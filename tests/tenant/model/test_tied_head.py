@@ -16,11 +16,9 @@ from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.remote_linear import RemoteLinear
 from tenant.preparation.own_tensors import own_digest, write_slim
+from tests.compatibility.families import build
 
 IDS = torch.arange(3, 13).view(1, 10)
-_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-_BERT = transformers.BertConfig(**_SIZES, vocab_size=96, max_position_embeddings=16)
-_T5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=96)
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -33,9 +31,7 @@ def save(model: Any, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**_SIZES, vocab_size=96, tie_word_embeddings=True)
-    return save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("tied"))
+    return save(build("LlamaForCausalLM", tie_word_embeddings=True), tmp_path_factory.mktemp("tied"))
 
 
 def load(path: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
@@ -44,18 +40,14 @@ def load(path: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "made"),
+    ("kind", "model"),
     [
-        (transformers.AutoModelForMaskedLM, lambda: transformers.BertForMaskedLM(_BERT)),  # its bias is tied, too
-        (
-            transformers.AutoModelForSeq2SeqLM,
-            lambda: transformers.T5ForConditionalGeneration(_T5),
-        ),  # it scales the input of a tied head
+        (transformers.AutoModelForMaskedLM, "BertForMaskedLM"),  # its bias is tied, too
+        (transformers.AutoModelForSeq2SeqLM, "T5ForConditionalGeneration"),  # it scales the input of a tied head
     ],
-    ids=["BERT", "T5"],
 )
-def test_logits_are_those_of_a_rounded_head(kind: Any, made: Any, tmp_path: Path) -> None:
-    path = save(made(), tmp_path)
+def test_logits_are_those_of_a_rounded_head(kind: Any, model: str, tmp_path: Path) -> None:
+    path = save(build(model), tmp_path)
     split, rounded = load(path, kind), rounded_model(path, kind=kind, tied_head=True)
     assert isinstance(split.get_output_embeddings(), RemoteLinear)
     inputs = {"decoder_input_ids": IDS} if split.config.is_encoder_decoder else {}

@@ -8,12 +8,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import MergeModulelist
 
-from symbiosis_priv.checkpoints.discovery.skeleton import discover
+from symbiosis_priv.checkpoints.discovery.skeleton import discover, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import join
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
-from tests.experts import DBRX, FAMILIES, SIZES, write
+from tests.compatibility.families import small
+from tests.experts import FAMILIES, write
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,40 +37,23 @@ def test_both_stacks_of_a_layer_are_groups_with_the_models_weights(family: str, 
             assert layer.bias is None
 
 
-def test_routers_stay(tmp_path: Path) -> None:
+def test_routers_stay() -> None:
     """Routers stay with the tenant, also if they are linears."""
-    config = transformers.AfmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, num_dense_layers=0, head_dim=8)
+    config = small("afmoe", num_dense_layers=0)
     config.architectures = ["AfmoeForCausalLM"]
-    config.save_pretrained(tmp_path)
-    members = {member for group in discover(tmp_path).groups for member in group.members}
+    members = {member for group in traced(config).groups for member in group.members}
     assert any(member.endswith("experts.down_proj") for member in members)
     assert not any(".router" in member for member in members)
 
 
 @pytest.mark.parametrize(
-    ("kind", "head", "sizes"),
-    [
-        (
-            "SwitchTransformersConfig",
-            "SwitchTransformersForConditionalGeneration",
-            {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_experts": 4},
-        ),
-        ("DbrxConfig", "DbrxForCausalLM", DBRX),
-        (
-            "Llama4TextConfig",
-            "Llama4ForCausalLM",
-            SIZES | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1},
-        ),
-    ],
+    "model", ["SwitchTransformersForConditionalGeneration", "DbrxForCausalLM", "Llama4ForCausalLM"]
 )
-def test_experts_of_other_classes_stay_as_a_whole(
-    kind: str, head: str, sizes: dict[str, object], tmp_path: Path
-) -> None:
+def test_experts_of_other_classes_stay_as_a_whole(model: str) -> None:
     """From the row counts of a single expert's linear, a provider would see how rows are routed."""
-    config = getattr(transformers, kind)(**sizes)
-    config.architectures = [head]
-    config.save_pretrained(tmp_path)
-    groups = discover(tmp_path).groups
+    config = small(getattr(transformers, model).config_class)
+    config.architectures = [model]
+    groups = traced(config).groups
     assert groups
     assert all(group.experts == 1 for group in groups)
     assert not any("experts" in member for group in groups for member in group.members if "shared" not in member)

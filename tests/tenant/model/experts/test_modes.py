@@ -4,13 +4,11 @@ computed, by a formula that a small model confirms.
 
 import logging
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -18,7 +16,8 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModel
 from tenant import RemoteConfig, backend_of
 from tenant.model.experts.stack import OffloadedStack
 from tenant.preparation.own_tensors import write_slim
-from tests.experts import DBRX, write
+from tests.compatibility.families import build
+from tests.experts import write
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -41,8 +40,7 @@ def test_experts_are_offloaded_by_default_at_a_low_price_only(
 
 
 def test_experts_outside_the_interface_stay_or_are_refused_by_name(tmp_path: Path) -> None:
-    config = transformers.DbrxConfig(**deepcopy(DBRX))
-    transformers.DbrxForCausalLM(config).save_pretrained(tmp_path)
+    build("DbrxForCausalLM").save_pretrained(tmp_path)
     backend_of(load(tmp_path)).close()
     with pytest.raises(UnsupportedModelError, match=r"DbrxExperts.*experts='local'"):
         load(tmp_path, experts="all")

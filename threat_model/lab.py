@@ -278,10 +278,8 @@ class Lab:
             truth.batches.append((workload.prompts, workload.prompt_length))
 
     def _game(self, backend: Any, recorder: Recorder, truth: Truth, direction: Direction, workload: Workload) -> Game:
-        """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random.
-
-        The helpers' shares of the pads of these rows are computed from the logs of all helpers.
-        """
+        """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random. The
+        helpers' shares of the pads of these rows are computed from the logs of all helpers."""
         group = 0
         pair = self.public.vocabulary_rows[:2]
         if direction == BACKWARD:

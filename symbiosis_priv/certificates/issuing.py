@@ -61,10 +61,8 @@ Signer = reading.Identity | ec.EllipticCurvePrivateKey
 
 
 def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> reading.Identity:
-    """Creates a certificate authority for tenants or providers: `<name>.pem` and `<name>.key`.
-
-    Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
-    """
+    """Creates a certificate authority for tenants or providers: `<name>.pem` and `<name>.key`. Raises `ConfigError` for
+    a bad name or lifetime, `CertificateError` if either file exists."""
     key = ec.generate_private_key(ec.SECP256R1())
     # path_length=0: a tenant's certificate can never sign another one.
     extensions = [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]
@@ -128,11 +126,9 @@ def issue_to_key(
 
 
 def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
-    """Creates the pair that `rotate` will use later: `<name>.next.pem` and `<name>.next.key`.
-
-    Tenants can then pin a provider's next certificate while the provider still shows the current one. Arguments and
-    errors as for `rotate`. Raises `CertificateError` also if a next pair exists.
-    """
+    """Creates the pair that `rotate` will use later: `<name>.next.pem` and `<name>.next.key`. Tenants can then pin a
+    provider's next certificate while the provider still shows the current one. Arguments and errors as for `rotate`.
+    Raises `CertificateError` also if a next pair exists."""
     if certificate.suffix != ".pem":
         raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
     check_name(certificate.stem)

@@ -43,10 +43,8 @@ def make_folder(directory: Path) -> None:
 
 
 def create_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Writes a new file. O_EXCL also refuses to follow a symbolic link at the path.
-
-    Raises `CertificateError` if the file exists or cannot be written.
-    """
+    """Writes a new file. O_EXCL also refuses to follow a symbolic link at the path. Raises `CertificateError` if the
+    file exists or cannot be written."""
     try:
         write_new(path, content, mode=mode)
     except FileExistsError:

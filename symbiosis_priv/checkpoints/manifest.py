@@ -81,11 +81,9 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
 
     @functools.cached_property
     def by_expert(self) -> "GroupEntry":
-        """The entry of one expert's matrix in this stack, for requests with counts.
-
-        The entry has its own name, and so its own keystreams and row counters: dense rows and rows of one expert have
-        different widths, and must never share a mask.
-        """
+        """The entry of one expert's matrix in this stack, for requests with counts. The entry has its own name, and so
+        its own keystreams and row counters: dense rows and rows of one expert have different widths, and must never
+        share a mask."""
         inputs, outputs = self.inputs, self.stacked_outputs
         if self.joined == "outputs":
             outputs //= self.experts

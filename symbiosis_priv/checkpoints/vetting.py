@@ -222,10 +222,8 @@ _switch = threading.RLock()
 
 @contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Disables requests to the hub inside this context, like HF_HUB_OFFLINE=1, for the whole process.
-
-    The hub's client and transformers check this switch before every request.
-    """
+    """Disables requests to the hub inside this context, like HF_HUB_OFFLINE=1, for the whole process. The hub's client
+    and transformers check this switch before every request."""
     with _switch:
         before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
         try:

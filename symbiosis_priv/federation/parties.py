@@ -243,10 +243,8 @@ class Parties:
         return not self.roots(one).isdisjoint(self.roots(other))
 
     def roots(self, peer: Peer) -> frozenset[Hashable]:
-        """The roots of a peer's name and operator: one root for a peer of the constructor's `peers`.
-
-        For another peer the two roots may differ, because its name and its operator may belong to two companies.
-        """
+        """The roots of a peer's name and operator: one root for a peer of the constructor's `peers`. For another peer
+        the two roots may differ, because its name and its operator may belong to two companies."""
         return frozenset({self._root(_name(peer.name)), self._root(_operator(peer.operator))})
 
     def company_of(self, operator: str) -> Hashable:

@@ -171,11 +171,9 @@ class Pretraining:
 def cached_base_model(
     cache: Path, scratch: Path, *, on_progress: Progress | None = None, recipe: Pretraining = Pretraining()
 ) -> Path:
-    """Call `make_base_model` once, and return the model in `cache` afterwards.
-
-    A model in the cache never changes, so several processes may use it at once. A cache that cannot be written is not
-    used. `scratch` is an empty folder for a model that is not in the cache yet.
-    """
+    """Call `make_base_model` once, and return the model in `cache` afterwards. A model in the cache never changes, so
+    several processes may use it at once. A cache that cannot be written is not used. `scratch` is an empty folder for a
+    model that is not in the cache yet."""
     digest = hashlib.sha256(f"{recipe}\n{recipe.text()}".encode()).hexdigest()
     kept = cache / f"base-model-{digest[:16]}"
     if kept.is_dir():
@@ -191,11 +189,9 @@ def cached_base_model(
 def make_base_model(
     directory: Path, *, on_progress: Progress | None = None, recipe: Pretraining = Pretraining()
 ) -> Path:
-    """Pretrain the base model, and return the folder of its checkpoint.
-
-    The checkpoint is written atomically. Its weights are deterministic on one machine, and close but not equal across
-    machines. `directory`: folder of the checkpoint; missing or empty. Raises `ConfigError`: `directory` is not empty.
-    """
+    """Pretrain the base model, and return the folder of its checkpoint. The checkpoint is written atomically. Its
+    weights are deterministic on one machine, and close but not equal across machines. `directory`: folder of the
+    checkpoint; missing or empty. Raises `ConfigError`: `directory` is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is in use; name an empty or new directory for the base model")
     paragraphs = recipe.text().split("\n\n")

@@ -88,10 +88,8 @@ def bound_address(listener: socket.socket) -> str:
 
 
 def names_host(headers: Sequence[str], hosts: Container[str]) -> bool:
-    """Returns True if there is one `Host` header, and it is an IP address or one of `hosts` (in lower case).
-
-    A web page can make a name of its own resolve to loopback (DNS rebinding), but cannot send another `Host` header.
-    """
+    """Returns True if there is one `Host` header, and it is an IP address or one of `hosts` (in lower case). A web page
+    can make a name of its own resolve to loopback (DNS rebinding), but cannot send another `Host` header."""
     found = _HOST.fullmatch(headers[0].lower()) if len(headers) == 1 else None
     if found is None:
         return False

@@ -235,11 +235,8 @@ def within(deadline: float, operation: Callable[[float], T], why: str, *, waitin
 
 
 class FrameStream(RecordStream):
-    """A `RecordStream` with deadlines, in seconds on the clock of `time.monotonic`.
-
-    Methods raise ConnectionLostError if the peer leaves within a frame, TimeoutError if the peer is too slow, and
-    OSError if the connection fails.
-    """
+    """A `RecordStream` with deadlines, in seconds on the clock of `time.monotonic`. Methods raise ConnectionLostError
+    if the peer leaves within a frame, TimeoutError if the peer is too slow, and OSError if the connection fails."""
 
     waiting: Waiting | None = None
     """Called after every slice of a wait; see `within`."""

@@ -93,11 +93,8 @@ class Encoding:
 
     def pack(self, matrix: Tensor | NDArray[Any]) -> memoryview:
         """The payload of a CPU matrix of `dtype`. With 32 bits it is not a copy if the matrix is contiguous and the
-        machine little-endian.
-
-        `pack` and `unpack` avoid torch where possible. Each torch operation releases the GIL, and reacquiring it takes
-        longer than the rest while other threads wait for it.
-        """
+        machine little-endian. `pack` and `unpack` avoid torch where possible. Each torch operation releases the GIL,
+        and reacquiring it takes longer than the rest while other threads wait for it."""
         if isinstance(matrix, Tensor):
             matrix = (matrix.detach() if matrix.requires_grad else matrix).numpy()
         array = np.ascontiguousarray(matrix)
@@ -113,9 +110,7 @@ class Encoding:
 
     def unpack(self, payload: bytearray | memoryview | np.ndarray, *, rows: int) -> Tensor:
         """The matrix `[rows, width]` of a writable payload. With 32 bits it is not a copy on little-endian machines.
-
-        With 24 bits, items are the signed representatives, -2^23 to 2^23 - 1.
-        """
+        With 24 bits, items are the signed representatives, -2^23 to 2^23 - 1."""
         if self.item_bits == _NARROW:
             packed = np.frombuffer(payload, dtype=np.uint8)
             array = np.empty(len(packed) // 3, dtype=np.int32)
@@ -125,10 +120,8 @@ class Encoding:
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
     def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:
-        """Subtract the integers of a payload from a contiguous int32 matrix, modulo 2^32 and in place.
-
-        With 24 bits the payload holds signed representatives, as `unpack` returns them.
-        """
+        """Subtract the integers of a payload from a contiguous int32 matrix, modulo 2^32 and in place. With 24 bits the
+        payload holds signed representatives, as `unpack` returns them."""
         if self.item_bits == _NARROW:
             packed = np.frombuffer(payload, dtype=np.uint8)
             if not _compiled("ring_subtract24", packed, matrix.size, matrix):

@@ -21,10 +21,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A context manager. Inside it, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
-
-    Outside the main thread it does nothing, because Python delivers signals to the main thread only.
-    """
+    """A context manager. Inside it, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143). Outside the
+    main thread it does nothing, because Python delivers signals to the main thread only."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}

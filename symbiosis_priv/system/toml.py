@@ -69,10 +69,8 @@ def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -
 
 def _allowed(kind: type, message: str) -> str:
     """The known fields, or the allowed values, as text for a message, at the place where msgspec found an unknown one;
-    "" for other messages.
-
-    msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the file there is none.
-    """
+    "" for other messages. msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the
+    file there is none."""
     if "unknown field" not in message and "Invalid enum value" not in message:
         return ""
     place = message.rpartition(" at `$")[2] if " at `$" in message else ""

@@ -164,10 +164,8 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
 
 def _beats_decoys(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
     """Returns True if the guess fits the true update better than every decoy. A decoy is the update with random signs.
-
     The comparison uses `matrix`, and first removes the component along the public weight from each column. Training may
-    move along the public weight, and a guess made only from public data must not count as a success.
-    """
+    move along the public weight, and a guess made only from public data must not count as a success."""
     guessed, weight = stolen.matrix, stolen.weight
     guessed = guessed - weight * ((guessed * weight).sum(dim=0) / weight.square().sum(dim=0))
     # M is known up to a factor; its sign follows from the sign of W

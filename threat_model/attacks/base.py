@@ -140,11 +140,9 @@ class RowsAttack(Attack[V, GuessedRows]):
 
 
 def score_rows(guess: GuessedRows, calls: Mapping[int, GroupCall]) -> Outcome:
-    """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
-
-    The pair test asks whether two guesses fit their own rows better than each other's rows:
-    `<g_a - g_b, x_a - x_b> > 0`. If the guesses do not depend on the rows, each test succeeds with probability 1/2.
-    """
+    """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs. The pair test asks whether two
+    guesses fit their own rows better than each other's rows: `<g_a - g_b, x_a - x_b> > 0`. If the guesses do not depend
+    on the rows, each test succeeds with probability 1/2."""
     by_layer: dict[tuple[int, Direction], list[int]] = {}
     for order, call in calls.items():
         if order in guess and call.rows.shape == guess[order].shape:

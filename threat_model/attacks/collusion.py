@@ -134,10 +134,8 @@ def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, directio
 
 
 def matching(rows: Tensor, pads: Tensor) -> Tensor:
-    """Index of the pad of each row: int32 `[r, d]` and `[n, d]` to int64 `[r]`.
-
-    The right pad leaves small integers: one column leaves few candidates, and a few more columns decide between them.
-    """
+    """Index of the pad of each row: int32 `[r, d]` and `[n, d]` to int64 `[r]`. The right pad leaves small integers:
+    one column leaves few candidates, and a few more columns decide between them."""
     near = rows[:, 0].long()
     keys, which = torch.cat([pads[:, 0].long() + turn for turn in (-_RING, 0, _RING)]).sort()
     first, last = (torch.searchsorted(keys, near + step) for step in (-_SMALL, _SMALL))

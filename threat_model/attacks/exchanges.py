@@ -15,12 +15,9 @@ from threat_model.evidence.views import Exchange, ExecutorView
 
 
 class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
-    """The smallest rows whose products are nearest to the answers without blocks.
-
-    If a helper relayed bare effects, the executor's product less the blocks would be the product of the rows, and a
-    matrix with at least as many outputs as inputs gives the rows back. A block is `e + m`, so the difference is the
-    product less the second keystreams.
-    """
+    """The smallest rows whose products are nearest to the answers without blocks. If a helper relayed bare effects, the
+    executor's product less the blocks would be the product of the rows, and a matrix with at least as many outputs as
+    inputs gives the rows back. A block is `e + m`, so the difference is the product less the second keystreams."""
 
     name = "product less blocks"
     sees = "masked rows, relayed blocks, and its products less the blocks"
@@ -45,10 +42,8 @@ _PASSES = 6
 
 
 def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
-    """Return (noise `[k, d]` or None, the other exchanges) of a group and direction.
-
-    A tenant without a helper must ask the executor itself for the effect of its noise: the first bias-free request.
-    """
+    """Return (noise `[k, d]` or None, the other exchanges) of a group and direction. A tenant without a helper must ask
+    the executor itself for the effect of its noise: the first bias-free request."""
     found = view.of(group=group, direction=direction)
     if found and found[0].arithmetic == "float_bias_free":
         return found[0].rows.double(), found[1:]

@@ -54,11 +54,9 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
 
 
 class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
-    """Treats rows that arrive repeatedly as noise. Ignores the requests for effects.
-
-    A gradient is exactly zero where no label is learned, and padding repeats one row. Under reused noise, both arrive
-    as the same bytes several times. A repeated row is the noise (plus a known row), to be subtracted from other rows.
-    """
+    """Treats rows that arrive repeatedly as noise. Ignores the requests for effects. A gradient is exactly zero where
+    no label is learned, and padding repeats one row. Under reused noise, both arrive as the same bytes several times. A
+    repeated row is the noise (plus a known row), to be subtracted from other rows."""
 
     name = "zero and padding rows"
     removes_noise = True

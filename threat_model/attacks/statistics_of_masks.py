@@ -166,11 +166,9 @@ def _byte_tests(words: Tensor, unused: int) -> list[float]:
 
 
 class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
-    """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows.
-
-    In the distinguishing game, the adversary picks two rows, and the tenant masks one of them at random, thousands of
-    times. A guess has a score for each unknown row; above zero means "the second row".
-    """
+    """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows. In the
+    distinguishing game, the adversary picks two rows, and the tenant masks one of them at random, thousands of times. A
+    guess has a score for each unknown row; above zero means "the second row"."""
 
     name = "two-row distinguisher"
     decisive = True

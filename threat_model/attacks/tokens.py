@@ -40,10 +40,8 @@ class FirstLayerAttack(LabelsAttack[ExecutorView]):
 
 class Averaging(FirstLayerAttack):
     """Takes the mean over sibling requests, then applies a matched filter against the vocabulary. Ignores known noise.
-
     The noise in the mean of M maskings of one row shrinks by sqrt(M); the row does not. q, k and v have the same input:
-    if each is sent separately with its own noise, M = 3. A tenant that fuses siblings sends the row once.
-    """
+    if each is sent separately with its own noise, M = 3. A tenant that fuses siblings sends the row once."""
 
     name = "averaging siblings"
     removes_noise = True
@@ -66,11 +64,9 @@ class Averaging(FirstLayerAttack):
 
 
 class SubspaceProjection(FirstLayerAttack):
-    """Projects low-rank noise away by PCA; the rank is where the spectrum falls most steeply.
-
-    K noise rows, and all their combinations, span K of d dimensions. If they are large, the first K principal axes of
-    the received rows are that span. The other d - K coordinates of a row are matched with the vocabulary.
-    """
+    """Projects low-rank noise away by PCA; the rank is where the spectrum falls most steeply. K noise rows, and all
+    their combinations, span K of d dimensions. If they are large, the first K principal axes of the received rows are
+    that span. The other d - K coordinates of a row are matched with the vocabulary."""
 
     name = "subspace projection (PCA)"
     removes_noise = True
@@ -94,11 +90,9 @@ class SubspaceProjection(FirstLayerAttack):
 
 
 class RowScale(FirstLayerAttack):
-    """Compares any header field that has one number per row with the scales of tokens.
-
-    Quantisation needs one float per row. The largest entry of a first-layer row is nearly unique, so a tenant that sent
-    the scale in clear would send the token.
-    """
+    """Compares any header field that has one number per row with the scales of tokens. Quantisation needs one float per
+    row. The largest entry of a first-layer row is nearly unique, so a tenant that sent the scale in clear would send
+    the token."""
 
     name = "row scale in clear"
     sees = "header fields of the first layer group"
@@ -117,11 +111,9 @@ class RowScale(FirstLayerAttack):
 
 
 class EvenMasks(FirstLayerAttack):
-    """Guesses the token whose integers agree with the row in the lowest bit of most entries.
-
-    If two helpers expand the same stream, their shares n add up to 2n, whose lowest bit is 0. So the lowest bit of
-    every entry is the row's own bit. A row has far more entries than a token has bits.
-    """
+    """Guesses the token whose integers agree with the row in the lowest bit of most entries. If two helpers expand the
+    same stream, their shares n add up to 2n, whose lowest bit is 0. So the lowest bit of every entry is the row's own
+    bit. A row has far more entries than a token has bits."""
 
     name = "even masks"
     sees = "the lowest bit of each entry, first layer group"
@@ -141,10 +133,8 @@ _PROMPTS = 80  # prompts that the attack on a deeper layer reads; its time grows
 
 
 class FirstLayerTokens(FirstLayerAttack):
-    """Subtracts candidates from a row, and guesses the token whose normed embedding has the largest cosine with it.
-
-    A secret scale does not change the cosine. A row of zeros is read as the token whose own row is zero (padding).
-    """
+    """Subtracts candidates from a row, and guesses the token whose normed embedding has the largest cosine with it. A
+    secret scale does not change the cosine. A row of zeros is read as the token whose own row is zero (padding)."""
 
     name = "tokens, first layer"
     decisive = True

@@ -188,9 +188,7 @@ class CheckpointOracle(Oracle):
 
 class PreparedOracle(Oracle):
     """Checks answers with the verification keys of the tenant's sessions. Finds wrong rows, but computes no products.
-
-    No keys are stored for arbitrary rows of a stack of experts (`tenant.core.verifier`).
-    """
+    No keys are stored for arbitrary rows of a stack of experts (`tenant.core.verifier`)."""
 
     stacks = False
 

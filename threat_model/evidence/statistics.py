@@ -56,11 +56,9 @@ def normal_tail(z: float) -> float:
 
 
 def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
-    """The success rate of randomly permuted guesses: the chance level.
-
-    This is the mean of `guess[pi] == truth` over all permutations pi, in closed form. An attack that always guesses the
-    most frequent token scores exactly at this level. `guess`, `truth`: int64 `[n]`.
-    """
+    """The success rate of randomly permuted guesses: the chance level. This is the mean of `guess[pi] == truth` over
+    all permutations pi, in closed form. An attack that always guesses the most frequent token scores exactly at this
+    level. `guess`, `truth`: int64 `[n]`."""
     if not len(truth):
         return 0.0
     labels, place = torch.cat([guess, truth]).unique(return_inverse=True)
@@ -70,10 +68,8 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
 
 def gaussian_channel_bits(noise_scale: float) -> float:
     """Largest number of bits that one masked row reveals about one coordinate. `noise_scale` is relative to its spread.
-
     The capacity of the Gaussian channel is `1/2 log2(1 + 1/scale^2)` (Shannon 1948). The bits add up over coordinates
-    and over repeated maskings of a row. The bound does not hold if noise is reused, or is rounded to float32.
-    """
+    and over repeated maskings of a row. The bound does not hold if noise is reused, or is rounded to float32."""
     return 0.5 * math.log2(1 + noise_scale**-2)
 
 

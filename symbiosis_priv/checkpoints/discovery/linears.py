@@ -98,10 +98,8 @@ def stacks_in(experts: nn.Module) -> tuple[str, str]:
 
 
 def is_stacked(experts: nn.Module) -> bool:
-    """Returns True if a module's two stacks can be offloaded: transformers calls it through its experts interface.
-
-    A norm of each expert's output would need each expert's product, not their sum.
-    """
+    """Returns True if a module's two stacks can be offloaded: transformers calls it through its experts interface. A
+    norm of each expert's output would need each expert's product, not their sum."""
     if not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
         return False
     stacks = [getattr(experts, stack, None) for stack in stacks_in(experts)]

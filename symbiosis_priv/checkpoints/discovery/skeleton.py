@@ -91,12 +91,9 @@ class Source:
 
 
 class StoredNames:
-    """Maps the tensors of a checkpoint to parameters.
-
-    Some checkpoints omit the base model's prefix or add it, and some modules were renamed after a checkpoint was
-    written (GPT-NeoX's `embed_out` is `lm_head` now). Some store the matrices of experts one by one. The rules of
-    transformers decide, so all readers agree.
-    """
+    """Maps the tensors of a checkpoint to parameters. Some checkpoints omit the base model's prefix or add it, and some
+    modules were renamed after a checkpoint was written (GPT-NeoX's `embed_out` is `lm_head` now). Some store the
+    matrices of experts one by one. The rules of transformers decide, so all readers agree."""
 
     def __init__(self, model: PreTrainedModel, groups: Iterable[GroupSpec]) -> None:
         rules = get_model_conversion_mapping(model)
@@ -338,10 +335,8 @@ def tied_head(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _tied_modules(model: PreTrainedModel, *, without: Collection[str]) -> set[str]:
-    """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay.
-
-    Ties of the parameters in `without` do not count.
-    """
+    """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay. Ties of
+    the parameters in `without` do not count."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -352,10 +347,8 @@ def _tied_modules(model: PreTrainedModel, *, without: Collection[str]) -> set[st
 
 
 def task_heads(model: PreTrainedModel) -> set[str]:
-    """Modules outside the base model and the LM head: classifiers and other heads, which tenants train and replace.
-
-    The LM head is the output embedding and the other parts of its module (the transform in front of a masked LM's
-    decoder).
+    """Modules outside the base model and the LM head: classifiers and other heads, which tenants train and replace. The
+    LM head is the output embedding and the other parts of its module (the transform in front of a masked LM's decoder).
     """
     base: nn.Module = model.base_model
     if base is model and type(model).__name__.endswith("Classification"):  # with no base model of its own

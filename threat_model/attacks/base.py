@@ -33,12 +33,8 @@ RECOVERED = 0.01
 
 @dataclass(frozen=True)
 class Outcome:
-    """The score of an attack.
-
-    Args:
-        hits, trials: right guesses, and all guesses.
-        p_value: probability that guessing scores at least as well, by the scorer's most sensitive test.
-    """
+    """The score of an attack. `hits`, `trials`: right guesses, and all guesses; `p_value`: probability that guessing
+    scores at least as well, by the scorer's most sensitive test."""
 
     hits: int
     trials: int

@@ -74,12 +74,8 @@ def gaussian_channel_bits(noise_scale: float) -> float:
 
 
 def roc(scores: Tensor, positive: Tensor) -> tuple[list[float], list[float]]:
-    """(false positive rates, true positive rates) as the threshold falls.
-
-    Args:
-        scores: float `[n]`, higher means more likely positive.
-        positive: bool `[n]`.
-    """
+    """(false positive rates, true positive rates) as the threshold falls. `scores`: float `[n]`, higher means more
+    likely positive; `positive`: bool `[n]`."""
     order = scores.argsort(descending=True)
     hits = positive[order].double()
     rise = torch.cumsum(hits, 0) / hits.sum().clamp(min=1)

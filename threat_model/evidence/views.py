@@ -145,11 +145,8 @@ class NetworkView:
 @dataclass(frozen=True, eq=False)
 class NeighbourView:
     """A second tenant's view: its own exchanges with the true products, and the health reports that it gets.
-
-    Args:
-        requests: float seconds, and the reports' request counter minus this tenant's own requests.
-        own: float64 `[n, o]`, its own answers minus the true products.
-    """
+    `requests`: float seconds, and the reports' request counter minus this tenant's own requests; `own`: float64 `[n,
+    o]`, its own answers minus the true products."""
 
     requests: tuple[tuple[float, int], ...]
     own: Tensor

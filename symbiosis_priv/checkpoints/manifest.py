@@ -192,10 +192,11 @@ class GroupFacts:
     def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
         """A copy of these facts of a stack, with `by_expert` set. `bounds`: limits of rows for one expert."""
         experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
-        scale, bias = self.channel_scale.expand(experts, outputs), None
-        if not self.entry.transposed:  # otherwise each expert has as many outputs as the whole matrix
-            scale = self.channel_scale.view(experts, outputs)
-            bias = None if self.bias is None else self.bias.view(experts, outputs)
+        scale, bias = self.channel_scale, self.bias
+        if self.entry.transposed:  # each expert has as many outputs as the whole matrix
+            scale, bias = scale.expand(experts, outputs), None
+        else:
+            scale, bias = scale.view(experts, outputs), None if bias is None else bias.view(experts, outputs)
         return replace(self, by_expert=GroupFacts(self.entry.by_expert, scale, bias, bounds))
 
     def for_rows(self, counts: Counts | None) -> "GroupFacts":

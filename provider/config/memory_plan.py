@@ -32,12 +32,8 @@ class Need:
 
 
 def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
-    """All memory on this machine that grows with the model or with a limit, over all processes of the provider.
-    A tenant without a request needs no memory.
-
-    Args:
-        served: the layer groups of the manifest whose weights are loaded.
-    """
+    """All memory on this machine that grows with the model or with a limit, over all processes of the provider. A
+    tenant without a request needs no memory. The weights of the layer groups `served` are loaded."""
     device = config.executor.device
     groups = manifest.groups[served.start : served.stop]
     width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2

@@ -24,13 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, and not
     TCPStore,
 )
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from provider.shards.rank_group import FOLDER_VARIABLE, limit_memory
@@ -52,12 +46,14 @@ class Rendezvous(StaticTCPRendezvous):
 
     def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:
         super().__init__(host, port, node, nodes, run_id, timeout=0)
-        self._info = RendezvousInfo(PrefixStore(run_id, store), node, nodes, RendezvousStoreInfo(host, port))
+        self._info = rendezvous.RendezvousInfo(
+            PrefixStore(run_id, store), node, nodes, rendezvous.RendezvousStoreInfo(host, port)
+        )
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         return self._info
 
 
@@ -72,14 +68,14 @@ def main() -> None:
         if nodes == 1:
             if FOLDER_VARIABLE not in os.environ:
                 os.environ[FOLDER_VARIABLE] = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-            rendezvous_handler_registry.register(
+            rendezvous.rendezvous_handler_registry.register(
                 _BACKEND, lambda p: Rendezvous(p.run_id, HashStore(), host=_LOOPBACK, port=0, node=0, nodes=1)
             )
         else:
             os.environ.pop(FOLDER_VARIABLE, None)
             host, port, node = options.master_addr, options.master_port, options.node_rank
 
-            def create(parameters: RendezvousParameters) -> RendezvousHandler:
+            def create(parameters: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
                 if node:
                     store = TCPStore(host, port, is_master=False, timeout=_RENDEZVOUS)
                 else:
@@ -95,7 +91,7 @@ def main() -> None:
                     )
                 return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
 
-            rendezvous_handler_registry.register(_BACKEND, create)
+            rendezvous.rendezvous_handler_registry.register(_BACKEND, create)
         torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
 
 

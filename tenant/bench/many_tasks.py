@@ -33,18 +33,8 @@ from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
+from tenant.tasks import coordinated as batching
 from tenant.tasks.adapter import CONFIG, TENSORS
-from tenant.tasks.coordinated import (
-    Batches,
-    Costs,
-    Request,
-    by_length,
-    by_task,
-    coordinated,
-    fixed,
-    measure_costs,
-    padded,
-)
 from tenant.tasks.registry import Tasks
 
 _LONGEST, _TASKS = 128, 128  # longest request in tokens, and number of tasks in the queue, as in the paper's traffic
@@ -218,21 +208,21 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, pr
 
     examples = {tasks[name].id.method: name for name in reversed(names)}
     longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(traffic.mean + 4 * traffic.sigma) + 1)
-    costs = measure_costs(
+    costs = batching.measure_costs(
         tasks, run, examples, rows=sorted({1, 4, traffic.size}), tokens=sorted({1, longest}), repeat=1
     )
     random = np.random.default_rng(0)
     lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
     chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=traffic.requests)]
     requests = [
-        Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
+        batching.Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
         for task, length in zip(chosen, lengths, strict=True)
     ]
-    plans: dict[str, Callable[[Sequence[Request], Costs], Batches]] = {
-        "fixed size": lambda requests, costs: fixed(requests, size=traffic.size),
-        "own cost only": by_task,
-        "shared cost only": by_length,
-        "coordinated": coordinated,
+    plans: dict[str, Callable[[Sequence[batching.Request], batching.Costs], batching.Batches]] = {
+        "fixed size": lambda requests, costs: batching.fixed(requests, size=traffic.size),
+        "own cost only": batching.by_task,
+        "shared cost only": batching.by_length,
+        "coordinated": batching.coordinated,
     }
     planned = {name: plan(requests, costs) for name, plan in plans.items()}
     seconds = dict.fromkeys(plans, 0.0)
@@ -242,7 +232,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, pr
         requested = planned[name][n]
         start = time.perf_counter()
         with tasks.batch([request.task for request in requested]):
-            _forward(tasks, *padded(requested))
+            _forward(tasks, *batching.padded(requested))
         seconds[name] += time.perf_counter() - start
     for name, batches in planned.items():
         yield _row(

@@ -137,11 +137,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Request sizes and adapter ranks. The tenants of a kind use them in rotation.
-
-    Args:
-        generating_rows, training_rows: rows of each request.
-    """
+    """Request sizes, in rows, and adapter ranks. The tenants of a kind use them in rotation."""
 
     generating_rows: tuple[int, ...]
     training_rows: tuple[int, ...]
@@ -161,11 +157,7 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A configuration of a provider.
-
-    Args:
-        sharding: how the ranks divide a product.
-    """
+    """A configuration of a provider; `sharding` says how the ranks divide a product."""
 
     policy: str
     ranks: int = 1

@@ -196,12 +196,8 @@ def _fill(connection: socket.socket, buffer: bytearray) -> None:
 def echo_connection(
     federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int
 ) -> Iterator[Callable[[], None]]:
-    """Open a connection to the echo server. Yields a function that makes one round trip.
-
-    Args:
-        peer: the provider whose certificate the echo server uses.
-        up, down: bytes of one exchange in each direction.
-    """
+    """Open a connection to the echo server, which shows the certificate of `peer`. Yields a function that makes one
+    exchange of `up` and `down` bytes."""
     context = federation.tls_context(peer)
     raw = socket.create_connection((peer.host, port), timeout=_ECHO_S)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -131,11 +131,8 @@ def check_width(width: int) -> None:
 
 
 def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> LocalFederation:
-    """Return providers of a checkpoint, not yet started, with `threads` torch threads each.
-
-    Args:
-        directory: parent folder of the providers' files.
-    """
+    """Return providers of a checkpoint, not yet started, with `threads` torch threads each, and files in a subfolder of
+    `directory`."""
     given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
     return LocalFederation(model, directory / "federation", **given)
 
@@ -211,11 +208,8 @@ Task = Step | Generate
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one step or one token.
-
-    Args:
-        counted: the increase of the session's ledger; empty for the whole model.
-    """
+    """The cost of one step or one token. `counted` is the increase of the session's ledger; empty for the whole
+    model."""
 
     seconds: float
     counted: dict[str, float]
@@ -281,11 +275,8 @@ class _Tenant:
 
 @contextmanager
 def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
-    """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens.
-
-    Args:
-        remote: how to split the model; None for the whole model in float32 in this process.
-    """
+    """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens. `remote` says
+    how to split the model; with None, this process holds the whole model in float32."""
     quiet()
     torch.set_num_threads(threads)
     with contextlib.closing(_Tenant(model, remote)) as tenant:

@@ -26,20 +26,8 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
+from tenant.bench import measured_models as models
 from tenant.bench.link import Condition, open_link
-from tenant.bench.measured_models import (
-    Cost,
-    Effort,
-    Generate,
-    Llama,
-    Step,
-    Task,
-    parsed,
-    provide,
-    relayed,
-    remote_config,
-    serve_tenant,
-)
 from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes, show
 from tenant.bench.processes import Child, check_supported, cpu_seconds
 from tenant.bench.report import Goal, Row, figure, where
@@ -49,11 +37,11 @@ from tenant.session.traffic import PredictedTraffic, of_pass, of_step, of_token
 WARM_UP = 2
 """Number of steps or tokens before the measured ones, while connections are opened and pools filled."""
 MODELS: Final = {
-    "Llama-2-7B": Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
-    "Llama-3-8B": Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
+    "Llama-2-7B": models.Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
+    "Llama-3-8B": models.Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
 }
 """The models of `bench bytes`, without their LM heads."""
-_SHAPE, _FIVE_TIMES = Llama(width=512, layers=4, inner=1408), Effort(repeat=5)
+_SHAPE, _FIVE_TIMES = models.Llama(width=512, layers=4, inner=1408), models.Effort(repeat=5)
 _NARROW_AND_RELAYED = "pad/24/relay"
 _STEP_ROWS: Final = 512
 _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
@@ -89,14 +77,14 @@ def network(
     condition: Annotated[
         str, typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas.")
     ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
-    shape: Llama = _SHAPE,
+    shape: models.Llama = _SHAPE,
     batch: Batch = 2,
     tokens: Tokens = 64,
     overlap: Annotated[
         int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
     ] = 2,
     masking: Maskings = "pad,pad/24/relay",
-    effort: Effort = _FIVE_TIMES,
+    effort: models.Effort = _FIVE_TIMES,
 ) -> Iterator[Row]:
     """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
 
@@ -110,15 +98,17 @@ def network(
     check_supported()
     model = shape.save(folder / "model")
     steps = WARM_UP + effort.repeat
-    step = Step(batch=batch, tokens=tokens, steps=steps)
-    work: dict[str, Task] = {"step": step}
+    step = models.Step(batch=batch, tokens=tokens, steps=steps)
+    work: dict[str, models.Task] = {"step": step}
     if overlap > 1:
         work[f"step, {overlap} parts"] = replace(step, parts=overlap)
         work[f"step, {overlap} parts overlapped"] = replace(step, parts=overlap, overlap=True)
-    work["token"] = Generate(prompt=8, tokens=steps)
+    work["token"] = models.Generate(prompt=8, tokens=steps)
     with ExitStack() as stack:
         link = stack.enter_context(open_link())
-        providers = provide(model, folder, threads=effort.threads, host=link.host, relay=relayed(maskings))
+        providers = models.provide(
+            model, folder, threads=effort.threads, host=link.host, relay=models.relayed(maskings)
+        )
         local = stack.enter_context(providers)
         groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
         found: dict[tuple[Condition, str], list[Row]] = {}
@@ -129,8 +119,8 @@ def network(
         for link_condition, name in product((Condition(), *conditions), maskings):
             progress(f"{name}: {link_condition}")
             link.apply(link_condition)
-            remote = remote_config(local, name, effort, federation=federation)
-            with Child("tenant", serve_tenant, model, remote, effort.threads) as tenant:
+            remote = models.remote_config(local, name, effort, federation=federation)
+            with Child("tenant", models.serve_tenant, model, remote, effort.threads) as tenant:
                 for what, task in work.items():
                     before = cpu_seconds([link.emulator])
                     costs = tenant.ask(task, timeout_s=TURN_S)
@@ -139,8 +129,8 @@ def network(
                     unlimited = free.setdefault((what, name), measured)
                     first_s = first.setdefault((link_condition, what.partition(",")[0]), measured.seconds)
                     labels: Row = {"condition": str(link_condition), "work": what, "masking": name}
-                    transport = parsed(name).transport
-                    if isinstance(task, Generate):
+                    transport = models.parsed(name).transport
+                    if isinstance(task, models.Generate):
                         design = of_token(groups, transport)
                     else:
                         part = of_step(groups, batch // task.parts * tokens, transport)
@@ -155,15 +145,11 @@ def network(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One kind of work under one condition.
-
-    Args:
-        first_s: seconds of the first step or token, which uses new connections.
-        emulation_s: CPU seconds of the emulation per step or token.
-    """
+    """One kind of work under one condition: `first_s` are the seconds of the first step or token, which uses new
+    connections, and `emulation_s` the CPU seconds of the emulation per step or token."""
 
     first_s: float
-    costs: Sequence[Cost]
+    costs: Sequence[models.Cost]
     emulation_s: float
 
     @property
@@ -209,11 +195,7 @@ def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: 
 
 
 def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: float) -> str:
-    """Explain the difference between a measured time and the prediction.
-
-    Args:
-        effects_s: predicted seconds for the bytes of effects.
-    """
+    """Explain the difference between a measured time and the prediction, of which `effects_s` are for effects."""
     if difference_s >= 0:
         each = f"{_time(difference_s / turns)} more per turn"
         return f"{each}; the emulation takes {_time(emulation_s / turns)} of CPU" if emulation_s else each
@@ -250,7 +232,7 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
             plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in groups[d == BACKWARD :])
             first = None
             for name in maskings:
-                transport = parsed(name).transport
+                transport = models.parsed(name).transport
                 traffic = sum((of_pass(groups, d, rows, transport) for d in directions), PredictedTraffic())
                 moved = traffic.up + traffic.down + traffic.effects
                 first = first or moved

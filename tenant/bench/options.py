@@ -94,13 +94,10 @@ def show(rows: Sequence[Row]) -> None:
 def benchmark(
     name: str, *, goals: Goals = lambda _: (), show: Show = show
 ) -> Callable[[Callable[Concatenate[Path, Progress, ...], Iterable[Row]]], Callable[..., None]]:
-    """Decorator: make the command of a benchmark from the function that measures.
+    """Decorator: make the command of a benchmark from the function that measures, which yields rows.
 
     The function takes a new folder, a function that shows progress, and keywords, which become options as in `takes`.
-    It yields the rows. The command also has --json.
-
-    Args:
-        goals, show: as for `measure`.
+    The command also has --json. `goals` and `show` are as for `measure`.
     """
 
     def command(work: Callable[Concatenate[Path, Progress, ...], Iterable[Row]]) -> Callable[..., None]:

@@ -194,11 +194,8 @@ def lower_own_priority(nice: int) -> None:
 
 
 def lower_session_priority(pid: int, nice: int) -> None:
-    """Lower the priority of a process's session, so that it uses only CPU time that other sessions leave.
-
-    Args:
-        nice: the session's priority, 1 to 19.
-    """
+    """Lower the priority of a process's session to `nice` (1 to 19), so that it uses only CPU time that other sessions
+    leave."""
     with contextlib.suppress(OSError):  # the system has no autogroups, or the process has ended
         (_PROC / str(pid) / "autogroup").write_text(str(nice))
 

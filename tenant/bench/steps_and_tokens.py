@@ -16,18 +16,7 @@ import typer
 
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench.measured_models import (
-    Cost,
-    Effort,
-    Generate,
-    Llama,
-    Step,
-    Task,
-    provide,
-    relayed,
-    remote_config,
-    serve_tenant,
-)
+from tenant.bench import measured_models as models
 from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
@@ -36,7 +25,7 @@ WHOLE = "whole"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
-_SHAPE, _EFFORT, _MASKINGS = Llama(width=2048, layers=4, inner=5632), Effort(), "none,pad,local"
+_SHAPE, _EFFORT, _MASKINGS = models.Llama(width=2048, layers=4, inner=5632), models.Effort(), "none,pad,local"
 
 
 def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -69,17 +58,17 @@ def step(
     folder: Path,
     progress: Progress,
     *,
-    shape: Llama = _SHAPE,
+    shape: models.Llama = _SHAPE,
     batch: Batch = 4,
     tokens: Tokens = 128,
     masking: Maskings = _MASKINGS,
-    effort: Effort = _EFFORT,
+    effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
     """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process.
 
     Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
     """
-    task, maskings = Step(batch=batch, tokens=tokens), schemes(masking)
+    task, maskings = models.Step(batch=batch, tokens=tokens), schemes(masking)
     with comparison(folder, shape, maskings, effort) as running:
         yield from measure_step(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
 
@@ -89,11 +78,11 @@ def token(
     folder: Path,
     progress: Progress,
     *,
-    shape: Llama = _SHAPE,
+    shape: models.Llama = _SHAPE,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
     masking: Maskings = _MASKINGS,
-    effort: Effort = _EFFORT,
+    effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
     """Measure a generated token of a Llama, whole and split.
 
@@ -101,7 +90,7 @@ def token(
     """
     maskings = schemes(masking)
     with comparison(folder, shape, maskings, effort) as running:
-        task = Generate(prompt=prompt, tokens=tokens)
+        task = models.Generate(prompt=prompt, tokens=tokens)
         turns = _turns(running, task, [WHOLE, *maskings], repeat=effort.repeat, on_turn=progress)
     millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
     for name in turns:
@@ -131,11 +120,11 @@ class TurnCost(NamedTuple):
 class Comparison:
     """Running providers and tenants, made by `comparison`."""
 
-    def __init__(self, local: LocalFederation, tenants: dict[str, Child[Task, list[Cost]]]) -> None:
+    def __init__(self, local: LocalFederation, tenants: dict[str, Child[models.Task, list[models.Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
         self._tenants = tenants
 
-    def turn(self, name: str, task: Task) -> TurnCost:
+    def turn(self, name: str, task: models.Task) -> TurnCost:
         """Let one tenant run a task while the others wait."""
         pids = self._pids(name)
         before = [cpu_seconds([pid]) for pid in pids]
@@ -162,20 +151,20 @@ class Comparison:
 
 
 @contextmanager
-def comparison(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effort) -> Iterator[Comparison]:
-    """Context manager: start an executor, a helper, the whole model (named `WHOLE`), and a tenant for each masking.
-
-    Args:
-        maskings: masking schemes of the split tenants.
-        effort: threads of each process, and memory of each split tenant for pads.
-    """
+def comparison(
+    directory: Path, shape: models.Llama, maskings: Sequence[str], effort: models.Effort
+) -> Iterator[Comparison]:
+    """Context manager: start an executor, a helper, the whole model (named `WHOLE`), and a split tenant for each
+    masking."""
     check_supported()
     model = shape.save(directory / "model")
-    providers = provide(model, directory, threads=effort.threads, relay=relayed(maskings))
+    providers = models.provide(model, directory, threads=effort.threads, relay=models.relayed(maskings))
     with providers as local, contextlib.ExitStack() as stack:
-        remotes = {WHOLE: None, **{masking: remote_config(local, masking, effort) for masking in maskings}}
+        remotes = {WHOLE: None, **{masking: models.remote_config(local, masking, effort) for masking in maskings}}
         tenants = {
-            name: stack.enter_context(Child(f"tenant {name}", serve_tenant, model, remote, effort.threads)).wait_ready()
+            name: stack.enter_context(
+                Child(f"tenant {name}", models.serve_tenant, model, remote, effort.threads)
+            ).wait_ready()
             for name, remote in remotes.items()
         }
         yield Comparison(local, tenants)
@@ -183,18 +172,15 @@ def comparison(directory: Path, shape: Llama, maskings: Sequence[str], effort: E
 
 def measure_step(
     running: Comparison,
-    shape: Llama,
-    task: Step,
+    shape: models.Llama,
+    task: models.Step,
     maskings: Sequence[str],
     *,
     repeat: int,
     on_turn: Progress,
 ) -> Iterator[Row]:
-    """Measure a step. Yields a row per variant with medians over `repeat` turns, after a warm-up turn.
-
-    Args:
-        running: a comparison with a tenant per masking scheme.
-    """
+    """Measure a step with the tenants of a comparison. Yields a row per variant with medians over `repeat` turns, after
+    a warm-up turn."""
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
     for name in turns:
@@ -218,7 +204,7 @@ def measure_step(
 
 
 def _turns(
-    running: Comparison, task: Task, names: Sequence[str], *, repeat: int, on_turn: Progress
+    running: Comparison, task: models.Task, names: Sequence[str], *, repeat: int, on_turn: Progress
 ) -> dict[str, list[TurnCost]]:
     turns: dict[str, list[TurnCost]] = {name: [] for name in names}
     for turn in range(_WARM_UP + repeat):
@@ -236,5 +222,5 @@ def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> f
     return statistics.median(map(figure, turns))
 
 
-def _shape(shape: Llama) -> Row:
+def _shape(shape: models.Llama) -> Row:
     return {"width": shape.width, "inner": shape.inner, "layers": shape.layers}

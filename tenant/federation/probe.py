@@ -19,19 +19,12 @@ import torch
 from cryptography import x509
 from torch import Tensor
 
+from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, expand, mask_key, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.checkpoints.layers import LayerRange, spans
-from symbiosis_priv.errors import (
-    ConnectionLostError,
-    DeadlineExceededError,
-    ProtocolError,
-    ProviderError,
-    SymbiosisError,
-    one_line,
-)
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -214,12 +207,12 @@ class ProviderProbe:
         try:
             step(finding)
             finding.failure = None
-        except DeadlineExceededError as error:
-            finding.failure = one_line(f"{error}: not within {timeout:g} s; {_SLOW}")
-        except ConnectionLostError as error:
-            finding.failure = one_line(f"{error}; {_LOST}")
-        except (SymbiosisError, OSError) as error:
-            finding.failure = one_line(str(error))
+        except errors.DeadlineExceededError as error:
+            finding.failure = errors.one_line(f"{error}: not within {timeout:g} s; {_SLOW}")
+        except errors.ConnectionLostError as error:
+            finding.failure = errors.one_line(f"{error}; {_LOST}")
+        except (errors.SymbiosisError, OSError) as error:
+            finding.failure = errors.one_line(str(error))
 
     def _look(self, finding: Finding) -> None:
         if self._federation.relay and finding.peer.role == "executor":
@@ -242,10 +235,12 @@ class ProviderProbe:
         if self._preparation is not None:
             layers = self._preparation.manifest.layers
             if groups.stop > len(layers):
-                raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model does not have")
+                raise errors.ProtocolError(
+                    f"{self.name} says it serves layer groups that the pinned model does not have"
+                )
             wanted = finding.peer.layers
             if wanted is not None and (absent := set(wanted.groups(layers)) - set(groups)):
-                raise ProtocolError(
+                raise errors.ProtocolError(
                     f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
                     f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
                 )
@@ -267,7 +262,7 @@ class ProviderProbe:
         helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}
         asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
         allowed: Sequence[str] = ()
-        with suppress(ProviderError):
+        with suppress(errors.ProviderError):
             allowed = self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(asked)))[0].helpers
         self.close()
         if others := [name for name, pins in helpers.items() if pins.isdisjoint(allowed)]:
@@ -287,17 +282,12 @@ class ProviderProbe:
         hello = wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest)
         self._welcome, _ = self._expect(wire.Welcome, hello)
         if self._welcome.model_digest != digest:
-            raise ProtocolError(f"{self.name} does not serve the pinned model")
+            raise errors.ProtocolError(f"{self.name} does not serve the pinned model")
         return self._welcome
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
-        """Verify a product of one row at the first and the last group of linears, in both directions.
-
-        A direction that the provider refuses counts as not served.
-
-        Raises:
-            ProtocolError: a product is wrong.
-        """
+        """Verify a product of one row at the first and the last group of linears, in both directions. A direction that
+        the provider refuses counts as not served. Raises `ProtocolError` if a product is wrong."""
         entries = preparation.manifest.groups
         # blame keys of a stack of experts need the checkpoint, which may be gone
         linears = [index for index in groups if entries[index].experts == 1] or list(groups)
@@ -305,8 +295,8 @@ class ProviderProbe:
             for index in map(GroupIndex, dict.fromkeys((linears[0], linears[-1]))):
                 try:
                     rows, answer = self._product(index, direction, 1)
-                except ProviderError as error:
-                    finding.warnings.append(one_line(f"{direction}: {error}"))
+                except errors.ProviderError as error:
+                    finding.warnings.append(errors.one_line(f"{direction}: {error}"))
                     finding.groups[direction] = range(0)
                     break
                 with _verifying:
@@ -314,7 +304,7 @@ class ProviderProbe:
                 if not right:
                     preparation.forget_keys()  # as a session does after a wrong product
                     name = preparation.manifest.groups[index].name
-                    raise ProtocolError(
+                    raise errors.ProtocolError(
                         f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "
                         f"{direction}). Remove the provider from the federation file, or ask its operator"
                     )
@@ -367,7 +357,7 @@ class ProviderProbe:
         size = request.encoding.size(request.rows, outputs)
         result, body = self._expect(wire.Result, request, payload, max_payload=size)
         if not result.answers(request) or len(body) != size:
-            raise ProtocolError(f"{self.name} answered another request than the one that was sent")
+            raise errors.ProtocolError(f"{self.name} answered another request than the one that was sent")
         return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
 
     def _expect(

@@ -38,12 +38,8 @@ class Quality:
 def compare(
     reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
 ) -> Quality:
-    """Run both models on blocks of token ids and compare every position.
-
-    Args:
-        blocks: token ids; at least one block, each of at least two tokens.
-        progress: called with (blocks done, number of blocks).
-    """
+    """Run both models on blocks of token ids, each of at least two tokens, and compare every position. `progress` is
+    called with (blocks done, number of blocks)."""
     tokens = agree = 0
     nll = reference_nll = 0.0
     min_cosine = 1.0

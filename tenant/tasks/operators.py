@@ -28,12 +28,8 @@ from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
 
 
 class Operator(ABC):
-    """The adapters of some tasks at one layer of the model.
-
-    Args:
-        layers: one layer per task, or per block.
-        in_blocks: True if every product must have the shape of one block.
-    """
+    """The adapters of some tasks at one layer of the model. `layers`: one layer per task, or per block. `in_blocks`:
+    True if every product must have the shape of one block."""
 
     def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
         self.layers, self.in_blocks = layers, in_blocks

@@ -166,14 +166,8 @@ class Tasks:
             self._load(name, trainable=trainable)
 
     def unload(self, name: str, *, discard: bool = False) -> None:
-        """Free the memory of a task's adapter, if it is loaded.
-
-        Args:
-            discard: unload the task even if it has unsaved parameters, which are lost.
-
-        Raises:
-            TaskError: the task is unknown or in use, or has unsaved parameters.
-        """
+        """Free the memory of a task's adapter, if it is loaded. `discard`: unload the task even if it has unsaved
+        parameters, which are lost. Raises `TaskError` if the task is unknown or in use, or has unsaved parameters."""
         with self._lock:
             self._source(name)
             if self._used[name]:
@@ -192,12 +186,8 @@ class Tasks:
             return self._load(name, trainable=True).parameters()
 
     def save(self, name: str, folder: str | Path) -> None:
-        """Write a trained task as a PEFT folder, from which the task is loaded again after it was unloaded.
-
-        Raises:
-            TaskError: the task is unknown.
-            UnsupportedMethodError: the task was loaded for inference.
-        """
+        """Write a trained task as a PEFT folder, from which the task is loaded again after it was unloaded. Raises
+        `TaskError` if the task is unknown; `UnsupportedMethodError` if the task was loaded for inference."""
         with self._lock:
             self._load(name, trainable=True).save(Path(folder))
             self._sources[name] = stored(Path(folder))

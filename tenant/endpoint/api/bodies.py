@@ -67,12 +67,8 @@ class ResponsesStreamOptions(Strict):
 
 
 class StreamOptions(ResponsesStreamOptions):
-    """Contents of a stream besides the answer.
-
-    Args:
-        include_usage: add a last chunk with the numbers of tokens.
-        include_ledger: add the costs so far to every chunk (not one of OpenAI's fields).
-    """
+    """Contents of a stream besides the answer. `include_usage`: add a last chunk with the numbers of tokens.
+    `include_ledger`: add the costs so far to every chunk (not one of OpenAI's fields)."""
 
     include_usage: bool = False
     include_ledger: bool = False

@@ -47,11 +47,8 @@ class Settings:
 
 
 class EndpointMetrics(Collector):
-    """Counts the requests of one endpoint, for Prometheus. Reveals nothing about the content of texts.
-
-    Args:
-        engine: its load is read at every scrape.
-    """
+    """Counts the requests of one endpoint, for Prometheus. Reveals nothing about the content of texts. `engine`: its
+    load is read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -71,11 +71,8 @@ class ApiError(Exception):
 
 
 def public(text: str, names: Mapping[Path, str] | None = None) -> str:
-    """Return the text of an error without paths of this machine.
-
-    Args:
-        names: the names of paths that clients know. Other absolute paths are removed.
-    """
+    """Return the text of an error without paths of this machine. `names`: the names of paths that clients know. Other
+    absolute paths are removed."""
     for path, name in (names or {}).items():
         text = text.replace(str(path), name)
     return _PATH.sub("(a path of the endpoint)", text)

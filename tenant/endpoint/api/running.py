@@ -87,11 +87,8 @@ class Running:
         return Ledger(**{key: sum(getattr(one, key) for one in ledgers) for key in Ledger.model_fields})
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield each event with the index of its request.
-
-        Raises:
-            ApiError: a request has failed, or the client has left too many events unread.
-        """
+        """Yield each event with the index of its request. Raises `ApiError` if a request has failed, or the client has
+        left too many events unread."""
         first: set[int] = set()
         while len(self._ended) < len(self._handles):
             if self._events.qsize() > self._unread:
@@ -123,11 +120,8 @@ class Running:
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """Return the result of `work`, and cancel it as soon as the client closes the connection.
-
-    Raises:
-        ApiError: the client has closed the connection. No client receives this error.
-    """
+    """Return the result of `work`, and cancel it as soon as the client closes the connection. Raises `ApiError` if the
+    client has closed the connection. No client receives this error."""
 
     async def disconnected() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -146,12 +140,8 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
 
 
 def usage(dones: Mapping[int, Done], prompts: int, ledger: Ledger) -> Usage:
-    """Add up the numbers of tokens.
-
-    Args:
-        dones: the last event of each choice, by index. The choices are ordered by prompt.
-        prompts: number of different prompts.
-    """
+    """Add up the numbers of tokens. `dones`: the last event of each choice, by index. The choices are ordered by
+    prompt. `prompts`: number of different prompts."""
     prompt = sum(dones[index].prompt_tokens for index in range(0, len(dones), len(dones) // prompts))
     new = sum(one.new_tokens for one in dones.values())
     return Usage(

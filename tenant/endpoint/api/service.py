@@ -82,11 +82,8 @@ class Service:
         return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
 
     def adapter(self, model: str) -> str | None:
-        """Return the adapter with a model's name; None for the base model.
-
-        Raises:
-            ApiError: there is no such model.
-        """
+        """Return the adapter with a model's name; None for the base model. Raises `ApiError` if there is no such
+        model."""
         if model == self.name:
             return None
         if self.tasks is not None and model in self.tasks:
@@ -121,11 +118,8 @@ class Service:
             return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
 
     async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
-        """Return the token ids of each text. `given` is one text or several, as strings or as token ids.
-
-        Raises:
-            ApiError: a text has no tokens, or a token is outside the vocabulary.
-        """
+        """Return the token ids of each text. `given` is one text or several, as strings or as token ids. Raises
+        `ApiError` if a text has no tokens, or a token is outside the vocabulary."""
         several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         found: list[list[int]] = []
         for one in several:

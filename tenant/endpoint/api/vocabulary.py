@@ -37,12 +37,8 @@ _UNKNOWN = "\ufffd"
 
 
 class Vocabulary:
-    """The tokens of a model. `close` ends the processes of its grammars.
-
-    Args:
-        size: number of the model's logits.
-        ends: tokens that end an answer.
-    """
+    """The tokens of a model. `close` ends the processes of its grammars. `size`: number of the model's logits. `ends`:
+    tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, size: int, ends: Collection[int]) -> None:
         self.size = size
@@ -176,11 +172,8 @@ class CompiledGrammar:
         return not self.end.alive
 
     async def compiled(self) -> None:
-        """Wait for the end of the compilation. Ends the process if it fails, or if this call is cancelled.
-
-        Raises:
-            ConfigError: the grammar is not valid, or takes too much time or memory.
-        """
+        """Wait for the end of the compilation. Ends the process if it fails, or if this call is cancelled. Raises
+        `ConfigError` if the grammar is not valid, or takes too much time or memory."""
         try:
             with anyio.fail_after(_COMPILE_S):
                 await anyio.wait_readable(self._channel)
@@ -219,11 +212,8 @@ class CompiledGrammar:
             return ended
 
     def _receive(self, answer: int) -> bool | None:
-        """Receive one frame. Masks and errors are kept, because another answer may wait for them.
-
-        Returns:
-            Whether only an end token may follow, if the frame says this of `answer`.
-        """
+        """Receive one frame. Masks and errors are kept, because another answer may wait for them. Returns whether only
+        an end token may follow, if the frame says this of `answer`."""
         if answer not in self._errors:
             try:
                 kind, number, body = process.receive(self._source)

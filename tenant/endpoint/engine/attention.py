@@ -45,12 +45,8 @@ class _Options(ctypes.Structure):
 
 
 class Attention:
-    """Attention of the last tokens of some sequences, layer by layer. The rows are these tokens, in order.
-
-    Args:
-        new: different sequences of one shape, each with its number of last tokens, for which `KeyValues.grow` was
-            called.
-    """
+    """Attention of the last tokens of some sequences, layer by layer. The rows are these tokens, in order. `new`:
+    different sequences of one shape, each with its number of last tokens, for which `KeyValues.grow` was called."""
 
     def __init__(self, new: Sequence[tuple[KeyValues, int]]) -> None:
         self._new = new

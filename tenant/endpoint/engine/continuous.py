@@ -66,11 +66,8 @@ class EngineLimits:
 
 
 class ContinuousEngine(QueuedEngine):
-    """The engine that computes all requests together; see the module's docstring.
-
-    Args:
-        drafter: guesses tokens to save round trips; None for one token per pass.
-    """
+    """The engine that computes all requests together; see the module's docstring. `drafter`: guesses tokens to save
+    round trips; None for one token per pass."""
 
     def __init__(
         self,

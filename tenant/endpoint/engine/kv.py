@@ -74,10 +74,7 @@ class Shape:
 
     def bytes(self, tokens: int, *, step: int | None = None) -> int:
         """Return the largest number of bytes that a sequence takes while it grows to `tokens` and shares no block.
-
-        Args:
-            step: largest number of tokens by which the sequence grows before `release` is called; None if it never is.
-        """
+        `step`: largest number of tokens by which the sequence grows before `release` is called; None if it never is."""
         layers = 0
         for window, count in self.kinds.items():
             blocks = -(-tokens // BLOCK)
@@ -246,12 +243,8 @@ class Prefixes:
         return held_bytes(self._kept.values())
 
     def keep(self, owner: Hashable, tokens: Sequence[int], kv: KeyValues) -> None:
-        """Keep a sequence that has ended. It replaces cached sequences that are beginnings of it.
-
-        Args:
-            owner: identifies the client, the adapter and its load.
-            kv: keys and values; the caller must not use them afterwards.
-        """
+        """Keep a sequence that has ended. It replaces cached sequences that are beginnings of it. `owner`: identifies
+        the client, the adapter and its load. `kv`: keys and values; the caller must not use them afterwards."""
         tokens = tuple(tokens)
         for key in [key for key in self._kept if key[0] == owner]:
             if key[1] == tokens[: len(key[1])] and kv.shortest <= len(key[1]):

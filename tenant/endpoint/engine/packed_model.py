@@ -107,11 +107,7 @@ class PackedModel:
     @torch.no_grad()
     def __call__(self, rows: Sequence[NextTokens]) -> list[Output]:
         """Compute the next tokens of some sequences, all different. After an error, the sequences have their old
-        lengths.
-
-        Raises:
-            SymbiosisError: a product has failed, or an adapter cannot be loaded.
-        """
+        lengths. Raises `SymbiosisError` if a product has failed, or an adapter cannot be loaded."""
         before = [part.kv.length for part in rows]
         names = [part.adapter or BASE for part in rows for _ in part.tokens]
         tokens = [token for part in rows for token in part.tokens]
@@ -230,11 +226,8 @@ def _registered(original: str) -> str:
 
 
 def _check(model: PreTrainedModel, config: Any) -> None:
-    """Refuse models whose configuration shows that they are not supported.
-
-    Raises:
-        UnsupportedModelError: the model is not supported; the message states the reason.
-    """
+    """Refuse models whose configuration shows that they are not supported. Raises `UnsupportedModelError` if the model
+    is not supported; the message states the reason."""
     kinds = set(getattr(config, "layer_types", None) or ())
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}

@@ -117,24 +117,16 @@ class RequestLedger:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The prompt has been read.
-
-    Args:
-        prompt_logprobs: one entry per token of the prompt, the first one None; empty if not requested.
-    """
+    """The prompt has been read. `prompt_logprobs`: one entry per token of the prompt, the first one None; empty if not
+    requested."""
 
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One new token.
-
-    Args:
-        text: text that has become certain with this token. May be empty, because a character may need several tokens
-            and a stop text may have begun.
-        logprob: the log probability, if requested.
-    """
+    """One new token. `text`: text that has become certain with this token. May be empty, because a character may need
+    several tokens and a stop text may have begun. `logprob`: the log probability, if requested."""
 
     id: int
     text: str
@@ -189,12 +181,8 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load of an engine: what `/metrics` and `/health` say.
-
-    Args:
-        memory, memory_limit: bytes of keys and values, cached ones included.
-        steps, tokens, rows: totals since the start.
-    """
+    """The load of an engine: what `/metrics` and `/health` say. `memory`, `memory_limit`: bytes of keys and values,
+    cached ones included. `steps`, `tokens`, `rows`: totals since the start."""
 
     running: int = 0
     waiting: int = 0

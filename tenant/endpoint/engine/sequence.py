@@ -14,11 +14,8 @@ from tenant.endpoint.engine.requests import EngineRequest, RequestLedger, TokenL
 
 
 class Drafter(ABC):
-    """Guesses the next tokens of sequences, so that one pass may yield several tokens.
-
-    Attributes:
-        ahead: number of tokens of a guess.
-    """
+    """Guesses the next tokens of sequences, so that one pass may yield several tokens. `ahead`: number of tokens of a
+    guess."""
 
     ahead: int
 

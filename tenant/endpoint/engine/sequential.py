@@ -168,11 +168,8 @@ def open_engine(
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:
-    """Return the packed model, after comparing a few tokens with the model's own pass.
-
-    Raises:
-        UnsupportedModelError: the results differ, or `PackedModel` does not support the model.
-    """
+    """Return the packed model, after comparing a few tokens with the model's own pass. Raises `UnsupportedModelError`
+    if the results differ, or `PackedModel` does not support the model."""
     packed = PackedModel(model, tasks)
     try:
         tokens = [7 * i % packed.vocabulary for i in range(1, _PROBE + 1)]

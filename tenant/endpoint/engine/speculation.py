@@ -31,10 +31,7 @@ _READ = 256  # tokens of a sequence that a draft model reads in one step
 
 class PromptLookup(Drafter):
     """Guesses that a sequence continues as after the latest earlier occurrence of its last n-gram (Saxena 2023).
-
-    Args:
-        ahead: tokens of a guess.
-    """
+    `ahead`: tokens of a guess."""
 
     def __init__(self, *, ahead: int = 4) -> None:
         self.ahead = ahead
@@ -51,12 +48,8 @@ class PromptLookup(Drafter):
 
 
 class DraftModel(Drafter):
-    """Guesses the most probable tokens of a small model that the tenant holds.
-
-    Args:
-        vocabulary: number of token ids that both models share. Embeddings may have more rows.
-        ahead: tokens of a guess.
-    """
+    """Guesses the most probable tokens of a small model that the tenant holds. `vocabulary`: number of token ids that
+    both models share. Embeddings may have more rows. `ahead`: tokens of a guess."""
 
     def __init__(self, packed: PackedModel, *, vocabulary: int, ahead: int = 4) -> None:
         self.ahead = ahead

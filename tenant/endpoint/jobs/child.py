@@ -29,11 +29,7 @@ _NICE = 10  # lower priority than the endpoint's answers
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a process.
-
-    Args:
-        output: the output folder. Its parent folder has the lock.
-    """
+    """The work of a process. `output`: the output folder. Its parent folder has the lock."""
 
     model: str
     data: str

@@ -50,11 +50,8 @@ class Deleted(BaseModel):
 
 class Hyperparameters(Strict):
     """How to train; "auto" is the default of `tenant finetune`. `rank` and `sequence_length` are not OpenAI's fields.
-
-    Args:
-        learning_rate_multiplier: factor of the default learning rate.
-        sequence_length: tokens of an example; longer examples are cut.
-    """
+    `learning_rate_multiplier`: factor of the default learning rate. `sequence_length`: tokens of an example; longer
+    examples are cut."""
 
     n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), INTEGER] | None = None
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), INTEGER] | None = None
@@ -218,11 +215,7 @@ class Page(BaseModel, Generic[Listed]):
 
     @classmethod
     def of(cls, found: list[Listed], after: str | None, limit: int) -> "Page[Listed]":
-        """Return at most `limit` entries that follow the entry `after`.
-
-        Raises:
-            ApiError: there is no such entry.
-        """
+        """Return at most `limit` entries that follow the entry `after`. Raises `ApiError` if there is no such entry."""
         if after is not None:
             names = [one.id for one in found]
             if after not in names:

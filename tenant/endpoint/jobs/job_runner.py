@@ -93,10 +93,7 @@ class Jobs:
 
     async def check(self, file: str, *, client: str) -> None:
         """Check a training file in a process of its own, which ends with this call. Each client has one at a time.
-
-        Raises:
-            ApiError: the file is missing or malformed, or the client's last file is still being checked.
-        """
+        Raises `ApiError` if the file is missing or malformed, or the client's last file is still being checked."""
         path = self.files.path(file, param="training_file")
         if client in self._checking:
             raise ApiError(429, "a training file of this key is being checked; try again later", code="overloaded")
@@ -110,11 +107,8 @@ class Jobs:
             raise ApiError(400, public(wrong, {path: file}), code="invalid_training_file", param="training_file")
 
     def create(self, asked: JobSettings) -> StoredJob:
-        """Queue a job, whose training file was checked.
-
-        Raises:
-            ApiError: the training file is missing, or there are too many jobs.
-        """
+        """Queue a job, whose training file was checked. Raises `ApiError` if the training file is missing, or there are
+        too many jobs."""
         self.files.get(asked.training_file, param="training_file")
         name = f"ftjob-{secrets.token_hex(12)}"
         job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
@@ -143,11 +137,8 @@ class Jobs:
             return self._jobs[name]
 
     def cancel(self, name: str) -> StoredJob:
-        """Cancel a job. Saved checkpoints are kept in its folder.
-
-        Raises:
-            ApiError: there is no such job, or it has ended.
-        """
+        """Cancel a job. Saved checkpoints are kept in its folder. Raises `ApiError` if there is no such job, or it has
+        ended."""
         stored = self.get(name)
         with self._changed:
             if stored.job.status in ENDED:
@@ -159,11 +150,8 @@ class Jobs:
         return stored
 
     def delete(self, name: str) -> None:
-        """Delete a job, its model and its folder.
-
-        Raises:
-            ApiError: there is no such job, it has not ended, or its model is in use.
-        """
+        """Delete a job, its model and its folder. Raises `ApiError` if there is no such job, it has not ended, or its
+        model is in use."""
         stored = self.get(name)
         with self._changed:
             if stored.job.status not in ENDED or self._running is stored:
@@ -178,11 +166,7 @@ class Jobs:
             shutil.rmtree(stored.folder, ignore_errors=True)
 
     def delete_file(self, name: str) -> None:
-        """Delete a file.
-
-        Raises:
-            ApiError: there is no such file, or a job that has not ended needs it.
-        """
+        """Delete a file. Raises `ApiError` if there is no such file, or a job that has not ended needs it."""
         self.files.get(name)
         with self._changed:
             if any(one.job.asked.training_file == name and one.job.status not in ENDED for one in self._jobs.values()):

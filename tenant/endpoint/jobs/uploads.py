@@ -21,12 +21,8 @@ _LINES = re.compile(r"\.(jsonl|ndjson)\Z", re.IGNORECASE)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a stored file.
-
-    Args:
-        filename: the client's name of the file, which is shown and never used as a path.
-        created_at: seconds since 1970.
-    """
+    """The description of a stored file. `filename`: the client's name of the file, which is shown and never used as a
+    path. `created_at`: seconds since 1970."""
 
     id: str
     filename: str
@@ -55,15 +51,9 @@ class Files:
                 path.unlink()
 
     def add(self, source: BinaryIO, filename: str) -> File:
-        """Store a file.
-
-        Args:
-            filename: the client's name; a name that ends in .jsonl or .ndjson means JSON lines.
-
-        Raises:
-            ApiError: the file is empty, or it or all files together would be too large.
-            StorageError: the file cannot be written.
-        """
+        """Store a file. `filename`: the client's name; a name that ends in .jsonl or .ndjson means JSON lines. Raises
+        `ApiError` if the file is empty, or it or all files together would be too large; `StorageError` if the file
+        cannot be written."""
         name = f"file-{secrets.token_hex(12)}"
         content = self._folder / f"{name}{'.jsonl' if _LINES.search(filename) else '.txt'}"
         try:
@@ -127,12 +117,9 @@ class Files:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that no other user can read or change, if it is missing. Returns its path.
-
-    Raises:
-        ConfigError: the folder belongs to another user, or another user could replace it.
-        StorageError: the folder cannot be made.
-    """
+    """Make a folder that no other user can read or change, if it is missing. Returns its path. Raises `ConfigError` if
+    the folder belongs to another user, or another user could replace it; `StorageError` if the folder cannot be
+    made."""
     with storing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with PrivateFolder.open(folder):

@@ -62,12 +62,8 @@ class SessionLedger(BaseModel):
 
 
 def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRouter:
-    """Return the routes of the page. `/ledger` needs a key, which the application checks.
-
-    Args:
-        scheme: the masking scheme of the model.
-        ledger: returns the counters of the session; None if the scheme has no session.
-    """
+    """Return the routes of the page. `/ledger` needs a key, which the application checks. `scheme`: the masking scheme
+    of the model. `ledger`: returns the counters of the session; None if the scheme has no session."""
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
         router.get(path, include_in_schema=False)(_file(name, media_type))

@@ -154,12 +154,9 @@ class RemoteLora(OnOffloadedLayers, LoraModel):
 
 @contextmanager
 def weights_at_hand(model: nn.Module) -> Iterator[None]:
-    """Context manager: put all base weights of a split model into its layers. Needs memory for the whole model.
-
-    Raises:
-        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
-        CheckpointError: the checkpoint is not that of the federation.
-    """
+    """Context manager: put all base weights of a split model into its layers. Needs memory for the whole model. Raises
+    `UnsupportedMethodError` if there is no full checkpoint on the tenant's disk; `CheckpointError` if the checkpoint is
+    not that of the federation."""
     with ExitStack() as at_hand:
         for module in list(model.modules()):
             if isinstance(module, RemoteLayer):

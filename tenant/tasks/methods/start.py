@@ -30,12 +30,9 @@ from tenant.tasks.methods.layer import use_instead
 
 @contextmanager
 def weight_at_hand(layer: RemoteLayer) -> Iterator[None]:
-    """Context manager: put the base weight into `layer.weight`. Changes to the weight have no effect.
-
-    Raises:
-        UnsupportedMethodError: there is no full checkpoint on the tenant's disk.
-        CheckpointError: the checkpoint is not that of the federation.
-    """
+    """Context manager: put the base weight into `layer.weight`. Changes to the weight have no effect. Raises
+    `UnsupportedMethodError` if there is no full checkpoint on the tenant's disk; `CheckpointError` if the checkpoint is
+    not that of the federation."""
     absent = layer._parameters["weight"]
     # not by attribute: PEFT may have replaced `register_parameter` to make its own parameters on the meta device
     layer._parameters["weight"] = nn.Parameter(layer.base_weight().clone(), requires_grad=False)

@@ -15,11 +15,8 @@ _TAG, _END = "<tool_call>", "</tool_call>"
 
 
 def tagged(template: str) -> bool:
-    """Returns True if models with this chat template write calls between tags, False if they write only JSON.
-
-    Raises:
-        ConfigError: the template does not support tools, or uses another format.
-    """
+    """Returns True if models with this chat template write calls between tags, False if they write only JSON. Raises
+    `ConfigError` if the template does not support tools, or uses another format."""
     if "tools" in template and "<function=" not in template:
         if _TAG in template:
             return True
@@ -81,12 +78,8 @@ def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel:
 
 
 class ToolText:
-    """Separates the calls of an answer from its text.
-
-    Args:
-        tagged: calls are between `<tool_call>` and `</tool_call>`; otherwise the whole text is JSON.
-        names: the tools of the request. A call of another tool is text.
-    """
+    """Separates the calls of an answer from its text. `tagged`: calls are between `<tool_call>` and `</tool_call>`;
+    otherwise the whole text is JSON. `names`: the tools of the request. A call of another tool is text."""
 
     def __init__(self, *, tagged: bool, names: set[str]) -> None:
         self._tagged = tagged

@@ -69,7 +69,18 @@ def main() -> None:
                 last_checkpoint(output)
             except ConfigError:  # none: delete what an earlier run has left
                 shutil.rmtree(output, ignore_errors=True)
-            _run(work, output, resume=output.exists())
+            from tenant.model.hf import RemoteConfig
+            from tenant.training.finetune import finetune
+
+            result = finetune(
+                work.model,
+                Path(work.data),
+                output,
+                remote=RemoteConfig(**work.remote),
+                options=FineTuning(**work.options, resume=output.exists()),
+                on_progress=lambda step: _report(Report(step=step.done, total_steps=step.total, loss=step.loss)),
+            )
+            _report(Report(tokens=result.tokens))
     except SymbiosisError as error:
         _report(Report(error=one_line(str(error))))
         raise SystemExit(1) from None
@@ -80,21 +91,6 @@ def _lower_priority() -> None:
     os.nice(_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
-def _run(work: Work, output: Path, *, resume: bool) -> None:
-    from tenant.model.hf import RemoteConfig
-    from tenant.training.finetune import finetune
-
-    result = finetune(
-        work.model,
-        Path(work.data),
-        output,
-        remote=RemoteConfig(**work.remote),
-        options=FineTuning(**work.options, resume=resume),
-        on_progress=lambda step: _report(Report(step=step.done, total_steps=step.total, loss=step.loss)),
-    )
-    _report(Report(tokens=result.tokens))
 
 
 def _report(report: Report) -> None:

@@ -1,4 +1,5 @@
-"""One fine-tuning job and its events, as they are stored.
+"""One fine-tuning job and its events, as they are stored; and the bodies of requests and answers about files and jobs,
+in OpenAI's formats.
 
 FOLDER/job.json       the job; replaced at each change of its state
 FOLDER/events.jsonl   its events; appended
@@ -12,12 +13,18 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
+from fastapi import UploadFile
+from pydantic import BaseModel, ConfigDict, Field
 
 from symbiosis_priv.system.files import UNDECODABLE, write_atomically
+from tenant.endpoint.api.bodies import INTEGER, Strict
+from tenant.endpoint.api.errors import ApiError
+from tenant.training.options import FineTuning
 
+_DEFAULTS = FineTuning()
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
@@ -101,9 +108,180 @@ class StoredJob:
             self.job.finished_at = int(time.time())
         write_atomically(self.folder / "job.json", msgspec.json.encode(self.job), mode=0o600)
 
-    def add_event(self, event: JobEvent) -> None:
-        """Add an event, and store it."""
+    def add_event(self, message: str, **more: Any) -> None:
+        """Add an event with further fields of `JobEvent`, and store it."""
+        event = JobEvent(created_at=int(time.time()), message=message, **more)
         self.events.append(event)
         descriptor = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(event) + b"\n")
+
+
+class Upload(BaseModel):
+    """`POST /v1/files`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    file: UploadFile
+    purpose: Literal["fine-tune"]
+
+
+class FileAnswer(BaseModel):
+    model_config = ConfigDict(from_attributes=True)  # of `File`
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["fine-tune"] = "fine-tune"
+    status: Literal["processed"] = "processed"
+
+
+class Deleted(BaseModel):
+    """Confirms that a file or a job was deleted."""
+
+    id: str
+    object: Literal["file", "fine_tuning.job"]
+    deleted: Literal[True] = True
+
+
+class Hyperparameters(Strict):
+    """How to train; "auto" is the default of `tenant finetune`. `rank` and `sequence_length` are not OpenAI's fields.
+    `learning_rate_multiplier`: factor of the default learning rate. `sequence_length`: tokens of an example; longer
+    examples are cut."""
+
+    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), INTEGER] | None = None
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), INTEGER] | None = None
+    learning_rate_multiplier: Literal["auto"] | Annotated[float, Field(gt=0, le=1000)] | None = None
+    rank: Annotated[int, Field(ge=1, le=256), INTEGER] | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=65536), INTEGER] | None = None
+
+
+class Supervised(Strict):
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(Strict):
+    type: Literal["supervised"]
+    supervised: Supervised | None = None
+
+
+class JobRequest(Strict):
+    """`POST /v1/fine_tuning/jobs`."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    training_file: Annotated[str, Field(max_length=1024)]
+    hyperparameters: Hyperparameters | None = None
+    integrations: None = None
+    metadata: None = None
+    method: Method | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32), INTEGER] | None = None
+    suffix: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,40}$")] | None = None
+    validation_file: None = None
+
+    def asked(self) -> JobSettings:
+        """Return the job with a number for each "auto"."""
+        chosen = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
+        given = {
+            name: value
+            for name, value in (chosen or self.hyperparameters or Hyperparameters()).model_dump().items()
+            if value not in ("auto", None)
+        }
+        return JobSettings(
+            training_file=self.training_file,
+            suffix=self.suffix,
+            seed=self.seed or 0,
+            epochs=given.get("n_epochs", int(_DEFAULTS.epochs)),
+            batch_size=given.get("batch_size", _DEFAULTS.batch_size),
+            learning_rate=_DEFAULTS.learning_rate * given.get("learning_rate_multiplier", 1.0),
+            rank=given.get("rank", _DEFAULTS.rank),
+            sequence_length=given.get("sequence_length", _DEFAULTS.sequence_length),
+        )
+
+
+class UsedHyperparameters(BaseModel):
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+    rank: int
+    sequence_length: int
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class JobAnswer(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str = "tenant"
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
+    hyperparameters: UsedHyperparameters
+    training_file: str
+    validation_file: None = None
+    result_files: list[str] = Field(default_factory=list)
+    trained_tokens: int | None
+    seed: int
+    error: JobError | None
+
+    @classmethod
+    def of(cls, stored: StoredJob) -> "JobAnswer":
+        """Describe a job."""
+        job, asked = stored.job, stored.job.asked
+        given = msgspec.structs.asdict(asked) | msgspec.structs.asdict(job)
+        used = UsedHyperparameters(
+            **given, n_epochs=asked.epochs, learning_rate_multiplier=asked.learning_rate / _DEFAULTS.learning_rate
+        )
+        error = None if job.error is None else JobError(code="failed", message=job.error)
+        return cls(**given | {"hyperparameters": used, "error": error})
+
+
+class Metrics(BaseModel):
+    step: int
+    total_steps: int | None
+    train_loss: float | None
+
+
+class EventAnswer(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: Metrics | None
+
+    @classmethod
+    def of(cls, number: int, event: JobEvent) -> "EventAnswer":
+        """Describe event `number`."""
+        given = msgspec.structs.asdict(event)
+        metrics = None if event.step is None else Metrics(**given)
+        return cls(**given, id=f"ftevent-{number}", type="metrics" if metrics else "message", data=metrics)
+
+
+Listed = TypeVar("Listed", FileAnswer, JobAnswer, EventAnswer)
+
+
+class Page(BaseModel, Generic[Listed]):
+    """A part of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[Listed]
+    has_more: bool
+
+    @classmethod
+    def of(cls, found: list[Listed], after: str | None, limit: int) -> "Page[Listed]":
+        """Return at most `limit` entries that follow the entry `after`. Raises `ApiError` if there is no such entry."""
+        if after is not None:
+            names = [one.id for one in found]
+            if after not in names:
+                raise ApiError(404, "after is not in this list", code="not_found", param="after")
+            found = found[names.index(after) + 1 :]
+        return cls(data=found[:limit], has_more=len(found) > limit)

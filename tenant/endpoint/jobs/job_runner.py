@@ -24,7 +24,7 @@ from symbiosis_priv.system.files import UNDECODABLE, lock
 from symbiosis_priv.system.processes import command
 from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.jobs.child import Report, Work
-from tenant.endpoint.jobs.job import ENDED, FineTuningJob, JobEvent, JobSettings, StoredJob
+from tenant.endpoint.jobs.job import ENDED, FineTuningJob, JobSettings, StoredJob
 from tenant.endpoint.jobs.uploads import Files, private_folder
 from tenant.tasks import Tasks
 
@@ -100,7 +100,24 @@ class Jobs:
         self._checking.add(client)
         try:
             async with self._checks:
-                wrong = await _checked(path)
+                process = await asyncio.create_subprocess_exec(
+                    *command("tenant.endpoint.jobs.child", "check"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                try:
+                    async with asyncio.timeout(_CHECK_S):
+                        said, _ = await process.communicate(os.fsencode(path))
+                    wrong = msgspec.json.decode(said, type=Report).error if said else None
+                    if process.returncode:
+                        wrong = f"{path} cannot be read: the process ended with code {process.returncode}"
+                except TimeoutError:
+                    wrong = f"{path} takes more than {_CHECK_S:g} s to read; divide it"
+                finally:
+                    if process.returncode is None:
+                        process.kill()
         finally:
             self._checking.remove(client)
         if wrong is not None:
@@ -119,7 +136,7 @@ class Jobs:
                 raise ApiError(409, f"there are {_MAX_JOBS} jobs; delete some that have ended", code="too_many")
             stored = StoredJob(private_folder(self._runs / name), job, [])
             stored.set_status("queued")
-            stored.add_event(_event("the job is waiting"))
+            stored.add_event("the job is waiting")
             self._jobs[name] = stored
             self._changed.notify_all()
         return stored
@@ -144,7 +161,7 @@ class Jobs:
             if stored.job.status in ENDED:
                 raise ApiError(400, f"the job has {stored.job.status} already", code="ended")
             stored.set_status("cancelled")
-            stored.add_event(_event("the job was cancelled"))
+            stored.add_event("the job was cancelled")
             if self._running is stored:
                 self._stop_process()
         return stored
@@ -193,12 +210,14 @@ class Jobs:
     def _run_all(self) -> None:
         while True:
             with self._changed:
-                while not (waiting := self._waiting()) and not self._closing:
-                    self._changed.wait()
-                if self._closing or waiting is None:
+                self._changed.wait_for(
+                    lambda: self._closing or any(one.job.status == "queued" for one in self._jobs.values())
+                )
+                if self._closing:
                     return
+                waiting = next(one for one in self._jobs.values() if one.job.status == "queued")
                 waiting.set_status("running")
-                waiting.add_event(_event("the job has started"))
+                waiting.add_event("the job has started")
                 self._running = waiting
             try:
                 self._run(waiting)
@@ -207,9 +226,6 @@ class Jobs:
                 self._end(waiting, Report(error=f"an error of the endpoint ({type(error).__name__}); see its log"))
             with self._changed:
                 self._running = None
-
-    def _waiting(self) -> StoredJob | None:
-        return next((one for one in self._jobs.values() if one.job.status == "queued"), None)
 
     def _run(self, stored: StoredJob) -> None:
         options = msgspec.structs.asdict(stored.job.asked)
@@ -243,14 +259,12 @@ class Jobs:
                     last = msgspec.json.decode(line, type=Report)
                     if last.step is not None:
                         loss = "" if last.loss is None else f", loss {last.loss:.4f}"
-                        event = JobEvent(
-                            created_at=int(time.time()),
-                            message=f"step {last.step} of {last.total_steps}{loss}",
+                        stored.add_event(
+                            f"step {last.step} of {last.total_steps}{loss}",
                             step=last.step,
                             total_steps=last.total_steps,
                             train_loss=last.loss,
                         )
-                        stored.add_event(event)
         code = process.wait()
         with self._changed:
             self._process = None
@@ -271,7 +285,7 @@ class Jobs:
                 job.trained_tokens = last.tokens
                 job.fine_tuned_model = f"ft-{job.asked.suffix or 'model'}-{job.id[-6:]}"
                 if self._register(stored):
-                    stored.add_event(_event(f"the job has succeeded: model {job.fine_tuned_model}"))
+                    stored.add_event(f"the job has succeeded: model {job.fine_tuned_model}")
                     stored.set_status("succeeded")
                     for checkpoint in stored.adapter.glob("checkpoint-*"):
                         shutil.rmtree(checkpoint, ignore_errors=True)
@@ -281,9 +295,7 @@ class Jobs:
             if self._closing:  # an endpoint that opens this folder continues the job
                 return
             job.error = last.error
-            stored.add_event(
-                JobEvent(created_at=int(time.time()), message=f"the job has failed: {job.error}", level="error")
-            )
+            stored.add_event(f"the job has failed: {job.error}", level="error")
             stored.set_status("failed")
 
     def _register(self, stored: StoredJob) -> bool:
@@ -303,29 +315,3 @@ class Jobs:
             timer = threading.Timer(self._end_s, process.kill)
             timer.daemon = True
             timer.start()
-
-
-async def _checked(path: Path) -> str | None:
-    """Return what is wrong with a training file."""
-    process = await asyncio.create_subprocess_exec(
-        *command("tenant.endpoint.jobs.child", "check"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(_CHECK_S):
-            said, _ = await process.communicate(os.fsencode(path))
-    except TimeoutError:
-        return f"{path} takes more than {_CHECK_S:g} s to read; divide it"
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        return f"{path} cannot be read: the process ended with code {process.returncode}"
-    return msgspec.json.decode(said, type=Report).error if said else None
-
-
-def _event(message: str) -> JobEvent:
-    return JobEvent(created_at=int(time.time()), message=message)

@@ -16,7 +16,7 @@ from tenant.endpoint.api.bodies import JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import while_connected
-from tenant.endpoint.jobs import formats
+from tenant.endpoint.jobs import job as formats
 from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs
 
@@ -43,7 +43,7 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     @uploads.post(UPLOAD)
     def upload(form: Annotated[formats.Upload, Form(media_type="multipart/form-data")]) -> formats.FileAnswer:
         """Store a training file: JSON lines (.jsonl) or plain text."""
-        return formats.FileAnswer.of(files.add(form.file.file, form.file.filename or ""))
+        return formats.FileAnswer.model_validate(files.add(form.file.file, form.file.filename or ""))
 
     @router.get(UPLOAD)
     def list_files(
@@ -54,12 +54,14 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     ) -> formats.Page[formats.FileAnswer]:
         """List the files."""
         found = files.list() if order == "asc" else files.list()[::-1]
-        return formats.Page[formats.FileAnswer].of([formats.FileAnswer.of(file) for file in found], after, limit)
+        return formats.Page[formats.FileAnswer].of(
+            [formats.FileAnswer.model_validate(file) for file in found], after, limit
+        )
 
     @router.get(UPLOAD + "/{file_id}")
     def file(file_id: str) -> formats.FileAnswer:
         """Describe a file."""
-        return formats.FileAnswer.of(files.get(file_id))
+        return formats.FileAnswer.model_validate(files.get(file_id))
 
     @router.get(UPLOAD + "/{file_id}/content", response_model=None, responses=_CONTENT)
     def content(file_id: str) -> Response:
@@ -113,26 +115,26 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     async def events(http: Request, job_id: str, after: After = None, limit: Limit = 20, stream: bool = False) -> Any:
         """List the events of a job, the newest first; or stream them, the oldest first, until the job has ended."""
         stored = jobs.get(job_id)
+
+        async def streamed() -> AsyncIterator[ServerSentEvent]:
+            sent = 0
+            while True:
+                ended = stored.job.status in ENDED  # the last event has been stored
+                for number, event in enumerate(stored.events[sent:], start=sent):
+                    yield ServerSentEvent(formats.EventAnswer.of(number, event).model_dump_json())
+                    sent = number + 1
+                if ended:
+                    yield ServerSentEvent("[DONE]")
+                    return
+                await asyncio.sleep(_POLL_S)
+
         if stream:
-            return EventSourceResponse(_events(jobs, job_id), sep="\n")
+            return EventSourceResponse(streamed(), sep="\n")
         found = [formats.EventAnswer.of(number, event) for number, event in enumerate(stored.events)]
         return formats.Page[formats.EventAnswer].of(found[::-1], after, limit)
 
     router.include_router(uploads)
     return router
-
-
-async def _events(jobs: Jobs, name: str) -> AsyncIterator[ServerSentEvent]:
-    stored, sent = jobs.get(name), 0
-    while True:
-        ended = stored.job.status in ENDED  # the last event has been stored
-        for number, event in enumerate(stored.events[sent:], start=sent):
-            yield ServerSentEvent(formats.EventAnswer.of(number, event).model_dump_json())
-            sent = number + 1
-        if ended:
-            yield ServerSentEvent("[DONE]")
-            return
-        await asyncio.sleep(_POLL_S)
 
 
 def _limited(limit: int) -> type[APIRoute]:

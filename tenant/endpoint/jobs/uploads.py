@@ -5,7 +5,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,7 +45,12 @@ class Files:
         self._limit, self._count = limit, count
         self._lock = threading.Lock()
         self._folder = private_folder(folder)
-        self._files = {file.id: file for file in _stored(self._folder)}
+        found = []
+        for path in self._folder.glob("file-*.json"):
+            with suppress(OSError, *UNDECODABLE):
+                file = msgspec.json.decode(path.read_bytes(), type=File)
+                found += [file] if file.id == path.stem else []
+        self._files = {file.id: file for file in sorted(found, key=lambda file: (file.created_at, file.id))}
         for path in self._folder.iterdir():
             if path.stem not in self._files:  # an upload that was interrupted has left it
                 path.unlink()
@@ -61,7 +66,15 @@ class Files:
                 storing(content),
                 os.fdopen(os.open(content, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out,
             ):
-                size = self._copied(source, out)
+                size = 0
+                while piece := source.read(_PIECE):
+                    size += len(piece)
+                    if size > self.file_limit:
+                        message = f"the file exceeds {self.file_limit:,} bytes"
+                        raise ApiError(413, message, code="too_large", param="file")
+                    out.write(piece)
+            if not size:
+                raise ApiError(400, "the file is empty", param="file")
             last = re.split(r"[/\\]", filename)[-1]
             shown = "".join(char for char in last if char.isprintable())[:_NAME_LENGTH] or "file"
             file = File(id=name, filename=shown, bytes=size, created_at=int(time.time()))
@@ -104,17 +117,6 @@ class Files:
             path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
 
-    def _copied(self, source: BinaryIO, out: BinaryIO) -> int:
-        size = 0
-        while piece := source.read(_PIECE):
-            size += len(piece)
-            if size > self.file_limit:
-                raise ApiError(413, f"the file exceeds {self.file_limit:,} bytes", code="too_large", param="file")
-            out.write(piece)
-        if not size:
-            raise ApiError(400, "the file is empty", param="file")
-        return size
-
 
 def private_folder(folder: Path) -> Path:
     """Make a folder that no other user can read or change, if it is missing. Returns its path. Raises `ConfigError` if
@@ -127,15 +129,3 @@ def private_folder(folder: Path) -> Path:
                 raise ConfigError(f"{folder} belongs to another user; choose another folder")
             folder.chmod(0o700)
     return folder.resolve()
-
-
-def _stored(folder: Path) -> Iterator[File]:
-    found = []
-    for path in folder.glob("file-*.json"):
-        try:
-            file = msgspec.json.decode(path.read_bytes(), type=File)
-        except (OSError, *UNDECODABLE):
-            continue
-        if file.id == path.stem:
-            found.append(file)
-    yield from sorted(found, key=lambda file: (file.created_at, file.id))

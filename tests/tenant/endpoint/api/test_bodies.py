@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tenant.endpoint.api.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
-from tenant.endpoint.jobs.formats import JobRequest
+from tenant.endpoint.jobs.job import JobRequest
 
 MANY = 20_000
 FIELDS = {f"field-{number}": 0 for number in range(MANY)}

@@ -153,8 +153,14 @@ class Adapter:
         for layer in self.layers.values():
             if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
-                base.forward = partial(_call_base, base)
-            _keep_once(layer)
+                base.forward = partial(_run_base, base)
+            for module in layer.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):
+                        # such as VeRA's projections, which are made from a seed
+                        content = buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data
+                        key = (buffer.shape, buffer.dtype, buffer.device, hashlib.sha256(content).digest())
+                        module._buffers[name] = _buffers.setdefault(key, buffer)
         of_base: set[int] = set()
         for layer in self.layers.values():
             base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
@@ -256,7 +262,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _call_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _run_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     y: Tensor = _base.get()(x, *args, **kwargs)
     for part in getattr(base, "moved", None) or ():  # as in `RemoteLayer.forward`
         y = y - part(x).to(y.dtype)
@@ -281,7 +287,17 @@ def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
                     memo[id(tensor)] = tensor
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, LayerGroup)}
         if isinstance(module, RemoteLayer) or is_linear(module):
-            memo[id(module)] = _stand_in(module)
+            kind = next(stand_in for kind, stand_in in _STAND_INS.items() if isinstance(module, kind))
+            stand_in: Any = kind.__new__(kind)
+            nn.Module.__init__(stand_in)
+            vars(stand_in).update({name: one for name, one in vars(module).items() if name not in vars(stand_in)})
+            weight, bias = cast(Tensor, module.weight), cast(Tensor | None, module.bias)
+            offloaded = OffloadedConv1DWeight if isinstance(module, Conv1D) else OffloadedWeight
+            stand_in.moved = None
+            stand_in.weight = offloaded(weight.shape, dtype=weight.dtype, device=weight.device)
+            stand_in.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+            stand_in.original = weakref.ref(module)
+            memo[id(module)] = stand_in
     with torch.no_grad():
         twin: PreTrainedModel = copy.deepcopy(model, memo)
     twin.eval()
@@ -305,32 +321,7 @@ _STAND_INS: dict[type[nn.Module], Any] = {
 }
 
 
-def _stand_in(module: nn.Module) -> _StandIn:
-    transposed = isinstance(module, Conv1D)
-    kind = next(stand_in for kind, stand_in in _STAND_INS.items() if isinstance(module, kind))
-    twin: Any = kind.__new__(kind)
-    nn.Module.__init__(twin)
-    vars(twin).update({name: value for name, value in vars(module).items() if name not in vars(twin)})
-    weight, bias = cast(Tensor, module.weight), cast(Tensor | None, module.bias)
-    twin.moved = None
-    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-    twin.weight = (OffloadedConv1DWeight if transposed else OffloadedWeight)(weight.shape, **like)
-    twin.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    twin.original = weakref.ref(module)
-    return cast(_StandIn, twin)
-
-
 # Memory
-
-
-def _keep_once(layer: nn.Module) -> None:
-    """Replace large buffers by equal buffers of other tasks, such as the projections that VeRA makes from a seed."""
-    for module in layer.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):
-                content = buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data
-                key = (buffer.shape, buffer.dtype, buffer.device, hashlib.sha256(content).digest())
-                module._buffers[name] = _buffers.setdefault(key, buffer)
 
 
 def _is_kept_once(tensor: Tensor) -> bool:

@@ -46,9 +46,34 @@ class Composition:
         self._needed: dict[tuple[object, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def plan(self, name: str, device: torch.device) -> _Plan:
-        plan = self._plans.get((name, device))
-        if plan is None:
-            plan = self._plans[name, device] = self._planned(name, device)
+        """Return how the layer `name` is computed."""
+        if (plan := self._plans.get((name, device))) is not None:
+            return plan
+        groups: dict[tuple[Hashable, int | None], list[str]] = defaultdict(list)
+        rest: list[str] = []
+        for task, rows in self._rows.items():
+            layer = None if task == BASE else self._adapters[task].layers.get(name)
+            if layer is None:
+                rest.append(task)
+            else:
+                adapter = self._adapters[task]
+                if adapter.trainable or adapter.training:
+                    key = operator_key(layer)
+                elif (key := adapter.keys.get(name)) is None:
+                    key = adapter.keys[name] = operator_key(layer)
+                groups[key, len(rows) if self._block is None else None].append(task)
+        members = tuple(map(tuple, groups.values()))
+        places = self._places.get((members, device))
+        if places is None:
+            places = self._places[members, device] = self._placed(members, rest, device)
+        parts = []
+        for (key, _), tasks, part in zip(groups, members, places.parts, strict=True):
+            blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
+            layers = [
+                self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
+            ]
+            parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
+        plan = self._plans[name, device] = _Plan(parts, places.rest, places.order)
         return plan
 
     def needed(
@@ -85,33 +110,6 @@ class Composition:
             rows, flat = torch.unique(torch.cat(orders), return_inverse=True)
             self._needed[key] = rows, dict(zip(siblings, flat.split(counts), strict=True))
         return self._needed[key]
-
-    def _planned(self, name: str, device: torch.device) -> _Plan:
-        groups: dict[tuple[Hashable, int | None], list[str]] = defaultdict(list)
-        rest: list[str] = []
-        for task, rows in self._rows.items():
-            layer = None if task == BASE else self._adapters[task].layers.get(name)
-            if layer is None:
-                rest.append(task)
-            else:
-                adapter = self._adapters[task]
-                if adapter.trainable or adapter.training:
-                    key = operator_key(layer)
-                elif (key := adapter.keys.get(name)) is None:
-                    key = adapter.keys[name] = operator_key(layer)
-                groups[key, len(rows) if self._block is None else None].append(task)
-        members = tuple(map(tuple, groups.values()))
-        places = self._places.get((members, device))
-        if places is None:
-            places = self._places[members, device] = self._placed(members, rest, device)
-        parts = []
-        for (key, _), tasks, part in zip(groups, members, places.parts, strict=True):
-            blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
-            layers = [
-                self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
-            ]
-            parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
-        return _Plan(parts, places.rest, places.order)
 
     def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
         def tensor(numbers: Sequence[int]) -> Tensor:
@@ -168,10 +166,35 @@ class Batch:
             TaskError: `x` has another number of rows.
         """
         inputs = self._inputs.get(siblings)
-        if inputs is None or not inputs.is_for(x):
-            if self._composition.counted:
-                self._check(name, x)
-            inputs = self._inputs[siblings] = self._gathered(siblings, x)
+        if inputs is not None and inputs.is_for(x):
+            return inputs.rows
+        count = self._composition.count
+        if self._composition.counted and x.shape[0] != count:
+            raise TaskError(
+                f"the batch names the tasks of {count} rows, and {name} gets {list(x.shape)}: name one task per "
+                f"row (with num_beams or num_return_sequences, one per sequence)"
+            )
+        if self._composition.counted and x.dim() > 2 and name not in self._rows_first:
+            if x.shape[1] == count > 1:  # the first two dimensions may be (tokens, rows), as in XLNet and Longformer
+                raise UnsupportedModelError(
+                    f"{name} gets {list(x.shape)}: its rows could be the first or the second dimension; pad the first "
+                    f"batch to another number of tokens than rows"
+                )
+            self._rows_first.add(name)
+        pieces, changed = [x], []
+        for sibling in siblings:
+            for number, part in enumerate(self._composition.plan(sibling, x.device).parts):
+                if part.operator.changes_input:
+                    rows = part.operator.before(_select(x, part.rows))
+                    if rows is not None:
+                        pieces.append(rows.to(x.dtype))
+                        changed.append((sibling, number))
+        inputs = _Inputs(x, x, {}, set(siblings))
+        if changed:
+            lengths = tuple(map(len, pieces))
+            needed, inputs.orders = self._composition.needed(siblings, tuple(changed), lengths, x.device)
+            inputs.rows = torch.cat(pieces).index_select(0, needed)
+        self._inputs[siblings] = inputs
         return inputs.rows
 
     def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
@@ -201,52 +224,21 @@ class Batch:
             )
         return torch.cat(outputs).index_select(0, plan.order)
 
-    def _gathered(self, siblings: tuple[str, ...], x: Tensor) -> _Inputs:
-        """Let the operators of each sibling change their tasks' rows of `x`, and collect the rows that siblings
-        need."""
-        pieces, changed = [x], []
-        for name in siblings:
-            for number, part in enumerate(self._composition.plan(name, x.device).parts):
-                if part.operator.changes_input:
-                    rows = part.operator.before(_select(x, part.rows))
-                    if rows is not None:
-                        pieces.append(rows.to(x.dtype))
-                        changed.append((name, number))
-        if not changed:
-            return _Inputs(x, x, {}, set(siblings))
-        needed, orders = self._composition.needed(siblings, tuple(changed), tuple(map(len, pieces)), x.device)
-        return _Inputs(x, torch.cat(pieces).index_select(0, needed), orders, set(siblings))
-
-    def _check(self, name: str, x: Tensor) -> None:
-        count = self._composition.count
-        if x.shape[0] != count:
-            raise TaskError(
-                f"the batch names the tasks of {count} rows, and {name} gets {list(x.shape)}: name one task per "
-                f"row (with num_beams or num_return_sequences, one per sequence)"
-            )
-        if x.dim() > 2 and name not in self._rows_first:
-            if x.shape[1] == count > 1:  # the first two dimensions may be (tokens, rows), as in XLNet and Longformer
-                raise UnsupportedModelError(
-                    f"{name} gets {list(x.shape)}: its rows could be the first or the second dimension; pad the first "
-                    f"batch to another number of tokens than rows"
-                )
-            self._rows_first.add(name)
-
 
 class _Inputs:
     """One input of a layer group: `x`, the rows to send, and the positions of each sibling's rows among them."""
 
     def __init__(self, x: Tensor, rows: Tensor, orders: dict[str, Tensor], waiting: set[str]) -> None:
         self.x, self.rows, self.orders, self.waiting = x, rows, orders, waiting
-        self._state = self._now(x)
+        self._state = _state(x)
 
     def is_for(self, x: Tensor) -> bool:
         """Returns True if these rows were made from `x`, and `x` has not changed since."""
-        return x is self.x and self._now(x) == self._state
+        return x is self.x and _state(x) == self._state
 
-    @staticmethod
-    def _now(x: Tensor) -> tuple[object, ...]:
-        return None if x.is_inference() else x._version, torch.is_grad_enabled()
+
+def _state(x: Tensor) -> tuple[object, ...]:
+    return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 
 class _Places(NamedTuple):

@@ -261,8 +261,21 @@ class ByPeft(Operator):
         return not self._passes_on
 
     def before(self, x: Tensor) -> Tensor | None:
-        changed = [self._input_of_base(part) for part in self._parts(x)]
-        return None if self._passes_on else _joined([part for part in changed if part is not None])
+        def stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _BaseLayerCalled(x)
+
+        changed = []
+        for part in self._parts(x):
+            if self._passes_on:
+                return None
+            try:
+                with base_layer(stop):
+                    self._layer(part)
+                self._passes_on = True  # the method replaces the base layer
+            except _BaseLayerCalled as asked:
+                self._passes_on = asked.x is part
+                changed.append(asked.x)
+        return None if self._passes_on else _joined(changed)
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         parts = zip(self._parts(x), self._parts(y), strict=True)
@@ -272,22 +285,6 @@ class ByPeft(Operator):
         count = len(self.layers)
         size = len(x) // count
         return [x] if count == 1 else [x[i * size : (i + 1) * size] for i in range(count)]
-
-    def _input_of_base(self, x: Tensor) -> Tensor | None:
-        if self._passes_on:
-            return None
-
-        def stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _BaseLayerCalled(x)
-
-        try:
-            with base_layer(stop):
-                self._layer(x)
-        except _BaseLayerCalled as asked:
-            self._passes_on = asked.x is x
-            return asked.x
-        self._passes_on = True  # the method replaces the base layer
-        return None
 
     def _after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         waiting = [y]

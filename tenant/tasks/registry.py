@@ -314,7 +314,22 @@ class Tasks:
             self._make_room(name, loaded.bytes)
             self._loaded[name] = loaded
             for layer in loaded.layers:
-                self._hook(layer)
+                if layer in self._hooks:
+                    continue
+                # hooks at the layer and its siblings, which are computed in one request
+                module = self.model.get_submodule(layer)
+                siblings = [
+                    other
+                    for other, remote in self.model.named_modules()
+                    if isinstance(remote, RemoteLayer)
+                    and isinstance(module, RemoteLayer)
+                    and remote.group is module.group
+                ] or [layer]
+                for sibling in siblings:
+                    found = self.model.get_submodule(sibling)
+                    self._names[found] = sibling, tuple(siblings)
+                    before = found.register_forward_pre_hook(self._before, with_kwargs=True)
+                    self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
         if trainable and not loaded.trainable:
             raise TaskError(f"the task {name} was loaded for inference; call tasks.load({name!r}, trainable=True)")
         self._loaded.move_to_end(name)
@@ -343,22 +358,6 @@ class Tasks:
         return 0 if loaded is None else loaded.bytes
 
     # At the model's layers
-
-    def _hook(self, name: str) -> None:
-        """Add hooks to a layer and its siblings, which are computed in one request."""
-        if name in self._hooks:
-            return
-        module = self.model.get_submodule(name)
-        same = [
-            other
-            for other, remote in self.model.named_modules()
-            if isinstance(remote, RemoteLayer) and isinstance(module, RemoteLayer) and remote.group is module.group
-        ]
-        for sibling in same or [name]:
-            found = self.model.get_submodule(sibling)
-            self._names[found] = sibling, tuple(same or [name])
-            before = found.register_forward_pre_hook(self._before, with_kwargs=True)
-            self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, found = self._batch(), self._names.get(module)

@@ -18,7 +18,7 @@ from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.jobs.job_runner import Jobs
-from tenant.endpoint.jobs.router import UPLOAD, jobs_router
+from tenant.endpoint.jobs.router import FORM_BYTES, UPLOAD, jobs_router
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -122,7 +122,7 @@ def server(
         drain_s=options.drain_s,
         adapters=options.allow_loading,
         open_paths=frozenset({"/health", "/openapi.json", *FILES}),
-        streamed_paths=frozenset({UPLOAD} if jobs else ()),
+        uploads={UPLOAD: jobs.files.file_limit + FORM_BYTES} if jobs else {},
     )
     page = page_router(scheme_named(masking), lambda: ledger_of(service.model))
     routers = [page, jobs_router(jobs)] if jobs else [page]

@@ -5,6 +5,7 @@ import hmac
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from hashlib import sha256
 from typing import Any
 
@@ -27,7 +28,9 @@ from tenant.endpoint.api.service import Service
 
 log = logging.getLogger(__name__)
 
-_DROPPED = 8  # times the limit: up to this size, the rest of a body is read, because most clients send all first
+_DROPPED = 8
+_UPLOAD_S = 600.0
+_UPLOADS = 4  # uploads at a time: each takes a file in the folder for temporary files, which may be in memory
 _STATUSES = {
     400: "a field is wrong or not supported",
     401: "the key is missing or wrong",
@@ -60,6 +63,7 @@ class Guard:
         self._settings = settings
         self._metrics = metrics
         self._places = FairShare[str](settings.requests)  # requests in progress, by client
+        self._uploads = FairShare[str](_UPLOADS)
         self._digests = [sha256(key.encode()).digest() for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,17 +93,22 @@ class Guard:
                 if not client and scope["path"] not in self._settings.open_paths:
                     raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
                 scope.setdefault("state", {})["client"] = client
-                if not self._places.take(client):
-                    message = "too many requests of this key are in progress; try again later"
-                    raise ApiError(429, message, code="overloaded")
-                try:
+                upload = self._settings.uploads.get(scope["path"]) if client and scope["method"] == "POST" else None
+                shares = {"requests of this key are in progress": self._places}
+                if upload is not None:
+                    shares["files are being uploaded"] = self._uploads
+                with ExitStack() as held:
+                    for what, places in shares.items():
+                        if not places.take(client):
+                            raise ApiError(429, f"too many {what}; try again later", code="overloaded")
+                        held.callback(places.give_back, client)
                     if not client:
                         receive = _no_body
-                    elif scope["path"] not in self._settings.streamed_paths:
+                    elif upload is not None:
+                        receive = _limited(receive, headers, upload, _UPLOAD_S, dropped=1)
+                    else:
                         receive = await self._whole_body(headers, receive)
                     await self.app(scope, receive, noted)
-                finally:
-                    self._places.give_back(client)
             except ApiError as error:
                 if not status:
                     await error.response()(scope, receive, noted)
@@ -111,28 +120,13 @@ class Guard:
             self._metrics.answers.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
 
     async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body within limits of size and time. Returns a `receive` that passes the body to the application."""
-        limit = self._settings.body_limit
-        too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
-        if int(headers.get("content-length", "0")) > _DROPPED * limit:
-            raise too_large
-        body, size, more = bytearray(), 0, True
-        try:
-            async with asyncio.timeout(self._settings.body_s):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(499, "the client has closed the connection")
-                    part = message.get("body", b"")
-                    more, size = message.get("more_body", False), size + len(part)
-                    if size <= limit:
-                        body += part
-                    elif size > _DROPPED * limit:
-                        raise too_large
-        except TimeoutError:
-            raise ApiError(408, f"the body of the request did not arrive in {self._settings.body_s:g} s") from None
-        if size > limit:
-            raise too_large
+        """Read the body. Returns a `receive` that passes it to the application."""
+        limit, body, more = self._settings.body_limit, bytearray(), True
+        limited = _limited(receive, headers, limit, self._settings.body_s, dropped=_DROPPED)
+        while more:
+            message = await limited()
+            more = message.get("more_body", False)
+            body += message.get("body", b"") if len(body) <= limit else b""  # the rest is dropped
         given = False
 
         async def replay() -> Message:
@@ -143,6 +137,33 @@ class Guard:
             return {"type": "http.request", "body": bytes(body), "more_body": False}
 
         return replay
+
+
+def _limited(receive: Receive, headers: Headers, limit: int, seconds: float, *, dropped: int) -> Receive:
+    """Return a `receive` for a body of at most `limit` bytes, which must arrive in time. A body up to `dropped` times
+    as large is refused at its end only, because most clients send all first."""
+    too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
+    if int(headers.get("content-length", "0")) > dropped * limit:
+        raise too_large
+    end, size, ended = asyncio.get_running_loop().time() + seconds, 0, False
+
+    async def limited() -> Message:
+        nonlocal size, ended
+        if ended:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(end):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body of the request did not arrive in {seconds:g} s") from None
+        if message["type"] == "http.disconnect":
+            raise ApiError(499, "the client has closed the connection")
+        size, ended = size + len(message.get("body", b"")), not message.get("more_body", False)
+        if size > (limit if ended else dropped * limit):
+            raise too_large
+        return message
+
+    return limited
 
 
 async def _no_body() -> Message:
@@ -165,7 +186,6 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     app.include_router(models.open_router)
     for router in (models.router, chat.router, completions.router, responses.router, *routers):
         app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
-    app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _wrong_field)
     bug = "an error in the endpoint; see its log"
@@ -174,13 +194,10 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     return Guard(app, settings, metrics)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
 async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error, ApiError):
+        return error.response()
     detail = "there is no such route; GET /openapi.json lists the routes" if error.status_code == 404 else error.detail
     answer = ApiError(error.status_code, str(detail)).response()
     answer.headers.update(error.headers or {})

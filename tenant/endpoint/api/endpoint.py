@@ -1,7 +1,7 @@
 """The state that all routes share: the service, the settings and the metrics of one endpoint."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -32,7 +32,7 @@ class Settings:
         drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
-        streamed_paths: paths whose routes read and limit large bodies themselves.
+        uploads: paths to which clients may upload larger bodies, with their limits in bytes. Their routes read them.
     """
 
     keys: tuple[str, ...]
@@ -43,7 +43,7 @@ class Settings:
     drain_s: float = 30.0
     adapters: Path | None = None
     open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})
-    streamed_paths: frozenset[str] = frozenset()
+    uploads: Mapping[str, int] = field(default_factory=dict)
 
 
 class EndpointMetrics(Collector):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from symbiosis_priv.errors import (
@@ -38,7 +39,7 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error that is sent as the answer to a request.
 
     Args:
@@ -48,10 +49,13 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
         self.code = code
         self.param = param
+
+    def __str__(self) -> str:
+        return self.detail
 
     def body(self) -> dict[str, Any]:
         """Return the error as a JSON object."""

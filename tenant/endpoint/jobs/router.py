@@ -1,17 +1,13 @@
 """The routes of files and fine-tuning jobs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import FileResponse
-from fastapi.routing import APIRoute
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.exceptions import HTTPException
-from starlette.types import Message
 
-from symbiosis_priv.system.fair_share import FairShare
 from tenant.endpoint.api.bodies import JsonRoute
 from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
@@ -21,10 +17,9 @@ from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs
 
 UPLOAD = "/v1/files"
-"""The path of uploads, whose bodies this router limits itself."""
-_FORM_BYTES = 16 << 10  # bytes of a multipart body besides the file
-_UPLOAD_S = 600.0
-_UPLOADS = 4  # uploads at a time: each takes a file in the folder for temporary files, which may be in memory
+"""The path of uploads."""
+FORM_BYTES = 16 << 10
+"""Bytes of a multipart body besides the file."""
 _POLL_S = 0.25
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _CONTENT: dict[int | str, dict[str, Any]] = {
@@ -38,7 +33,7 @@ def jobs_router(jobs: Jobs) -> APIRouter:
     """Return the routes."""
     router = APIRouter(route_class=JsonRoute)
     files = jobs.files
-    uploads = APIRouter(route_class=_limited(files.file_limit + _FORM_BYTES))
+    uploads = APIRouter()
 
     @uploads.post(UPLOAD)
     def upload(form: Annotated[formats.Upload, Form(media_type="multipart/form-data")]) -> formats.FileAnswer:
@@ -135,48 +130,3 @@ def jobs_router(jobs: Jobs) -> APIRouter:
 
     router.include_router(uploads)
     return router
-
-
-def _limited(limit: int) -> type[APIRoute]:
-    """Return the class of a route whose body has at most `limit` bytes and a time limit. The file is written to disk
-    while it arrives. At most `_UPLOADS` bodies are received at a time, and of a client as many as stay free."""
-    uploads = FairShare[str](_UPLOADS)
-
-    class Limited(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def limited(request: Request) -> Response:
-                client = endpoint_of(request).client(request)
-                if not uploads.take(client):
-                    raise HTTPException(429, f"{uploads.used} files are being uploaded; try again later")
-                try:
-                    return await handle(Request(request.scope, _receiver(request, limit)))
-                finally:
-                    uploads.give_back(client)
-
-            return limited
-
-    return Limited
-
-
-def _receiver(request: Request, limit: int) -> Callable[[], Coroutine[Any, Any, Message]]:
-    too_large = HTTPException(413, f"the body of the request exceeds {limit:,} bytes")
-    end = asyncio.get_running_loop().time() + _UPLOAD_S
-    size = 0
-
-    async def receive() -> Message:
-        nonlocal size
-        if int(request.headers.get("content-length", "0")) > limit:
-            raise too_large
-        try:
-            async with asyncio.timeout_at(end):
-                message = await request.receive()
-        except TimeoutError:
-            raise HTTPException(408, f"the body of the request did not arrive in {_UPLOAD_S:g} s") from None
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise too_large
-        return message
-
-    return receive

@@ -17,7 +17,7 @@ from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.jobs.job_runner import Jobs
-from tenant.endpoint.jobs.router import UPLOAD, jobs_router
+from tenant.endpoint.jobs.router import FORM_BYTES, UPLOAD, jobs_router
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks
 from tests import warm
@@ -78,7 +78,7 @@ def port(jobs: Jobs, tasks: Tasks, chat_model: Path) -> Iterator[int]:
     tokenizer: Any = load_tokenizer(chat_model)
     engine = SequentialEngine(tasks.model, tokenizer, tasks=tasks)
     service = Service(engine, tasks.model, tokenizer, name="tiny", tasks=tasks)
-    settings = Settings(keys=(KEY,), streamed_paths=frozenset({UPLOAD}))
+    settings = Settings(keys=(KEY,), uploads={UPLOAD: jobs.files.file_limit + FORM_BYTES})
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(create_app(service, settings, routers=[jobs_router(jobs)]), listener, drain_s=5.0)
     server.start()

@@ -27,3 +27,7 @@ MAX_SECONDS: Final = 86_400.0
 RingBits = Literal[24, 32]
 """Bits of an integer of a masked row, an effect or an answer on the wire."""
 DEFAULT_RING_BITS: Final = 32
+
+HintBits = Literal[16, 20, 24, 32]
+"""Bits of an entry of a hint of `masking = "lwe"`."""
+DEFAULT_HINT_BITS: Final = 16

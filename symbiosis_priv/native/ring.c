@@ -1,5 +1,6 @@
 /* One translation unit: everything that symbiosis_priv compiles. See common.h for the rules. */
 #include "common.h"
+#include "lattice.h"
 #include "local.h"
 #include "narrow.h"
 #include "passes.h"

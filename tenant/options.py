@@ -25,6 +25,8 @@ class Options:
             "pad" hides rows unless the executor and every helper of a pad collude (default);
             "local" hides rows from all providers, but the tenant needs the full checkpoint and does the providers' work
             ahead of time;
+            "lwe" hides rows from a single provider under a lattice assumption, with gigabytes of hints on this machine
+            (experimental; docs/lwe.md);
             "none" shows rows to every executor; for providers that you trust;
             "paper-pool" shows rows to every executor in practice (opt-in);
             "simulate" runs the same arithmetic on this machine, without providers.

@@ -34,12 +34,17 @@ from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer, federation_text, load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
+from symbiosis_priv.limits import DEFAULT_HINT_BITS
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tenant import RemoteConfig, backend_of
 from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
+from tenant.masking.registry import registered
+from tenant.masking.scheme import SessionScheme
 from tenant.options import Experts
+from tenant.preparation.keys import prepare
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.evidence.public import Public, alone
 from threat_model.evidence.schemes import AttackedScheme
@@ -111,6 +116,11 @@ class Lab:
         model.requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
         self.store = WeightStore(checkpoint, cache=self.folder / "cache")
+        digest = self.store.manifest().digest
+        prepared = prepare(self.store, digest=digest, columns=DEFAULT_COLUMNS, cache=self.folder / "cache")
+        for scheme in registered():
+            if isinstance(scheme, SessionScheme):
+                scheme.prepare(prepared, self.store, bits=DEFAULT_HINT_BITS, training=True)
         self.public = Public(
             model,
             self.store,

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv import native
+from symbiosis_priv.arithmetic.keystream import StreamKey, expand
+from symbiosis_priv.arithmetic.modular import PRIME, shifted
 from symbiosis_priv.limits import HintBits
 
 HEIGHT: Final = 2048
@@ -58,12 +60,12 @@ class _Plane(NamedTuple):
         return -(-width // self.columns)
 
 
-_UPPER = _Plane(1, np.uint16, 16, 16)
+_UPPER, _UNIFORM = _Plane(1, np.uint16, 16, 16), _Plane(0, np.int32, 32, 0)
 _PLANES: Final[dict[HintBits, tuple[_Plane, ...]]] = {
     16: (_UPPER,),
     20: (_UPPER, _Plane(3, np.uint8, 4, 12, parts=2)),
     24: (_UPPER, _Plane(2, np.uint8, 8, 8)),
-    32: (_Plane(0, np.int32, 32, 0),),
+    32: (_UNIFORM,),
 }
 
 
@@ -107,11 +109,18 @@ def noise(words: Tensor) -> Tensor:
     words, library = words.contiguous(), native.library()
     rows, width = len(words), words.shape[1] // NOISE_WORDS
     if library is None:
-        ones = _ONES[words.view(torch.uint8).to(torch.int64)]
+        ones = _ONES[words.reshape(-1).view(torch.uint8).to(torch.int64)]
         return ones.view(rows, width, 4 * NOISE_WORDS).sum(dim=2, dtype=torch.int32) - 32
     out = torch.empty((rows, width), dtype=torch.int32, device="cpu")
     library.lattice_noise(native.best(library), words.data_ptr(), rows * width, out.data_ptr())
     return out
+
+
+def weigh(secrets: Tensor, residues: Tensor) -> Tensor:
+    """Products of secrets, int16 `[r, WEIGHT]`, with a column of residues, int64 `[HEIGHT]`, modulo p: int64 `[r]`."""
+    picked = torch.stack([residues & (1 << 31) - 1, residues >> 31], dim=1)[secrets.to(torch.int64)]
+    low, high = (picked[:, : WEIGHT // 2].sum(1) - picked[:, WEIGHT // 2 :].sum(1)).remainder_(PRIME).unbind(dim=1)
+    return (shifted(high, 31) + low).remainder_(PRIME)
 
 
 def panel_bytes(width: int, *, bits: HintBits) -> int:
@@ -127,7 +136,7 @@ class Panels:
     """
 
     def __init__(self, memory: NDArray[np.uint8], *, width: int, bits: HintBits) -> None:
-        self.width, self.bits = width, bits
+        self.width, self.bits, self._memory = width, bits, memory
         self._planes, start = list[tuple[_Plane, NDArray[np.generic]]](), 0
         for plane in _PLANES[bits]:
             size = HEIGHT * _PANEL_BYTES * plane.panels(width)
@@ -139,6 +148,11 @@ class Panels:
     def empty(cls, width: int, *, bits: HintBits) -> "Panels":
         """A matrix of zeros."""
         return cls(np.zeros(panel_bytes(width, bits=bits), dtype=np.uint8), width=width, bits=bits)
+
+    def narrowed(self, width: int) -> "Panels":
+        """The first columns of a matrix with one plane, in the same memory."""
+        assert len(self._planes) == 1
+        return Panels(self._memory[: panel_bytes(width, bits=self.bits)], width=width, bits=self.bits)
 
     def put(self, first: int, rows: Tensor) -> Tensor:
         """Store rows, int32 `[n, width]`, from row `first` on. Returns int32 `[n, width]`, what rounding has added."""
@@ -182,3 +196,20 @@ class Panels:
                     to = out[:, (number * plane.parts + part) * width :][:, :width]
                     own = entries if plane.parts == 1 else entries >> plane.bits * part & (1 << plane.bits) - 1
                     to += (dense @ own << plane.shift)[:, : to.shape[1]]
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Return rows as they are stored, int32 `[count, width]`."""
+        out = torch.zeros((count, self.width), dtype=torch.int32, device="cpu")
+        for plane, values in self._planes:
+            entries = torch.from_numpy(values[:, first : first + count].astype(np.int32)).transpose(0, 1)
+            mask = (1 << plane.bits) - 1 if plane.bits < 32 else -1
+            parts = [entries >> plane.bits * part & mask for part in range(plane.parts)]
+            out |= torch.stack(parts, dim=2).reshape(count, -1)[:, : self.width] << plane.shift
+        return out
+
+
+def uniform(key: StreamKey, width: int) -> Panels:
+    """P: a uniform matrix `[HEIGHT, width]`. A narrower one from the same key has its first columns."""
+    panels = -(-width // _UNIFORM.columns)
+    memory = expand(key, first_row=0, rows=HEIGHT * panels, width=_UNIFORM.columns).numpy()
+    return Panels(memory.reshape(-1).view(np.uint8), width=width, bits=32)

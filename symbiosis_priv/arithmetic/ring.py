@@ -22,6 +22,10 @@ at most `(RANGE - 1) (1 + 2 eps)`, where the last factor covers the rounding of 
 RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
 are below RANGE and fit int32.
 
+Headroom. A masking scheme may itself add up to m to every entry of a row, and up to h to every entry of a product
+(`Headroom`). That adds at most m d to |xq|_1 and m sqrt(d) to |xq|_2, so l1 and l2 leave room for it as for the
+rounding, and `RANGE - 1 - h` takes the place of `RANGE - 1`: no product leaves the range with it either.
+
 Narrow rings. With `ring_bits = w < 32` only residues modulo 2^w are sent, and the bound above would cost `32 - w` bits
 of every row. So the range is a matter of statistics: rows are scaled until
 
@@ -85,6 +89,16 @@ _BLOCK = 1 << 16  # entries per thread, so that the passes over them stay in the
 _MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up to here
 
 
+class Headroom(NamedTuple):
+    """What a masking scheme adds itself: to every entry of a row and of a product, at most, in absolute value."""
+
+    noise: int = 0
+    error: int = 0
+
+
+NO_HEADROOM: Final = Headroom()
+
+
 @dataclass(frozen=True)
 class Bound:
     """Bounds the input rows of a product, for one layer group and direction. Follows from the public weights."""
@@ -94,6 +108,7 @@ class Bound:
     weight_norm: float  # max over output channels of the channel's 2-norm
     ring_bits: RingBits = DEFAULT_RING_BITS  # w, bits of the integers on the wire
     spread: float = SPREAD  # kappa
+    headroom: Headroom = NO_HEADROOM
 
     def __post_init__(self) -> None:
         if not 0 < self.inputs <= _MAX_WIDTH:
@@ -106,12 +121,14 @@ class Bound:
     @functools.cached_property
     def l1(self) -> float:
         """Largest allowed 1-norm of the scaled row before rounding."""
-        return max(0.0, (self._half - 1) / max(self.weight_absmax, 1) - self.inputs / 2)
+        rounding = self.headroom.noise + 0.5
+        return max(0.0, (self._half - 1 - self.headroom.error) / max(self.weight_absmax, 1) - self.inputs * rounding)
 
     @functools.cached_property
     def l2(self) -> float:
         """Largest allowed 2-norm of the scaled row before rounding."""
-        return self.reach / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
+        rounding = self.headroom.noise + 0.5
+        return (self.reach - self.headroom.error) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) * rounding
 
     @functools.cached_property
     def reach(self) -> float:
@@ -128,18 +145,13 @@ class Bound:
     def _half(self) -> int:
         return 1 << self.ring_bits - 1
 
-    def narrowed(self, ring_bits: RingBits) -> Self:
-        """The bound for products of which `ring_bits` bits are sent."""
-        return replace(self, ring_bits=ring_bits)
+    def narrowed(self, ring_bits: RingBits, headroom: Headroom = NO_HEADROOM) -> Self:
+        """The bound for products of which `ring_bits` bits are sent, and to which a scheme adds something."""
+        return replace(self, ring_bits=ring_bits, headroom=headroom)
 
     def halved(self) -> Self:
         """The bound for rows at half the scale: fewer entries of their products wrap."""
         return replace(self, spread=2 * self.spread)
-
-    def with_headroom(self, bits: int) -> Self:
-        """The bound for products below `reach / 2^bits`, for a masking scheme that adds an error of its own."""
-        absmax, norm = max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits)
-        return replace(self, weight_absmax=absmax, weight_norm=norm)
 
 
 def bounds_of(inputs: int, outputs: int, *, absmax: int, row_norm: float, column_norm: float) -> dict[Direction, Bound]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction, Widths
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, NO_HEADROOM, Bound, Direction, Headroom, Widths
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.layers import AGAIN, Composed, GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError, RangeError
@@ -208,11 +208,10 @@ class GroupFacts:
             raise RangeError(f"{self.entry.name} is not a stack of experts; leave out the counts")
         return self.by_expert
 
-    def narrowed(self, ring_bits: RingBits, *, headroom_bits: int = 0) -> Self:
-        """A copy for products of which `ring_bits` bits are sent, with rows scaled down by `headroom_bits` more
-        bits."""
-        bounds = {way: bound.narrowed(ring_bits).with_headroom(headroom_bits) for way, bound in self.bounds.items()}
-        by_expert = self.by_expert and self.by_expert.narrowed(ring_bits, headroom_bits=headroom_bits)
+    def narrowed(self, ring_bits: RingBits, headroom: Headroom = NO_HEADROOM) -> Self:
+        """A copy for products of which `ring_bits` bits are sent, and to which a masking scheme adds something."""
+        bounds = {way: bound.narrowed(ring_bits, headroom) for way, bound in self.bounds.items()}
+        by_expert = self.by_expert and self.by_expert.narrowed(ring_bits, headroom)
         return replace(self, bounds=bounds, by_expert=by_expert)
 
     @cached_property

@@ -230,11 +230,11 @@ class PrivateFolder:
             raise ConfigError(f"other users can change {folder.path}. Delete it: it is made again")
         return folder
 
-    def open_file(self, name: str) -> int:
-        """A descriptor of a file in this folder, to read from. The caller closes it. Raises `ConfigError`: the file is
-        not a regular file, belongs to another user, or other users can read or write it; `OSError`: it does not exist,
-        is a link, or cannot be opened."""
-        descriptor = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._descriptor)
+    def open_file(self, name: str, *, write: bool = False) -> int:
+        """A descriptor of a file in this folder, to read from, and to write to if `write`. The caller closes it. Raises
+        `ConfigError`: the file is not a regular file, belongs to another user, or other users can read or write it;
+        `OSError`: it does not exist, is a link, or cannot be opened."""
+        descriptor = os.open(name, (os.O_RDWR if write else os.O_RDONLY) | _FILE, dir_fd=self._descriptor)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_own(status) or status.st_mode & _OTHERS:
             os.close(descriptor)
@@ -248,7 +248,7 @@ class PrivateFolder:
         with os.fdopen(self.open_file(name), "rb") as file:
             return file.read()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | memoryview) -> None:
         """Write a file that must not exist yet, with mode 0600. Raises OSError if that fails."""
         write_new(name, data, mode=0o600, folder=self._descriptor)
 

@@ -8,10 +8,11 @@ import typer
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import DEFAULT_HINT_BITS
 from tenant.cli.check import check
 from tenant.cli.finetune import finetune
 from tenant.cli.generate import chat, generate
-from tenant.cli.options import Federation, loading
+from tenant.cli.options import Federation, Masking, checked_hint_bits, loading
 from tenant.cli.serve import serve
 
 
@@ -25,15 +26,23 @@ def prepare(
     keep_experts: Annotated[
         bool, typer.Option(help="Also write the experts of a mixture to the slim checkpoint, for --experts local.")
     ] = False,
+    masking: Annotated[
+        Masking | None, typer.Option(help="Also make what this masking keeps on disk: the hints of lwe (experimental).")
+    ] = None,
+    hint_bits: Annotated[int, typer.Option(help="Bits of an entry of a hint: 16, 20, 24 or 32.")] = DEFAULT_HINT_BITS,
+    training: Annotated[bool, typer.Option("--training", help="Also make hints of backward products.")] = False,
 ) -> None:
     """Make facts and verification keys from the full checkpoint and store them in the cache.
 
-    Later runs do not need the full checkpoint.
+    Later runs do not need the full checkpoint. With --masking lwe, a run that
+    was interrupted goes on where it was.
     """
+    bits = checked_hint_bits(hint_bits)
     pinned, folder = load_federation(federation), resolve(model)
     with loading():
         from symbiosis_priv.checkpoints.weights import WeightStore
         from tenant.core.blame import DEFAULT_COLUMNS
+        from tenant.masking.registry import session_scheme
         from tenant.model import ledger as ledgers
         from tenant.preparation.keys import prepare as prepare_model
         from tenant.preparation.own_tensors import write_slim
@@ -49,6 +58,10 @@ def prepare(
             progress=progress,
         )
     typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
+    if masking is not None:
+        with terminal.progress_bar("hints") as progress:
+            size = session_scheme(masking).prepare(preparation, store, bits=bits, training=training, progress=progress)
+        typer.echo(f"{ledgers.size(size)} of hints in {preparation.folder}")
     if slim is not None:
         kept, left_out = write_slim(store, preparation.manifest, slim, keep_experts=keep_experts)
         typer.echo(f"{slim} holds {ledgers.size(kept)} of tensors; {ledgers.size(left_out)} stay at the providers")

@@ -12,8 +12,16 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
-from tenant.cli.options import Model, loading, table_of
+from symbiosis_priv.limits import (
+    DEFAULT_HINT_BITS,
+    DEFAULT_RING_BITS,
+    DEFAULT_WEIGHT_BITS,
+    MAX_WEIGHT_BITS,
+    MIN_WEIGHT_BITS,
+    HintBits,
+    RingBits,
+)
+from tenant.cli.options import Masking, Model, checked_hint_bits, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length
 
@@ -35,6 +43,10 @@ def check(
     federation: Annotated[
         Path | None, typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring and relay.")
     ] = None,
+    masking: Annotated[
+        Masking | None, typer.Option(help="Also show what this masking costs here: lwe (experimental).")
+    ] = None,
+    hint_bits: Annotated[int, typer.Option(help="With --masking lwe: bits of an entry of a hint.")] = DEFAULT_HINT_BITS,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
@@ -54,6 +66,7 @@ def check(
         import torch
 
         from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
+        from tenant.masking.registry import session_scheme
         from tenant.model.hf import RemoteConfig, backend_of
         from tenant.model.loading import (
             check_reads_text,
@@ -65,6 +78,9 @@ def check(
         from tenant.training import quantisation_error
 
     terminal.console().print(_division_table(folder, tied_head=tied_head, federation=pinned))
+    if masking is not None and session_scheme(masking).keeps_hints:
+        bits = weight_bits if pinned is None else pinned.weight_bits
+        _show_hints(folder, tied_head=tied_head, bits=checked_hint_bits(hint_bits), weight_bits=bits)
     if text is None and inputs is None:
         return
     kind = architecture(load_config(folder))
@@ -134,6 +150,39 @@ def _division_table(folder: Path, *, tied_head: bool, federation: Federation | N
         table.add_row("effects from each helper (pad)", f"{row.effects / 1e6:,.3f} MB", "")
         table.add_row("multiply-adds for a row of logits", f"{head.inputs * sum(head.outputs):,}", "")
     return table
+
+
+def _show_hints(folder: Path, *, tied_head: bool, bits: HintBits, weight_bits: int) -> None:
+    """Show what hints cost, before any is made, and say if they do not pay."""
+    from symbiosis_priv.checkpoints.discovery.skeleton import discover
+    from symbiosis_priv.checkpoints.layers import Scope
+    from tenant.preparation.hints import forecast, seconds_to_make
+
+    groups = discover(folder, Scope(tied_head=tied_head)).groups
+    inference, training = (forecast(groups, bits=bits, weight_bits=weight_bits, training=t) for t in (False, True))
+    weights, minutes = inference.products / 2, seconds_to_make(inference) / 60
+    table = table_of(f"masking = lwe (experimental), hints of {bits} bits", "inference", "training")
+    table.add_row(
+        "hints, on disk and in memory",
+        f"{inference.forward / 1e9:,.2f} GB",
+        f"{(training.forward + training.backward) / 1e9:,.2f} GB",
+    )
+    table.add_row("matrix P, in memory", f"{inference.uniform / 1e9:,.2f} GB", f"{training.uniform / 1e9:,.2f} GB")
+    table.add_row("time to make hints, about", f"{minutes:,.1f} min", f"{2 * minutes:,.1f} min")
+    table.add_row("additions here for a token", f"{inference.additions:,}", f"{2 * inference.additions:,}")
+    share = f"{inference.additions / inference.products:.2%}"
+    table.add_row("over the layers' multiplications", share, share)
+    table.add_row("expected error of a product", f"{inference.error:.1e}", f"{training.error:.1e}")
+    table.add_row("the layers' weights in 4 bits", f"{weights / 1e9:,.2f} GB", f"{weights / 1e9:,.2f} GB")
+    terminal.console().print(table)
+    pays = inference.forward + inference.uniform < weights
+    terminal.say(
+        "lwe can pay here: the layers' weights take more memory than the hints. With a helper of another operator, "
+        "--masking pad is exact, and takes no hints."
+        if pays
+        else "lwe does not pay here: this machine could hold the layers themselves in 4 bits and run them, in less "
+        "memory than the hints take. With a helper of another operator, --masking pad is exact, and takes no hints."
+    )
 
 
 def _comparison(models: dict[str, Any], *, of: str) -> Table:

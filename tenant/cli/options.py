@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 from rich.table import Table
@@ -16,7 +16,7 @@ from rich.table import Table
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import MAX_SECONDS
+from symbiosis_priv.limits import MAX_SECONDS, HintBits
 from symbiosis_priv.system import interrupts
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -37,14 +37,23 @@ Text = Annotated[
     ),
 ]
 
-Masking = Literal["pad", "local", "none", "paper-pool", "simulate"]
+Masking = Literal["pad", "local", "lwe", "none", "paper-pool", "simulate"]
 MASKING_ROLES: dict[Masking, frozenset[Role]] = {  # as the schemes declare them, which need torch to be read
     "pad": frozenset({"executor", "helper"}),
     "local": frozenset({"executor"}),
+    "lwe": frozenset({"executor"}),
     "none": frozenset({"executor"}),
     "paper-pool": frozenset({"executor"}),
     "simulate": frozenset(),
 }
+
+
+def checked_hint_bits(bits: int) -> HintBits:
+    """Check the value of --hint-bits. Raises `ConfigError`."""
+    for known in get_args(HintBits):
+        if bits == known:
+            return cast(HintBits, bits)
+    raise ConfigError(f"--hint-bits {bits}: choose one of {', '.join(map(str, get_args(HintBits)))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +63,7 @@ class Remote:
     federation: Annotated[
         Path | None, typer.Option("--federation", "-f", help="federation.toml; needed unless --masking is simulate.")
     ] = None
-    masking: Annotated[Masking, typer.Option(help="The masking scheme.")] = "pad"
+    masking: Annotated[Masking, typer.Option(help="The masking scheme; lwe is experimental (docs/lwe.md).")] = "pad"
     deadline_s: Annotated[
         float,
         typer.Option(
@@ -82,7 +91,8 @@ class Remote:
         elif "helper" in roles and not load_federation(self.federation).helpers:
             raise RoleConflictError(
                 f"--masking {self.masking} needs a [[provider]] with role = 'helper' in {self.federation}, run by "
-                f"another operator than the executor; --masking local needs none"
+                f"another operator than the executor; --masking local needs none, nor does lwe (experimental: "
+                f"a lattice assumption, and 6 GB here for 7 billion weights; see `tenant check --masking lwe`)"
             )
         if self.checkpoint is not None:
             resolve(self.checkpoint)

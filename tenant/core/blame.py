@@ -19,6 +19,7 @@ probability 2^-m, but is not used. At the smallest scale no product leaves the r
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, Self
 
 import torch
@@ -165,13 +166,9 @@ def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> t
         if not is_product(0, part.sent.masked_words, answer):
             found.append(executor)
         for first, pad in with_first_rows(part.pads):
-            for share, effect in zip(pad.shares, pad.effects(), strict=True):
-                if is_product(first, share.keystream.expand(share.first_row, pad.rows), effect):
-                    continue
-                if share.holder is None:
-                    own = True
-                else:
-                    found.append(share.holder)
+            holders = pad.wrong_effects(partial(is_product, first))
+            own = own or None in holders
+            found += [holder for holder in holders if holder is not None]
     except (OSError, SafetensorError, CheckpointError) as error:
         log.error("cannot read the keys that tell whose result is wrong: %s", error)
     return found, own

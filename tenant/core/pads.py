@@ -11,6 +11,7 @@ in the source of e (`tenant.masking`).
 
 A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A party that lacks at least one seed sees
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
+A scheme whose effects are not exactly those of its masks says what the check has to expect (`Pad.correction`).
 
 Relay. A helper may send its effect to the executor instead of to the tenant. Because n_j could be computed from e_j, it
 sends the block `e_j + m_j`: m_j is a second keystream of the same seed, with the same row numbers. The executor
@@ -31,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, NoReturn, Self
+from typing import NamedTuple, NoReturn, Protocol, Self
 
 from torch import Tensor
 
@@ -141,6 +142,19 @@ class RelayedBlock(NamedTuple):
     until: float
 
 
+class MaskStream(Protocol):
+    """Rows of masks by their number: a `Keystream`, or what a scheme makes of keystreams."""
+
+    def add_to(self, matrix: Tensor, *, first_row: int) -> None:
+        """Add rows from `first_row` on to a matrix, int32 `[rows, d]`, modulo 2^32 and in place."""
+
+    def expand(self, first_row: int, rows: int) -> Tensor:
+        """Return rows, int32 `[rows, d]`: those that `add_to` adds."""
+
+    def make_ahead(self, first_row: int, rows: int) -> None:
+        """Make a few rows ahead of time, if that saves time."""
+
+
 class Share(NamedTuple):
     """The share of one seed in a pad: rows of its keystream, and the promise of their effect.
 
@@ -154,7 +168,7 @@ class Share(NamedTuple):
     """
 
     holder: Peer | None
-    keystream: Keystream
+    keystream: MaskStream
     first_row: int
     effect: Promise[Tensor] | Promise[Tensor | None]
     offset: int = 0
@@ -226,6 +240,21 @@ class Pad:
         """
         return answer, self.effects()
 
+    def correction(self) -> Tensor | None:
+        """Return R applied to what the pad itself adds to the products of the rows, int64 `[r]` modulo p; None if it
+        adds nothing. A scheme that adds something derives from `Pad` and overrides this method."""
+        return None
+
+    def wrong_effects(self, is_product: Callable[[Tensor, Tensor], bool]) -> list[Peer | None]:
+        """Return the holders of wrong effects, after the check has refused a product; None for the tenant itself.
+
+        Args:
+            is_product: tests by the blame keys whether effects, int32 `[r, o]`, are the products of rows, int32
+                `[r, d]`.
+        """
+        effects = zip(self.shares, self.effects(), strict=True)
+        return [s.holder for s, e in effects if not is_product(s.keystream.expand(s.first_row, self.rows), e)]
+
     def open_relayed(self, answer: Tensor) -> None:
         """Add the second keystreams to an answer from which the executor has subtracted the blocks, in place."""
         for share in self.shares:
@@ -287,9 +316,11 @@ class PadOrder:
 
 
 class EffectSource(ABC):
-    """Draws pads for all layer groups of a session. The session stops the `workers`, which compute effects."""
+    """Draws pads for all layer groups of a session. The session stops the `workers`, which compute effects.
+    `keeps_masks` is True if pads that are drawn ahead take memory for their masks, too."""
 
     workers: Sequence[Worker] = ()
+    keeps_masks = False
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic import passes
-from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.manifest import GroupFacts
@@ -315,7 +315,10 @@ class Part:
         if self.relayed or not self.pads:
             return [self._unchecked(0, answer, ())]
         placed = with_first_rows(self.pads)
-        return [self._unchecked(first, *pad.open(row_range(answer, first, pad.rows))) for first, pad in placed]
+        return [
+            self._unchecked(first, *pad.open(row_range(answer, first, pad.rows)), pad.correction())
+            for first, pad in placed
+        ]
 
     def put(self, rows: Sequence[int], some: Rows, products: Tensor) -> list[int]:
         """Check products of rows, int32 `[n, o]`, and write the results of those that pass. Returns the others."""
@@ -325,8 +328,12 @@ class Part:
         self.rows.put([self.start + rows[place] for place in right], some, right)
         return [rows[place] for place in sorted(wrong)]
 
-    def _unchecked(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> UncheckedProduct:
+    def _unchecked(
+        self, first: int, answer: Tensor, effects: Sequence[Tensor], correction: Tensor | None = None
+    ) -> UncheckedProduct:
         expected = row_range(self.expected, first, answer.shape[0])
+        if correction is not None:  # another pad brings another one, so `self.expected` stays that of the rows
+            expected = (expected + correction).remainder_(PRIME)
         return UncheckedProduct(self.start + first, answer, effects, self.column, expected, self.rows.ring_bits)
 
     def _check(self, product: UncheckedProduct) -> list[int]:

@@ -13,9 +13,11 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Federation
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret, Share
 from tenant.masking.backend import Backend, RingBackend, Simulation
+from tenant.masking.lwe import Lwe
 from tenant.masking.pad import OneTimePads
 from tenant.masking.paper_pool import PaperPool
 from tenant.masking.scheme import BackendScheme, Materials, SessionScheme
@@ -34,8 +36,8 @@ class NoMasking(SessionScheme):
     hides_from = frozenset()
     assumption = "you trust the executor"
 
-    def check(self, federation: Federation) -> None:
-        super().check(federation)
+    def check(self, federation: Federation, *, ring_bits: RingBits = DEFAULT_RING_BITS) -> None:
+        super().check(federation, ring_bits=ring_bits)
         if federation.helpers:
             log.warning(
                 "masking = 'none': executors can read your rows, though this federation has helpers; masking = 'pad' "
@@ -135,5 +137,5 @@ def session_scheme(name: str) -> SessionScheme:
     return scheme
 
 
-for _scheme in (OneTimePads(), Local(), NoMasking(), PaperPool(), Simulate()):
+for _scheme in (OneTimePads(), Local(), Lwe(), NoMasking(), PaperPool(), Simulate()):
     register(_scheme)

@@ -14,17 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from symbiosis_priv.arithmetic.ring import NO_HEADROOM, Headroom
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, HintBits, RingBits
 from symbiosis_priv.network.wire import Role
 from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource, SessionSecret
 from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
+from tenant.preparation.prepared import Preparation
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
 """One party that could read rows, or several parties that combine what they have seen. TLS excludes all others."""
@@ -48,7 +50,8 @@ class Scheme(ABC):
         assumption: what `hides_from` rests on.
         error: describes how results differ from the reference ("simulate"); None if they have the same bits.
         verified: True if a wrong answer is detected and not used.
-        headroom_bits: bits of the range ±2^31 that the scheme uses itself; rows are scaled to the other bits.
+        stacks: True if it masks rows for stacks of experts.
+        keeps_hints: True if `prepare` of a `SessionScheme` makes hints (`tenant.preparation.hints`).
         options_type: a frozen dataclass of its own options, `RemoteConfig(masking_options={...})`.
     """
 
@@ -60,7 +63,8 @@ class Scheme(ABC):
     assumption: ClassVar[str]
     error: ClassVar[str | None] = None
     verified: ClassVar[bool] = True
-    headroom_bits: ClassVar[int] = 0
+    stacks: ClassVar[bool] = True
+    keeps_hints: ClassVar[bool] = False
     options_type: ClassVar[type[Any]] = NoOptions
 
     @property
@@ -79,8 +83,8 @@ class Scheme(ABC):
             )
         return self.options_type(**values)
 
-    def check(self, federation: Federation) -> None:
-        """Check that the scheme keeps its promises with these providers.
+    def check(self, federation: Federation, *, ring_bits: RingBits = DEFAULT_RING_BITS) -> None:
+        """Check that the scheme keeps its promises with these providers, in a ring of `ring_bits` bits.
 
         Raises:
             RoleConflictError: the scheme needs a helper, and the file has none.
@@ -90,7 +94,8 @@ class Scheme(ABC):
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
                 f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "
-                f"than the executor; masking = 'local' needs none"
+                f"than the executor; masking = 'local' needs none, nor does 'lwe' (experimental: a lattice "
+                f"assumption, and 6 GB here for 7 billion weights; see `symbiosis-priv tenant check --masking lwe`)"
             )
         if federation.registries is not None and not ("executor" in self.hides_from and self.verified):
             raise ConfigError(
@@ -122,14 +127,45 @@ class Materials:
         store: the tenant's own copy of the weights, if it has one.
     """
 
-    facts: Sequence[GroupFacts]
+    preparation: Preparation
     secret: SessionSecret
     holders: Holders
     store: WeightStore | None
 
+    @property
+    def facts(self) -> Sequence[GroupFacts]:
+        return self.preparation.facts
+
 
 class SessionScheme(Scheme):
     """A scheme for the ring: executors multiply, and a session masks, verifies and unmasks."""
+
+    def prepare(
+        self,
+        preparation: Preparation,
+        store: WeightStore,
+        *,
+        bits: HintBits,
+        training: bool,
+        progress: Progress | None = None,
+    ) -> int:
+        """Make what the scheme keeps on disk for a model, beside the verification keys, and return its bytes.
+
+        Args:
+            store: the full checkpoint.
+            bits: precision of what is kept.
+            training: also prepare for backward products.
+        """
+        return 0
+
+    def headroom(self, preparation: Preparation) -> Headroom:
+        """Return what the scheme adds itself to rows and products. Raises `CheckpointError` if `prepare` is missing."""
+        return NO_HEADROOM
+
+    def facts(self, preparation: Preparation, ring_bits: RingBits = DEFAULT_RING_BITS) -> list[GroupFacts]:
+        """Return the facts of all layer groups, with bounds that leave the scheme its room."""
+        headroom = self.headroom(preparation)
+        return [facts.narrowed(ring_bits, headroom) for facts in preparation.facts]
 
     @abstractmethod
     def effects(self, materials: Materials) -> EffectSource | UnmaskedByChoice:

@@ -31,7 +31,9 @@ def open_backend(options: Options, model: str | Path) -> Backend:
     """
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
-        scheme.check(opening.federation)  # before the checkpoint is read and before any provider is contacted
+        scheme.check(
+            opening.federation, ring_bits=opening.ring_bits
+        )  # before the checkpoint is read and before any provider is contacted
         if options.tied_head and not opening.federation.scope.tied_head:
             raise ConfigError(
                 f"{options.option('tied_head')} asks for the product of a tied LM head, which the providers of "
@@ -46,6 +48,12 @@ def open_backend(options: Options, model: str | Path) -> Backend:
             f"masking = {scheme.name!r} multiplies on the tenant: "
             f"pass {options.option('checkpoint', 'FULL_CHECKPOINT')}"
         )
+    if not scheme.stacks and options.experts != "local" and any(e.experts > 1 for e in preparation.manifest.groups):
+        raise ConfigError(
+            f"masking = {scheme.name!r} does not mask rows for stacks of experts: keep the experts here with "
+            f"{options.option('experts', 'local')}, or choose another masking"
+        )
+    facts = scheme.facts(preparation, opening.ring_bits)
     session = Session(
         opening.federation,
         preparation,
@@ -60,8 +68,7 @@ def open_backend(options: Options, model: str | Path) -> Backend:
         ),
         store=store,
     )
-    bits, headroom = opening.ring_bits, scheme.headroom_bits
-    return RingBackend([facts.narrowed(bits, headroom_bits=headroom) for facts in preparation.facts], session)
+    return RingBackend(facts, session)
 
 
 class BaseWeights:

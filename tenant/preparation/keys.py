@@ -270,6 +270,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
         tokenizer=origin.tokenizer,
         checkpoint=origin.checkpoint,
         forget_keys=lambda: _forget(folder.path),
+        folder=folder.path,
     )
 
 
@@ -358,15 +359,15 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
         except BaseException:
             parent.delete(partial)
             raise
-    return replace(prepared, blame=on_disk, second=second_on_disk)
+    return replace(prepared, blame=on_disk, second=second_on_disk, folder=folder)
 
 
 def _seal(keys: VerificationKeys, files: Mapping[str, bytes], *digests: str) -> bytes:
     """Return the MAC of the files, and of the digests of the files that are not read."""
-    return _mac(keys, "seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
+    return mac(keys, "seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), *digests)
 
 
-def _mac(keys: VerificationKeys, purpose: str, *parts: str) -> bytes:
+def mac(keys: VerificationKeys, purpose: str, *parts: str) -> bytes:
     """Return 32 bytes that only a holder of these keys can compute, to authenticate the other files."""
     return hmac.digest(derive(keys.secret, "mac", purpose), msgspec.json.encode(parts), "sha256")
 
@@ -414,14 +415,14 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
 
 def _is_known(folder: Path, prepared: Preparation, identity: str) -> bool:
     with contextlib.suppress(OSError):
-        return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), _mac(prepared.keys, "known", identity))
+        return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), mac(prepared.keys, "known", identity))
     return False
 
 
 def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
     with contextlib.suppress(OSError):  # the next load hashes the tensors again
         (folder / _KNOWN).mkdir(mode=0o700, exist_ok=True)
-        write_atomically(folder / _KNOWN / identity, _mac(prepared.keys, "known", identity), mode=0o600)
+        write_atomically(folder / _KNOWN / identity, mac(prepared.keys, "known", identity), mode=0o600)
 
 
 def _identity(model: WeightStore) -> str:

@@ -32,6 +32,7 @@ class Preparation:
         tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
         checkpoint: the checkpoint that was prepared; for messages.
         forget_keys: deletes the cached verification keys, so that the next session draws new ones.
+        folder: the private folder that holds all of this; None if it could not be written.
     """
 
     manifest: Manifest
@@ -43,6 +44,7 @@ class Preparation:
     tokenizer: Mapping[str, str]
     checkpoint: str
     forget_keys: Callable[[], None] = field(repr=False)
+    folder: Path | None = None
 
 
 _SECRET = "secret"

@@ -86,7 +86,7 @@ class Runtime:
             clients[provider] = HelperClient(provider, routes, new_channel, secret, ring_bits=options.ring_bits)
         self.helpers, self._helpers = tuple(clients.values()), clients
         self.pads = Supply(
-            preparation.facts,
+            preparation,
             scheme,
             options,
             store,

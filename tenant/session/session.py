@@ -79,7 +79,7 @@ class Session:
         store: WeightStore | None = None,
     ) -> None:
         self._scheme = session_scheme(options.masking)
-        self._scheme.check(federation)
+        self._scheme.check(federation, ring_bits=options.ring_bits)
         check_expected(federation, preparation.manifest)
         self.preparation = preparation
         self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles, tolerance=options.tolerance)

@@ -25,7 +25,6 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.certificates.reading import fingerprint, load_pin
-from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
@@ -44,6 +43,7 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.options import SessionOptions
+from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.worker import Worker
@@ -73,7 +73,7 @@ class Supply:
 
     def __init__(
         self,
-        facts: Sequence[GroupFacts],
+        preparation: Preparation,
         scheme: SessionScheme,
         options: SessionOptions,
         store: WeightStore | None,
@@ -87,10 +87,11 @@ class Supply:
     ) -> None:
         self.relays = Relays(gate, routes, executors) if relay else None
         self.refill = Worker("refill")
-        self._facts, self._routes, self._helpers = facts, routes, helpers
+        self._facts, self._routes, self._helpers = preparation.facts, routes, helpers
         self._memory = PoolMemory(options.pool_memory)
         self._pools: dict[tuple[GroupIndex, Direction], PadPool] = {}
-        effects = scheme.effects(Materials(facts=facts, secret=secret, holders=self._holders, store=store))
+        materials = Materials(preparation=preparation, secret=secret, holders=self._holders, store=store)
+        effects = scheme.effects(materials)
         self.source = None if isinstance(effects, UnmaskedByChoice) else effects
 
     @property
@@ -123,13 +124,14 @@ class Supply:
 
     def _new_pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> "PadPool":
         facts = self._facts[index]
+        kept = facts.outputs(direction) + source.keeps_masks * facts.inputs(direction)
         pool = PadPool(
             source,
             index=index,
             direction=direction,
             refill=self.refill,
             memory=self._memory,
-            row_bytes=wire.RING32.size(1, facts.outputs(direction)) * max(1, self._routes.helpers_per_pad),
+            row_bytes=wire.RING32.size(1, kept) * max(1, self._routes.helpers_per_pad),
             max_rows=partial(most_rows, self._routes, facts.widest),
         )
         return self._pools.setdefault((index, direction), pool)  # another thread may have made one
@@ -185,7 +187,7 @@ class PadPool:
     """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
 
     Args:
-        row_bytes: bytes of one pad row, which are those of its effects.
+        row_bytes: bytes of one pad row: of its effects, and of its mask if that is kept.
         max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
     """
 

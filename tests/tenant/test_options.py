@@ -39,7 +39,7 @@ PAPER: dict[str, Any] = {"masking": "paper-pool"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"masking": "magic"}, "masking = 'magic' is unknown; choose one of pad, local, none"),
+        ({"masking": "magic"}, "masking = 'magic' is unknown; choose one of pad, local, lwe, none"),
         ({"weight_bits": 8}, "weight_bits is for masking = 'simulate'"),
         ({"deadline_s": 0}, "deadline_s = 0 is below"),
         ({"deadline_s": float("nan")}, "deadline_s = nan is below"),

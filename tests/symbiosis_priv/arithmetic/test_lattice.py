@@ -1,13 +1,12 @@
 """Samplers and sparse products of LWE masks, compiled and with torch, against Python's integers."""
 
-from math import comb
+import math
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import lattice
@@ -73,14 +72,14 @@ def chi_square(observed: Tensor, probability: Tensor) -> float:
     """Pearson's statistic as a standard normal deviate."""
     expected = probability * observed.sum()
     statistic, freedom = float(((observed - expected) ** 2 / expected).sum()), len(observed) - 1
-    return (statistic - freedom) / (2 * freedom) ** 0.5
+    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 def test_samplers_have_their_distributions() -> None:
     """Keys are fixed, so the test always has the same result. For other keys it fails once in 10^4 times (|z| < 4)."""
     noise = lattice.noise(expand(KEY, first_row=0, rows=500, width=8000)).flatten()
     assert int(noise.abs().max()) <= MOST_NOISE
-    probability = torch.tensor([comb(64, count) / 2**64 for count in range(65)], dtype=torch.float64)
+    probability = torch.tensor([math.comb(64, count) / 2**64 for count in range(65)], dtype=torch.float64)
     common = probability * len(noise) > 20
     counts = torch.bincount(noise + 32, minlength=65).double()
     assert abs(chi_square(counts[common], probability[common] / probability[common].sum())) < 4

@@ -1,0 +1,347 @@
+"""`masking = "lwe"`: products of the row x + e, to the bit, through real providers, and the hints that they need."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic import lattice
+from symbiosis_priv.arithmetic.modular import dot
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, RoleConflictError, StorageError, VerificationError
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import GroupIndex, HintBits
+from tenant import RemoteConfig
+from tenant.core.pads import PadOrder, SessionSecret
+from tenant.core.parts import Part
+from tenant.masking.backend import RingRows
+from tenant.masking.lwe import LweSource
+from tenant.masking.registry import session_scheme
+from tenant.masking.scheme import Materials
+from tenant.preparation.hints import MOST_ROWS, Hints, make_hints
+from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.scripted import ScriptedProvider, product_of, ring_rows, spoil
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def prepared(store: WeightStore, cache: Path) -> Preparation:
+    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=cache)
+    make_hints(preparation, store, bits=16)
+    return preparation
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The errors e that are drawn during a test, in order. Only tests ever see them."""
+    seen: list[Tensor] = []
+    real = lattice.noise
+
+    def revealing(words: Tensor) -> Tensor:
+        seen.append(real(words))
+        return seen[-1]
+
+    monkeypatch.setattr("symbiosis_priv.arithmetic.lattice.noise", revealing)
+    return seen
+
+
+@pytest.mark.parametrize("bits", [16, 20, 24, 32])
+def test_a_product_is_that_of_the_row_and_its_error(
+    bits: HintBits,
+    store: WeightStore,
+    tmp_path: Path,
+    noise: list[Tensor],
+    executor: ScriptedProvider,
+    new_session: NewSession,
+) -> None:
+    """To the bit at 32 bits; a rounded hint adds less than the bound, and every row passes the exact check."""
+    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    make_hints(preparation, store, bits=bits)
+    session = new_session("lwe", [executor], prepared=preparation, pool_memory=0)
+    for index in range(len(preparation.facts)):
+        for direction in DIRECTIONS:
+            width = preparation.facts[index].inputs(direction)
+            rows = torch.randint(-9000, 9000, (5, width), generator=torch.Generator().manual_seed(index)).int()
+            noise.clear()
+            got = session.product(GroupIndex(index), direction, rows)
+            error = got - product_of(store, index, direction, rows + noise[0])
+            assert int(error.abs().max()) <= lattice.most_error(bits)
+            assert bits < 32 or not error.any()
+            assert noise[0].any()
+    assert session.ledger().answers_verified == 10 * len(preparation.facts)
+
+
+def test_every_row_in_every_part_is_exact(
+    prepared: Preparation, store: WeightStore, noise: list[Tensor], executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    """Drawn ahead or not, split, in several parts, in a bucket, by a lane or not: x + e comes back, and is verified."""
+    session = new_session("lwe", [executor], prepared=prepared, part_bytes=1 << 12, row_bucket=3)
+
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+    @given(st.integers(0, len(prepared.facts) - 1), testing.directions(), st.integers(1, 40), st.integers(0, 2**32))
+    def check(index: GroupIndex, direction: Direction, count: int, seed: int) -> None:
+        rows = ring_rows(prepared, index, direction, count, seed=seed) // 2
+        wanted = product_of(store, index, direction, rows)
+        got = session.product(index, direction, rows)
+        # e is at most 32, and its own product is far from 0
+        weight = store.group(index).weight.abs().long()
+        most = 32 * weight.sum(1 if direction == FORWARD else 0) + lattice.most_error(16)
+        assert bool(((got - wanted).abs() <= most).all())
+        assert not torch.equal(got, wanted)
+
+    check()
+    assert session.ledger().answers_rejected == 0
+    sent = torch.cat([heard.rows.flatten() for heard in executor.executed])
+    assert len(sent.unique()) > 0.99 * len(sent)  # no mask was used twice, also of rows of zeros
+
+
+def test_a_lie_is_found_and_the_executor_is_blamed(
+    prepared: Preparation, new_provider: NewProvider, new_session: NewSession
+) -> None:
+    liar, other = new_provider(), new_provider()
+    liar.behaviour = spoil
+    kept = replace(prepared, forget_keys=lambda: None)
+    session = new_session("lwe", [liar], prepared=kept)
+    rows = torch.ones(3, prepared.facts[0].inputs(FORWARD), dtype=torch.int32)
+    with pytest.raises(VerificationError, match=f"an answer of provider {liar.peer('executor').name!r}"):
+        session.product(GroupIndex(0), FORWARD, rows)
+    session = new_session("lwe", [liar, other], prepared=kept)
+    for direction in DIRECTIONS:
+        for _ in range(4):  # also one that the liar was to answer, under pads that another executor may see as well
+            session.product(GroupIndex(0), direction, ring_rows(prepared, 0, direction, 2) // 2)
+    assert [p.peer for p in session.routes.executors if p.peer in session.routes.quarantined] == [liar.peer("executor")]
+
+
+def test_replaced_pads_are_opened_with_their_own_errors(
+    prepared: Preparation, store: WeightStore, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    session = new_session("lwe", [executor], prepared=prepared, pool_memory=0)
+    draw = session.runtime.pads.draw
+    index, rows = GroupIndex(0), ring_rows(prepared, 0, FORWARD, 5) // 2
+    r, v = prepared.keys[index, FORWARD]
+    order = PadOrder(index, FORWARD, 5)
+    part = Part(
+        index,
+        FORWARD,
+        RingRows(rows, outputs=len(r)),
+        0,
+        rows.clone(),
+        r,
+        dot(rows, v),
+        lambda: (r, v),
+        [draw(order)],
+        len(r),
+    )
+    part.mask()
+    before = part.sent.masked_words
+    part.remask({0: draw(order)})
+    assert not torch.equal(part.sent.masked_words, before)
+    assert part.open(product_of(store, 0, FORWARD, part.sent.masked_words)) == []
+    assert part.open(product_of(store, 0, FORWARD, before)) == [0, 1, 2, 3, 4]
+
+
+# Hints
+
+
+def hint_file(preparation: Preparation, place: str = "0.forward") -> Path:
+    assert preparation.folder is not None
+    return preparation.folder / "lwe-16" / place
+
+
+@pytest.fixture
+def fresh(store: WeightStore, tmp_path: Path) -> Preparation:
+    """A preparation with hints of its own, which a test may damage."""
+    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / "cache")
+    make_hints(preparation, store, bits=16)
+    return preparation
+
+
+def test_hints_take_the_bytes_that_were_forecast(fresh: Preparation, store: WeightStore) -> None:
+    files = list(hint_file(fresh).parent.iterdir())
+    assert make_hints(fresh, store, bits=16) == sum(file.stat().st_size for file in files)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_making_hints_goes_on_where_it_was(
+    fresh: Preparation, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete hint stays as it is; one that is missing, cut off or altered is made again, with the same bits."""
+    folder = hint_file(fresh).parent
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / "0.forward").unlink()
+    (folder / "0.backward").write_bytes(before["0.backward"][:-1])
+    (folder / "1.forward").write_bytes(bytes([before["1.forward"][0] ^ 1]) + before["1.forward"][1:])
+    (folder / "1.backward").write_bytes(b"")
+    made, real = list[GroupEntry](), store.quantised
+
+    def quantised(entry: GroupEntry) -> QuantisedGroup:
+        made.append(entry)
+        return real(entry)
+
+    monkeypatch.setattr(store, "quantised", quantised)
+    steps: list[tuple[int, int]] = []
+    make_hints(fresh, store, bits=16, progress=lambda done, total: steps.append((done, total)))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert made == list(fresh.manifest.groups[:2])
+    assert (steps[0][0], steps[-1]) == (len(before) - 4, (len(before), len(before)))
+
+
+def test_hints_are_refused_without_room(store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000_000))
+    with pytest.raises(StorageError, match=r"need 0\.\d\d GB .* 0\.01 GB are free"):
+        make_hints(preparation, store, bits=16)
+    assert not any(hint_file(preparation).parent.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["bit", "exchanged", "short", "missing", "of other keys"])
+def test_only_the_tenants_own_hint_is_used(
+    damage: str, fresh: Preparation, prepared: Preparation, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    """Also refused: a hint of other weights, which has another seal because the seal covers the weights' digest."""
+    file, data = hint_file(fresh), bytearray(hint_file(fresh).read_bytes())
+    if damage == "bit":
+        data[len(data) // 2] ^= 1
+    elif damage == "exchanged":
+        data = bytearray(hint_file(fresh, "0.backward").read_bytes())
+    elif damage == "of other keys":
+        data = bytearray(hint_file(prepared).read_bytes())
+    file.unlink() if damage == "missing" else file.write_bytes(data[: -(damage == "short") or None])
+    session = new_session("lwe", [executor], prepared=fresh)
+    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
+    with pytest.raises(CheckpointError, match=r"was not prepared|is damaged, or was made for other weights"):
+        session.product(GroupIndex(0), FORWARD, rows)
+    assert not executor.executed
+
+
+def test_a_hint_that_others_can_read_or_replace_is_refused(
+    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
+    for path, mode in ((hint_file(fresh), 0o644), (hint_file(fresh).parent, 0o777), (fresh.folder, 0o777)):
+        assert path is not None
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="other users can"):
+            new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+        path.chmod(before)
+    hint_file(fresh).rename(hint_file(fresh).parent / "moved")
+    hint_file(fresh).symlink_to(hint_file(fresh).parent / "moved")
+    with pytest.raises(CheckpointError, match="not prepared"):
+        new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+
+
+def test_damage_to_a_hint_in_use_convicts_no_executor(
+    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    """The file changes below its map, after it was checked."""
+    session = new_session("lwe", [executor], prepared=fresh, pool_memory=0)
+    rows = torch.ones(4, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
+    session.product(GroupIndex(0), FORWARD, rows)
+    with hint_file(fresh).open("r+b") as file:
+        file.write(bytes(file.seek(0)) + b"\x55" * 500_000)
+    with pytest.raises(CheckpointError, match="No provider is to blame"):
+        session.product(GroupIndex(0), FORWARD, rows)
+    assert not session.routes.quarantined
+
+
+def test_a_hint_that_does_not_belong_to_the_weights_is_found(
+    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: sealed like the tenant's own, but computed from other weights. No product passes the check."""
+    hints = Hints(fresh, 16)
+    weight = torch.randint(-511, 512, (sum(fresh.manifest.groups[0].outputs), 64), dtype=torch.int16)
+    hint_file(fresh).write_bytes(hints._make((GroupIndex(0), FORWARD), RingMatrix(weight, weight_bits=10)).tobytes())
+    session = new_session("lwe", [executor], prepared=replace(fresh, forget_keys=lambda: None))
+    with pytest.raises(VerificationError):
+        session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
+
+
+# Rows under one P
+
+
+def test_the_count_of_rows_survives_restarts(fresh: Preparation) -> None:
+    assert fresh.folder is not None
+    counted = fresh.folder / "lwe-rows"
+    Hints(fresh, 16).reserve(5)
+    assert int(counted.read_text()) == 1 << 20
+    again = Hints(fresh, 16)
+    again.reserve(1)
+    again.reserve((1 << 20) - 1)  # reserved already
+    assert int(counted.read_text()) == 2 << 20
+    again.reserve((1 << 20) + 5)
+    assert int(counted.read_text()) == (3 << 20) + 5
+    counted.write_text(f"{MOST_ROWS - (1 << 20):020}")
+    Hints(fresh, 16).reserve(1)
+    with pytest.raises(ConfigError, match="1,099,511,627,776 rows"):
+        Hints(fresh, 16).reserve(1)
+    for content in ("", "-1", "9" * 21, "x" * 20):
+        counted.write_text(content)
+        with pytest.raises(CheckpointError, match="damaged"):
+            Hints(fresh, 16).reserve(1)
+    counted.unlink()
+    with pytest.raises(CheckpointError, match="cannot be counted"):
+        Hints(fresh, 16).reserve(1)
+
+
+def test_a_session_stops_at_the_last_row(
+    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    assert fresh.folder is not None
+    (fresh.folder / "lwe-rows").write_text(f"{MOST_ROWS:020}")
+    session = new_session("lwe", [executor], prepared=fresh)
+    with pytest.raises(ConfigError, match="prepare the model again"):
+        session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
+    assert not executor.executed
+
+
+# Refused by name
+
+
+def test_what_it_does_not_do_is_refused_by_name(
+    prepared: Preparation,
+    preparation: Preparation,
+    executor: ScriptedProvider,
+    new_session: NewSession,
+    new_federation: NewFederation,
+) -> None:
+    with pytest.raises(ConfigError, match=r"'lwe' needs ring_bits = 32, not 24"):
+        new_session("lwe", [executor], prepared=prepared, ring_bits=24)
+    with pytest.raises(ConfigError, match="remove relay = true"):
+        session_scheme("lwe").check(new_federation([executor], relay=True))
+    with pytest.raises(RoleConflictError, match=r"'lwe' \(experimental: a lattice assumption, and 6 GB"):
+        new_session("pad", [executor])
+    with pytest.raises(ConfigError, match="has no option 'K'"):
+        RemoteConfig(masking="lwe", federation="federation.toml", masking_options={"K": 1536})
+    with pytest.raises(CheckpointError, match=r"no hints are prepared .* tenant prepare .* --masking lwe"):
+        session_scheme("lwe").facts(preparation)
+    source = LweSource(
+        Materials(preparation=prepared, secret=SessionSecret(), holders=lambda *_: ((), None), store=None)
+    )
+    with pytest.raises(ConfigError, match="does not mask rows for stacks of experts"):
+        source.draw(PadOrder(GroupIndex(0), FORWARD, 1, counts=(1,)))
+
+
+def test_training_needs_hints_of_both_directions(
+    store: WeightStore, tmp_path: Path, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    session_scheme("lwe").prepare(preparation, store, bits=16, training=False)
+    session = new_session("lwe", [executor], prepared=preparation)
+    session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
+    with pytest.raises(CheckpointError, match=r"backward.* was not prepared .*--masking lwe --training"):
+        session.product(GroupIndex(0), BACKWARD, ring_rows(preparation, 0, BACKWARD, 1))

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, get_args
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -133,6 +135,12 @@ class RemoteQuantizer(HfQuantizer):
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise UnsupportedMethodError(NO_DISK)
+        if parse_flag_from_env("ACCELERATE_USE_FSDP") or is_deepspeed_zero3_enabled():
+            raise UnsupportedMethodError(
+                "FSDP and DeepSpeed's ZeRO-3 shard base weights, and those of a split model are at the provider. Start "
+                "the processes with torchrun or accelerate launch --multi_gpu: each trains the same "
+                "adapter (DDP)"
+            )
         folder = _vetted(kwargs.get("checkpoint_files"), model.config)
         self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors

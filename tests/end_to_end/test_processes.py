@@ -58,7 +58,8 @@ def result(done: subprocess.CompletedProcess[str]) -> Any:
 
 LAUNCHERS = {
     "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
-    "accelerate": "accelerate.commands.accelerate_cli launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no",
+    "accelerate": "accelerate.commands.accelerate_cli launch --multi_gpu --num_machines 1 --num_processes 2 "
+    "--mixed_precision no --dynamo_backend no",
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from symbiosis_priv.checkpoints.layers import RoundTrips
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.connections.channel import DEADLINE_OPTION, Wiretap
 from tenant.core.blame import DEFAULT_COLUMNS
@@ -48,6 +49,9 @@ class Options:
         tied_head: offload the product of an LM head whose weight is the embedding table. The table stays with the
             tenant for look-ups. The providers must serve this product (`tied_head = true` under [model] of
             federation.toml). An LM head with a weight of its own is always offloaded.
+        round_trips: round trips of a transformer block while tokens are decoded: 2 sends two rows at a time, which pays
+            over a distance (docs/federation.md). It needs providers with `round_trips = 2`. None for `round_trips` of
+            the federation file, or 4. With the same `round_trips`, results have the same bits under every masking.
         show_routes_while_decoding: allow decoding with experts = "counts", although a provider learns most tokens.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.
@@ -68,6 +72,7 @@ class Options:
     checkpoint: str | Path | None = None
     experts: Experts | None = None
     tied_head: bool = False
+    round_trips: RoundTrips | None = None
     show_routes_while_decoding: bool = False
     deadline_s: float = 120.0
     pool_memory_mib: int = 256

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
 from tenant.core.parts import FloatRows, Rows, UncheckedProduct
 from tenant.core.verifier import V
+
+
+class Product(NamedTuple):
+    """The arguments of `Backend.multiply`; `group` is its `index`."""
+
+    group: int
+    direction: Direction
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
 class Backend(ABC):
@@ -59,6 +68,11 @@ class Backend(ABC):
             RangeError: the group is not a stack, or the counts are not those of these rows.
         """
 
+    def multiply_all(self, products: Sequence[Product]) -> None:
+        """Compute several products of at least one row, as `multiply` does; over a network, in one round trip."""
+        for product in products:
+            self.multiply(*product)
+
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """Multiply one matrix: float `[r, d]` in, float64 `[r, o]` out."""
         shape = (rows.shape[0], self.facts[index].outputs(direction))
@@ -80,6 +94,9 @@ class Backend(ABC):
 
 class RingProduct(Protocol):
     """Computes exact integer products."""
+
+    def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
+        """Call `multiply` for all products. Over a network they are under way at the same time."""
 
     def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Encode the rows, multiply them, verify the product, and let `rows` decode it."""
@@ -152,19 +169,38 @@ class RingBackend(Backend):
     ) -> None:
         if not inputs[0].shape[0]:
             return
-        if inputs[0].is_cpu:
-            self.products.multiply(
-                GroupIndex(index), direction, FloatRows(self.facts[index], direction, inputs, outputs, counts)
-            )
-            return
-        on_host = [_host_like(out) for out in outputs]
-        rows = FloatRows(self.facts[index], direction, _on_host(inputs), on_host, counts)
+        rows = self._rows(index, direction, inputs, outputs, counts)
         self.products.multiply(GroupIndex(index), direction, rows)
-        for out, result in zip(outputs, on_host, strict=True):
-            out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
+        _return(rows, outputs)
+
+    def multiply_all(self, products: Sequence[Product]) -> None:
+        rows = [self._rows(*product) for product in products]
+        self.products.multiply_all([(GroupIndex(p.group), p.direction, r) for p, r in zip(products, rows, strict=True)])
+        for product, its_rows in zip(products, rows, strict=True):
+            _return(its_rows, product.outputs)
+
+    def _rows(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        counts: Counts | None = None,
+    ) -> FloatRows:
+        facts = self.facts[index]
+        if inputs[0].is_cpu:
+            return FloatRows(facts, direction, inputs, outputs, counts)
+        return FloatRows(facts, direction, _on_host(inputs), [_host_like(out) for out in outputs], counts)
 
     def close(self) -> None:
         self.products.close()
+
+
+def _return(rows: FloatRows, outputs: Sequence[Tensor]) -> None:
+    """Copy results from the CPU to the caller's tensors on another device."""
+    for out, result in zip(outputs, rows.outputs, strict=True):
+        if out is not result:
+            out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
 
 
 def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -219,6 +255,10 @@ class Simulation:
         rows.decode(UncheckedProduct(0, product))
         if rows.most_wraps and (again := uncorrectable(product, ring_bits=rows.ring_bits)):
             multiply_again(rows, again, partial(self.multiply, index, direction))
+
+    def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
+        for product in products:
+            self.multiply(*product)
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""

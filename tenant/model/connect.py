@@ -40,6 +40,12 @@ def open_backend(options: Options, model: str | Path) -> Backend:
                 f"{options.federation} do not serve; leave it out, or use a federation with tied_head = true under "
                 f"[model]"
             )
+        if options.round_trips == 2 and opening.federation.scope.round_trips != 2:
+            raise ConfigError(
+                f"{options.option('round_trips', '2')} needs composed groups, which the providers of "
+                f"{options.federation} do not serve; leave it out, or use a federation with round_trips = 2 under "
+                f"[model]"
+            )
     if not isinstance(scheme, SessionScheme):
         return scheme.open(opening)
     preparation, store = opening.preparation, opening.full_store
@@ -54,6 +60,13 @@ def open_backend(options: Options, model: str | Path) -> Backend:
             f"{options.option('experts', 'local')}, or choose another masking"
         )
     facts = scheme.facts(preparation, opening.ring_bits)
+    composed = any(facts.entry.composed is not None for facts in preparation.facts)
+    if composed != (opening.federation.scope.round_trips == 2):
+        raise ConfigError(
+            f"{options.federation} says round_trips = {opening.federation.scope.round_trips}, and the model of its "
+            f"digest has {'composed groups' if composed else 'no composed groups'}; correct round_trips or digest "
+            f"under [model]"
+        )
     session = Session(
         opening.federation,
         preparation,

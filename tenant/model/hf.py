@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, name_in, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import check_builds, tied_head
+from symbiosis_priv.checkpoints.layers import RoundTrips
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from symbiosis_priv.limits import RingBits
@@ -39,6 +40,7 @@ from tenant.model.division import division
 from tenant.model.experts.modes import check_stored, choose_mode, offload, refuse_decoding
 from tenant.model.offloaded import NO_DISK, OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
+from tenant.model.trips import join_groups, take_gains
 from tenant.options import Experts, Options
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
         if self.show_routes_while_decoding and self.experts != "counts":
             raise ConfigError("show_routes_while_decoding = True is for experts = 'counts'; leave it out")
+        if self.round_trips not in (None, *get_args(RoundTrips)):
+            raise ConfigError(f"round_trips = {self.round_trips!r}: choose 2 or 4, or leave it out")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
@@ -152,7 +156,16 @@ class RemoteQuantizer(HfQuantizer):
         heads = set() if self.quantization_config.tied_head else {name.rpartition(".")[0] for name in tied}
         members = {m for e in entries for m in e.members if mode != "local" or e.experts == 1} - heads
         log.info("%s: %s", type(model).__name__, division(model, members))
-        split(model, backend, members, experts=mode, weights=weights)
+        groups = split(model, backend, members, experts=mode, weights=weights)
+        self._trips = [] if self.quantization_config.round_trips == 4 else join_groups(model, groups)
+        if self._trips:
+            ordinary = sum(entry.composed is None for entry in entries)
+            log.info(
+                "%s: a decoded token takes %d round trips instead of %d",
+                type(model).__name__,
+                ordinary - len(self._trips),
+                ordinary,
+            )
         self._tables = untie_head(model, tied)
         if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
             refuse_decoding(model)
@@ -178,6 +191,8 @@ class RemoteQuantizer(HfQuantizer):
             for parameter in module.parameters(recurse=False)
             if not isinstance(parameter, OffloadedWeight)
         )
+        take_gains(self._trips)
+        self._trips.clear()
         for table in self._tables:
             table.requires_grad_(False)
         for module in model.modules():
@@ -270,9 +285,10 @@ def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
 
 def split(
     model: PreTrainedModel, backend: Backend, members: Set[str], *, experts: Experts, weights: BaseWeights | None = None
-) -> None:
+) -> dict[tuple[str, ...], LayerGroup]:
     """Replace each `nn.Linear` in `members` by a `RemoteLinear`, each `Conv1D` by a `RemoteConv1D`, and each stack of
-    experts by an `OffloadedStack`. `weights` reads base weights for methods that need them.
+    experts by an `OffloadedStack`. `weights` reads base weights for methods that need them. Returns the layer groups by
+    the names of their members.
 
     Raises:
         CheckpointError: the model lacks a layer, or the layer has other widths.
@@ -282,9 +298,10 @@ def split(
 
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     replaced: dict[nn.Module, RemoteLayer] = {}
+    groups = dict[tuple[str, ...], LayerGroup]()
     for index, facts in enumerate(backend.facts):
-        group = LayerGroup(backend, index, weights)
-        if members.isdisjoint(facts.entry.members):
+        group = groups[facts.entry.members] = LayerGroup(backend, index, weights)
+        if facts.entry.composed is not None or members.isdisjoint(facts.entry.members):
             continue
         if facts.entry.experts > 1:
             name = facts.entry.members[0]
@@ -311,6 +328,7 @@ def split(
             if child in replaced:
                 setattr(parent, leaf, replaced[child])
     model._keys_to_ignore_on_load_unexpected = ignored
+    return groups
 
 
 def backend_of(model: nn.Module) -> Backend:

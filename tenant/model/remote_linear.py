@@ -25,7 +25,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -59,9 +59,18 @@ _groups: weakref.WeakValueDictionary[int, "LayerGroup"] = weakref.WeakValueDicti
 _handles = itertools.count()
 
 
+class RoundTrip(Protocol):
+    """Computes the output of a group of one linear together with that of the next group (`trips.Trip`)."""
+
+    def send(self, x: Tensor) -> Tensor | None:
+        """Return the output, in the dtype of a product of `x`; None if `x` takes an ordinary product."""
+
+
 class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights; None
-    without a checkpoint."""
+    without a checkpoint. `trip` computes products without gradients, if there is one; a copied model has none."""
+
+    trip: RoundTrip | None = None
 
     def __init__(self, backend: Backend, index: int, weights: BaseWeights | None = None) -> None:
         self.backend = backend
@@ -80,6 +89,10 @@ class LayerGroup:
         with torch._C.DisableTorchFunction():  # a torch function mode of the caller would delay each call
             pending = state.pending
             if pending is None or not pending.is_for(x) or pending.parts[member] is None:
+                if self.trip is not None and type(x) is Tensor and not torch.is_grad_enabled():
+                    together = self.trip.send(x)
+                    if together is not None:
+                        return together
                 parts: tuple[Tensor, ...]
                 # `apply` takes 60 µs, as long as the product of a small layer
                 parts = _GroupLinear.apply(x, self) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
@@ -91,6 +104,10 @@ class LayerGroup:
                 state.pending = None
             assert part is not None
             return part
+
+    def set_output(self, x: Tensor, parts: list[Tensor]) -> None:
+        """Set each member's output for input x, which this thread will ask for next."""
+        self._thread_state.pending = _Pending(x, [*parts])
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Return the shape of each member's output for input `x`."""
@@ -240,6 +257,7 @@ class RemoteLayer(nn.Module):
     Attributes:
         moved: low-rank parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None.
             Their products are subtracted from the output.
+        tasks: returns the output of the tasks in this forward pass for a product (`tenant.tasks`), or None.
     """
 
     weight: OffloadedWeight
@@ -252,6 +270,7 @@ class RemoteLayer(nn.Module):
         self.weight = weight
         self.bias = nn.Parameter(self.stored_bias(), requires_grad=False) if bias else None
         self.moved: nn.ModuleList | None = None
+        self.tasks: Callable[[nn.Module, Tensor], Tensor] | None = None
         self._bias_trained = False
         if self.bias is not None:
             self.bias._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers must not initialise it
@@ -294,11 +313,20 @@ class RemoteLayer(nn.Module):
             weight = weight - part.delta()
         return weight.t() if isinstance(self, Conv1D) else weight
 
+    @property
+    def adds(self) -> bool:
+        """True if the output may be more than the product."""
+        return bool(self.moved or self.tasks) or self._has_other_bias
+
+    @property
+    def _has_other_bias(self) -> bool:
+        return self.bias is not None and (self._bias_trained or self.bias.requires_grad)
+
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor = group_output(input, self.group.handle, self.member)
         for part in self.moved or ():
             y = y - part(input).to(y.dtype)
-        if self.bias is not None and (self._bias_trained or self.bias.requires_grad):
+        if self.bias is not None and self._has_other_bias:
             self._bias_trained = True
             y = y + (self.bias - self.stored_bias().to(self.bias)).to(y.dtype)
         return y

@@ -114,8 +114,8 @@ def prepare(
 def _check_pinned(store: WeightStore, manifest: Manifest | None, digest: str) -> None:
     if manifest is not None and manifest.digest != digest:
         raise CheckpointError(
-            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
-            f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
+            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint that the "
+            f"providers serve, or correct [model] in the federation file (digest, weight_bits, round_trips, ...)."
         )
 
 

@@ -56,7 +56,7 @@ class Opening:
         """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts. Raises
         `CheckpointError` if the tenant's tensors in the loaded checkpoint differ from those in the full checkpoint."""
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
-        scope = Scope(tied_head=self.options.tied_head)
+        scope = Scope(tied_head=self.options.tied_head, round_trips=self.options.round_trips or 4)
         store = self._store(bits, scope)
         with terminal.progress_bar("quantising") as progress:
             manifest = store.manifest(progress=progress)

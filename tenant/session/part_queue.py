@@ -99,8 +99,12 @@ def multiply_parts(
     # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
     failures += [failure for job in jobs if not job.cancel() and (failure := job.exception()) is not None]
     if failures:
-        # the part that found a fault says more than a part that stopped because of the quarantine
-        raise next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
+        raise said_most(failures)
+
+
+def said_most(failures: Sequence[BaseException]) -> BaseException:
+    """Return the failure of the part that found a fault, and not that of one that stopped because of the quarantine."""
+    return next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
 
 
 def part_rows(count: int, size: int, *, part_bytes: int, executors: int = 1) -> int:

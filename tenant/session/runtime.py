@@ -39,12 +39,14 @@ from tenant.routing.routes import Routes
 from tenant.session.lane import Lane
 from tenant.session.supply import Supply
 from tenant.session.tally import Tally
+from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and their effects
 _PROBE_S = 10.0  # time limit of one attempt in the background
 _REFUSED_S = 5.0  # how long a refused first connection is retried: wrong port, or provider not started
+_FLIGHTS = 4  # threads for products that are under way beside another one
 _JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 
 
@@ -79,6 +81,7 @@ class Runtime:
         self._federation = federation
         self.executors = _Executors(self._new_executor)
         self._probing: set[Channel] = set()
+        self._flights = [Worker(f"flight-{number}") for number in range(_FLIGHTS)]
         secret = SessionSecret()
         clients = {}
         for provider in routes.helpers:
@@ -123,6 +126,10 @@ class Runtime:
         for executor in gone:
             executor.close()
 
+    def flight(self) -> Worker:
+        """The thread with the fewest products, for one beside the caller's."""
+        return min(self._flights, key=lambda worker: worker.unfinished)
+
     def add_lane(self, part: Part, provider: KnownProvider) -> None:
         """Let a lane compute products like this one, unless there is a lane already."""
         place = part.index, part.direction, part.count
@@ -144,7 +151,7 @@ class Runtime:
         self.closing.set()
         with self.executors.making:
             executors = tuple(self.executors.values())
-        workers = [self.pads.refill, *self.prober.workers]
+        workers = [self.pads.refill, *self.prober.workers, *self._flights]
         workers += () if self.pads.source is None else self.pads.source.workers
         workers += [worker for executor in executors for worker in executor.workers]
         workers += [channel.worker for helper in self.helpers for channel in helper.channels]

@@ -48,7 +48,7 @@ from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
 from tenant.session.failover import Recovery
 from tenant.session.lane import Attempt, may_repeat
-from tenant.session.part_queue import multiply_parts, part_rows
+from tenant.session.part_queue import multiply_parts, part_rows, said_most
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.supply import most_rows
@@ -94,6 +94,25 @@ class Session:
     def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Compute one exact product, masked and verified."""
         multiply(self._open(), index, direction, rows)
+
+    def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
+        """Compute several products at the same time, each as `multiply` does."""
+        runtime, inference = self._open(), torch.is_inference_mode_enabled()
+
+        def work(product: tuple[GroupIndex, Direction, Rows]) -> None:
+            with torch.inference_mode(inference), torch.no_grad():  # threads inherit no modes
+                multiply(runtime, *product)
+
+        first, *others = products
+        jobs = [runtime.flight().submit(work, product) for product in others]
+        failures: list[BaseException] = []
+        try:
+            multiply(runtime, *first)
+        except Exception as error:  # an interrupt ends the wait at once
+            failures.append(error)
+        failures += [failure for job in jobs if (failure := job.exception()) is not None]  # bounded by their deadlines
+        if failures:
+            raise said_most(failures)
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`.

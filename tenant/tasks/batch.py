@@ -197,12 +197,16 @@ class Batch:
         self._inputs[siblings] = inputs
         return inputs.rows
 
-    def after(self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+    def after(
+        self, name: str, siblings: tuple[str, ...], y: Tensor, base: Callable[..., Tensor], *, again: bool = False
+    ) -> Tensor:
         """Return the layer's output. `y`: the base layer's output for the input that `before` returned. `base`:
-        computes the base layer once more, for methods that need a second product."""
+        computes the base layer once more, for methods that need a second product. `again`: `after` will be called again
+        for the same input."""
         inputs = self._inputs[siblings]
         x, order = inputs.x, inputs.orders.get(name)
-        inputs.waiting.discard(name)
+        if not again:
+            inputs.waiting.discard(name)
         if not inputs.waiting:
             del self._inputs[siblings]
         if order is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from symbiosis_priv.errors import ConfigError, TaskError, UnsupportedMethodError
@@ -256,6 +256,9 @@ class Tasks:
                 for hook in hooks:
                     hook.remove()
             self._hooks.clear()
+            for module in self._names:
+                if isinstance(module, RemoteLayer):
+                    module.tasks = None
             self._names.clear()
             self._loaded.clear()
             self._compositions.clear()
@@ -328,6 +331,8 @@ class Tasks:
                 for sibling in siblings:
                     found = self.model.get_submodule(sibling)
                     self._names[found] = sibling, tuple(siblings)
+                    if isinstance(found, RemoteLayer):
+                        found.tasks = self._output
                     before = found.register_forward_pre_hook(self._before, with_kwargs=True)
                     self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
         if trainable and not loaded.trainable:
@@ -378,6 +383,13 @@ class Tasks:
         if batch is None or found is None or not batch.extends(found[1]):
             return output
         return batch.after(*found, output, module.forward)
+
+    def _output(self, module: nn.Module, y: Tensor) -> Tensor:
+        """What `_after` will return in this forward pass of a layer if its product is `y`."""
+        batch, found = self._batch(), self._names.get(module)
+        if batch is None or found is None or not batch.extends(found[1]):
+            return y
+        return batch.after(*found, y, module.forward, again=True)
 
     def _batch(self) -> Batch | None:
         return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)

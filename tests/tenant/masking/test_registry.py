@@ -229,8 +229,11 @@ class _NoProduct:
 
     rows: Any = None
 
-    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         self.rows = rows
+
+    def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         pass

@@ -40,8 +40,9 @@ def one_block(save_llama: Callable[..., Path]) -> Path:
 def load(llama: Path) -> Callable[..., Any]:
     """`load(...)`: a split model with an adapter; always the same one."""
 
-    def load(path: Path = llama) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+    def load(path: Path = llama, **options: Any) -> Any:
+        config = RemoteConfig(masking="simulate", **options)
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
         torch.manual_seed(1)
         lora = LoraConfig(  # one linear of a group of three, and one that is alone
             target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False
@@ -128,3 +129,13 @@ def test_an_input_changed_in_place_is_another_input(load: Callable[[], Any], bac
         (gradient,) = torch.autograd.grad(torch.cat(parts, dim=-1).square().sum(), x)
         results.append((*parts, gradient))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_composed_groups_take_no_part_in_a_compiled_pass(load: Callable[..., Any]) -> None:
+    """Its products are those of four round trips, in one graph."""
+    two, four = load(round_trips=2), load()
+    with torch.no_grad():
+        assert not torch.equal(two(input_ids=IDS).logits, four(input_ids=IDS).logits)
+        compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
+        found = compiled(input_ids=IDS).logits  # type: ignore[no-untyped-call]
+        assert torch.equal(found, four(input_ids=IDS).logits)

@@ -1,0 +1,261 @@
+"""Two round trips for a transformer block while tokens are decoded, instead of four.
+
+An ordinary pass waits for the product of every layer group in turn. Where a federation serves composed groups
+(`checkpoints.discovery.residuals`), the tenant sends two rows at once, each with its own pad and scale:
+
+    h * g  through  W2                       h: the residual stream. g: the weight of the next norm
+    a      through  [W1; W2 diag(g) W1]      a: the input of the linear W1. Returns o = W1 a, and y2
+
+The first product is y1. With `h' = h + o` and the norm's factor r, the next linears' output `W2 norm(h')` is
+`r (y1 + y2)`. It is known before the model asks for it, so the pass waits once.
+
+The model's own code runs as ever: it adds, normalises, and calls the next linears. This module sees four calls:
+
+    before the sum     a hook of the norm before W1 keeps its input h
+    W1                 `Trip.send` makes the round trip, and returns o
+    the next norm      its hook compares its input with h + o, and its output with `r (h' * g)`, which gives r
+    W2                 `LayerGroup.output` returns what the hook has set, if its input is the norm's output
+
+Nothing is assumed about a model or an adapter. If a sum, a norm or a tensor is not the expected one, the next linears
+make a round trip of their own. An adapter may add to the output of W1: what it adds is computed before the rows are
+sent, and belongs to h. If it changes the output in another way, the comparison fails, and the block takes four round
+trips.
+
+Passes with gradients, and passes of more than `MOST_ROWS` rows, take four: composed groups need about twice the
+multiply-adds and half again as many bytes, which costs more than it saves there.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from threading import local
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.discovery.linears import name_in
+from symbiosis_priv.checkpoints.layers import AGAIN, THROUGH
+from tenant.masking.backend import Product
+from tenant.model.overlap import waiting
+from tenant.model.remote_linear import LayerGroup, RemoteLayer, output_dtype
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS: Final = 16
+"""Most rows of a pass in two round trips per block."""
+_REST = 256  # passes in four round trips after a comparison has failed, before the next try
+_ROUNDINGS = 4  # of a norm or a sum in the model's dtype, for comparisons
+
+
+class Trip:
+    """The round trip of one composed group.
+
+    Args:
+        index: the composed group's index.
+        before, after: the names of the norms before W1 and after it.
+        first, second: the layer groups of W1 and W2.
+        owner, leaf: the module that calls W1, and its attribute.
+        weight: float32 `[d]`, the weight of the norm after W1.
+        gain: the weight, with one added where the norm adds it.
+    """
+
+    def __init__(
+        self, index: int, first: LayerGroup, second: LayerGroup, *, before: str, after: str, owner: nn.Module, leaf: str
+    ) -> None:
+        self.index, self.second, self.before, self.after = index, second, before, after
+        self.weight = self.gain = torch.empty(0)
+        self._first, self._owner, self._leaf = weakref.ref(first), weakref.ref(owner), leaf  # `first` holds this object
+        self._rests = 0
+        bias = second.backend.facts[second.index].bias
+        self._bias = None if bias is None else bias.to(torch.float32)
+        self._widths = second.backend.facts[second.index].entry.outputs
+
+    def send(self, x: Tensor) -> Tensor | None:
+        """Compute the output of W1, and keep the sum of both products. Returns None if this input takes an ordinary
+        product."""
+        state, dtype = _state, output_dtype(x)
+        if state.adding is self:
+            return x.new_zeros((*x.shape[:-1], len(self.gain)), dtype=dtype)
+        sent, state.sent = state.sent, None
+        if sent is not None:  # the norm after another W1 was not called
+            sent.trip.failed()
+        norm, h = state.residual or (None, x)
+        if norm != self.before or h.shape[:-1] != x.shape[:-1] or h.device != x.device or self._has_other_rows():
+            return None
+        if self._rests:
+            self._rests -= 1
+            return None
+        added = self._added(x)
+        if added is not None and added.shape != h.shape:
+            return None
+        total = h.to(torch.float32) if added is None else h.to(torch.float32) + added.to(torch.float32)
+        width, count = len(self.gain), x.numel() // x.shape[-1]
+        o, through, own = (
+            torch.empty((count, size), dtype=torch.float32, device=x.device)
+            for size in (width, sum(self._widths), sum(self._widths))
+        )
+        rows = (total * self.gain.to(x.device)).view(count, width)
+        with waiting:
+            self.second.backend.multiply_all(
+                [
+                    Product(self.index, FORWARD, [x.reshape(count, -1)], [o, through]),
+                    Product(self.second.index, FORWARD, [rows], [own]),
+                ]
+            )
+        y = own.add_(through)
+        if self._bias is not None:  # it is not multiplied by the norm's factor
+            y -= self._bias.to(x.device)
+        o = o.view(h.shape).to(dtype)
+        size = h.abs() + o.abs() if added is None else h.abs() + o.abs() + added.abs()
+        state.sent = _Sent(self, h + o if added is None else h + (o + added), size.to(torch.float32), y)
+        return o
+
+    def finish(self, sent: "_Sent", total: Tensor, norm: nn.Module, normed: Tensor) -> bool:
+        """Set the output of the next linears for a norm's output. Returns False if it, the norm's weight, or its input
+        `total` is not the expected one."""
+        gain, weight = self.gain.to(total.device), norm.weight
+        assert isinstance(weight, Tensor)
+        if total.shape != sent.total.shape or normed.shape != total.shape:
+            return False
+        if not _same(total, sent.total, sent.size) or not torch.equal(weight, self.weight.to(weight)):
+            return False
+        unscaled, wide = total.to(torch.float32) * gain, normed.to(torch.float32)
+        factor = (wide * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
+        if not _same(normed, factor * unscaled, (factor * unscaled).abs()):
+            return False
+        y = sent.product * factor.reshape(-1, 1)
+        if self._bias is not None:
+            y += self._bias.to(y.device)
+        dtype = output_dtype(normed)
+        parts = [part.to(dtype).contiguous() for part in y.split(self._widths, dim=1)]
+        self.second.set_output(normed, [part.view(*total.shape[:-1], -1) for part in parts])
+        return True
+
+    def failed(self) -> None:
+        """Take ordinary products for some passes."""
+        log.debug("composed group %d: the sum or the norm is another one; the next passes take four", self.index)
+        self._rests = _REST
+
+    def _has_other_rows(self) -> bool:
+        first = self._first()
+        return first is None or len(first.adapter_rows) + len(self.second.adapter_rows) > 0
+
+    def _added(self, x: Tensor) -> Tensor | None:
+        """What an adapter adds to the output of W1 for its input `x`: its own output where W1 returns zeros."""
+        owner = self._owner()
+        module = None if owner is None else owner._modules.get(self._leaf)
+        if module is None or (isinstance(module, RemoteLayer) and not module.adds):
+            return None
+        _state.adding = self
+        try:
+            if not isinstance(module, RemoteLayer):  # a layer of PEFT around it
+                return module(x)  # type: ignore[no-any-return]
+            zeros = module.forward(x)
+            return zeros if module.tasks is None else module.tasks(module, zeros)
+        finally:
+            _state.adding = None
+
+
+class _Sent(NamedTuple):
+    """A round trip whose norm has not been called yet.
+
+    Args:
+        total: the expected input of the norm: h + o, and what an adapter adds.
+        size: float32, the sum of the terms' sizes, by which their sum may be rounded otherwise.
+        product: float32 `[r, o]`, y1 + y2 without bias.
+    """
+
+    trip: Trip
+    total: Tensor
+    size: Tensor
+    product: Tensor
+
+
+class _State(local):
+    """What one thread's pass has reached.
+
+    Attributes:
+        residual: the last norm, and its input.
+        sent: the last round trip, until the norm after it is called.
+        adding: the trip whose adapter is being computed alone.
+    """
+
+    residual: tuple[str, Tensor] | None = None
+    sent: _Sent | None = None
+    adding: Trip | None = None
+
+
+_state = _State()
+
+
+class _AfterNorm:
+    """Hook of a norm. `name` is the norm's name in the manifest."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return
+        state = _state
+        sent, state.sent, state.residual = state.sent, None, None
+        total = args[0] if len(args) == 1 else None
+        if type(total) is not Tensor or type(output) is not Tensor:
+            return
+        if sent is not None and not (sent.trip.after == self.name and sent.trip.finish(sent, total, module, output)):
+            sent.trip.failed()
+        if 0 < total.numel() // total.shape[-1] <= MOST_ROWS:
+            state.residual = self.name, total
+
+
+def _same(found: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Returns True if two tensors differ by roundings of values of this size only."""
+    bound = size.mul_(_ROUNDINGS * torch.finfo(found.dtype).eps)
+    return bool(((found.to(torch.float32) - expected.to(torch.float32)).abs() <= bound).all())
+
+
+def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGroup]) -> list[tuple[Trip, nn.Module]]:
+    """Connect the layer groups of a split model by its composed groups.
+
+    Args:
+        groups: the layer groups of the model's offloaded linears, by the names of their members, and its composed
+            groups.
+
+    Returns:
+        Trips, and the norm after W1. Call `take_gains` with them after the weights were loaded.
+    """
+    modules = dict(model.named_modules())
+    made, hooked = [], set[str]()
+    for members, group in groups.items():
+        entry = group.backend.facts[group.index].entry
+        if entry.composed is None:
+            continue
+        first = groups.get((members[0].removesuffix(AGAIN),))
+        second = groups.get(tuple(member.removesuffix(THROUGH) for member in members[1:]))
+        names = (entry.composed.residual, entry.composed.norm, members[0].removesuffix(AGAIN))
+        before, after, linear = (name_in(model, name, modules) for name in names)
+        if first is None or second is None or before is None or after is None or linear is None:
+            continue
+        owner, _, leaf = linear.rpartition(".")
+        trip = Trip(group.index, first, second, before=names[0], after=names[1], owner=modules[owner], leaf=leaf)
+        first.trip = trip
+        for name, module in ((names[0], modules[before]), (names[1], modules[after])):
+            if name not in hooked:
+                module.register_forward_hook(_AfterNorm(name))
+                hooked.add(name)
+        made.append((trip, modules[after]))
+    return made
+
+
+def take_gains(trips: list[tuple[Trip, nn.Module]]) -> None:
+    """Keep the norms' weights as they were loaded: providers have composed them. If a norm is trained later, its block
+    takes four round trips."""
+    for trip, norm in trips:
+        composed = trip.second.backend.facts[trip.index].entry.composed
+        assert composed is not None
+        assert isinstance(norm.weight, Tensor)
+        trip.weight = norm.weight.detach().to(torch.float32, copy=True)
+        trip.gain = trip.weight + int(composed.one_plus)

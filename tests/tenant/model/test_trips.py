@@ -1,0 +1,307 @@
+"""Two round trips for a block: the outputs of four within the rounding of weights, with every adapter, and fewer waits.
+
+A composed product that does not fit is never used: whatever changes a sum, a norm or an output gives the results of
+four round trips.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from symbiosis_priv.errors import ConfigError, UnsupportedModelError
+from tenant import RemoteConfig, backend_of
+from tenant.masking.backend import Backend, Product
+from tenant.model.overlap import overlapped
+from tenant.model.trips import MOST_ROWS
+from tenant.tasks import Tasks
+from tenant.tasks.batch import BASE
+
+IDS = torch.arange(3, 12).view(1, 9)
+ORDINARY, COMPOSED = 3 * 4 + 1, 5  # layer groups of three blocks and the head; sums that an RMSNorm and linears follow
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three blocks with norms and biases that are not the identity."""
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(1)
+    recipes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+        "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 16}),
+    }
+    kind, config, more = recipes[request.param]
+    model = kind(config(**sizes, **more))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            special = "norm" in name or name.endswith("bias")
+            parameter.normal_(mean=1.0 if special else 0.0, std=0.3 if special else 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Waits:
+    """Counts the calls of a model's backend for which a pass waits, and the products."""
+
+    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
+        self.waits = self.products = 0
+        backend = backend_of(model)
+        one, several = backend.multiply, backend.multiply_all
+
+        def multiply(*args: Any, **kwargs: Any) -> None:
+            self.waits += 1
+            self.products += 1
+            one(*args, **kwargs)
+
+        def multiply_all(products: Sequence[Product]) -> None:
+            self.waits += 1
+            self.products += len(products)
+            several(products)
+
+        patch.setattr(backend, "multiply", multiply)
+        patch.setattr(backend, "multiply_all", multiply_all)
+
+    def of(self, run: Callable[[], Any]) -> tuple[int, int]:
+        """(waits, products) of a call."""
+        before = self.waits, self.products
+        run()
+        return self.waits - before[0], self.products - before[1]
+
+
+@pytest.fixture
+def loaded(path: Path) -> Callable[..., Any]:
+    def load(round_trips: Any = 2, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        config = RemoteConfig(masking="simulate", round_trips=round_trips, **options)
+        return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype).eval()
+
+    return load
+
+
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(input_ids=ids).logits
+    return out
+
+
+def assert_close(found: Tensor, expected: Tensor, *, to: float = 0.02) -> None:
+    """Weights of 10 bits change these logits by less than one per cent of their size."""
+    assert (found.float() - expected.float()).abs().max() <= to * expected.abs().max()
+
+
+def test_a_token_waits_half_as_often(loaded: Callable[..., Any], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, four = loaded(), loaded(4)
+    plain = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert_close(logits(two), logits(plain))
+    assert_close(logits(two), logits(four))
+    waits = Waits(two, monkeypatch)
+    assert waits.of(lambda: logits(two)) == (ORDINARY - COMPOSED, ORDINARY)
+    assert Waits(four, monkeypatch).of(lambda: logits(four)) == (ORDINARY, ORDINARY)
+    tokens = 4
+    run = lambda: two.generate(IDS, max_new_tokens=tokens, do_sample=False)  # noqa: E731
+    assert waits.of(run) == (tokens * (ORDINARY - COMPOSED), tokens * ORDINARY)
+
+
+def test_gradients_and_many_rows_take_four_with_their_bits(loaded: Callable[..., Any]) -> None:
+    two, four = loaded(), loaded(4)
+    ids = torch.arange(3, 3 + MOST_ROWS + 1).view(1, -1)
+    assert torch.equal(logits(two, ids), logits(four, ids))
+    assert not torch.equal(logits(two, ids[:, 1:]), logits(four, ids[:, 1:]))
+    found = [model(input_ids=IDS).logits for model in (two, four)]
+    assert torch.equal(*found)
+    losses = [peft.get_peft_model(model, lora())(input_ids=IDS, labels=IDS).loss for model in (two, four)]
+    assert torch.equal(*losses)
+
+
+def test_batches_bfloat16_and_embeddings_as_inputs(loaded: Callable[..., Any], path: Path) -> None:
+    two, four = loaded(dtype=torch.bfloat16), loaded(4, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    batch = torch.arange(3, 15).view(3, 4)
+    wanted = logits(plain, batch)
+    off = [(logits(model, batch).float() - wanted).abs().max() for model in (two, four)]
+    assert off[0] <= 1.5 * off[1] + 0.01 * wanted.abs().max()
+    with torch.inference_mode():
+        embedded = two(inputs_embeds=two.get_input_embeddings()(batch)).logits
+    assert torch.equal(embedded, logits(two, batch))
+
+
+def lora(**changes: Any) -> peft.LoraConfig:
+    torch.manual_seed(5)
+    given: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "init_lora_weights": False}
+    return peft.LoraConfig(task_type="CAUSAL_LM", **given | changes)
+
+
+def ia3(target: str) -> peft.IA3Config:
+    feedforward = [target] if target == "down_proj" else []
+    return peft.IA3Config(target_modules=[target], feedforward_modules=feedforward, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("make", "saved"),
+    [
+        (lora, COMPOSED),
+        (partial(lora, target_modules=["o_proj", "down_proj"]), COMPOSED),
+        (partial(lora, target_modules=["q_proj", "up_proj"]), COMPOSED),
+        (partial(peft.VeraConfig, target_modules=["o_proj"], r=4, task_type="CAUSAL_LM"), COMPOSED),
+        (partial(ia3, "down_proj"), COMPOSED),  # changes the input of `down_proj`, which is what is sent
+        (partial(ia3, "o_proj"), 2),  # multiplies the output: three blocks take four after their attention
+        (partial(lora, target_modules=["o_proj"], use_dora=True), 2),
+        (partial(peft.LNTuningConfig, target_modules=["post_attention_layernorm"], task_type="CAUSAL_LM"), 2),
+    ],
+    ids=["lora", "o and down", "q and up", "vera", "ia3 in", "ia3 out", "dora", "norms"],
+)
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_an_adapter_has_the_outputs_of_four_round_trips(
+    make: Callable[[], Any], saved: int, loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+    for round_trips in (2, 4):
+        model = peft.get_peft_model(loaded(round_trips), make()).eval()
+        generator = torch.Generator().manual_seed(6)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    strength = 0.2 if parameter.dim() > 1 else 1.0
+                    parameter.copy_(strength * torch.randn(parameter.shape, generator=generator))
+        models.append(model)
+    two, four = models
+    wanted = logits(four)
+    with four.disable_adapter():
+        assert (logits(four) - wanted).abs().max() > 0.1 * wanted.abs().max(), "the adapter changes little"
+    assert_close(logits(two), wanted)
+    waits, _ = Waits(two.get_base_model(), monkeypatch).of(lambda: logits(two))
+    assert waits == ORDINARY - saved
+    assert_close(logits(two), wanted)
+
+
+def test_tasks_of_one_batch(loaded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, targets in (("a", ["o_proj", "down_proj", "q_proj"]), ("b", ["down_proj"])):
+        peft.get_peft_model(loaded(4), lora(target_modules=targets)).save_pretrained(str(tmp_path / name))
+    found = []
+    for round_trips in (2, 4):
+        model = loaded(round_trips)
+        tasks = Tasks(model)
+        for name in ("a", "b"):
+            tasks.register(name, tmp_path / name)
+        with tasks.batch(["a", "b", BASE]):
+            found.append(logits(model, torch.arange(3, 15).view(3, 4)))
+            waits = Waits(model, monkeypatch).of(partial(logits, model, torch.arange(3, 15).view(3, 4)))
+        assert waits == (ORDINARY - COMPOSED * (round_trips == 2), ORDINARY)
+        tasks.close()
+    assert_close(found[0], found[1])
+
+
+class _Changed:
+    """Multiplies one number of a module's output."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        changed = first.clone()
+        changed[..., 7] *= self.factor
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+@pytest.mark.parametrize("path", ["llama"], indirect=True)
+def test_a_change_anywhere_is_noticed(loaded: Callable[..., Any]) -> None:
+    two, four = loaded(), loaded(4)
+
+    @given(
+        name=st.sampled_from(["self_attn.o_proj", "post_attention_layernorm", "input_layernorm", "mlp", "self_attn"]),
+        block=st.integers(0, 2),
+        factor=st.sampled_from([0.0, 0.5, 0.99, 1.01, 3.0, -40.0]),
+    )
+    def check(name: str, block: int, factor: float) -> None:
+        outputs = []
+        for model in (two, four):
+            handle = model.get_submodule(f"model.layers.{block}.{name}").register_forward_hook(_Changed(factor))
+            try:
+                outputs.append(logits(model))
+            finally:
+                handle.remove()
+        assert_close(*outputs)
+
+    check()
+
+
+def test_a_norm_that_is_trained_takes_four(loaded: Callable[..., Any]) -> None:
+    two, four = loaded(), loaded(4)
+    for model in (two, four):
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name:
+                with torch.no_grad():
+                    parameter[3] += 0.01
+    logits(two)  # the first pass finds out
+    assert torch.equal(logits(two), logits(four))
+
+
+def test_a_copied_model_takes_four(loaded: Callable[..., Any]) -> None:
+    assert torch.equal(logits(copy.deepcopy(loaded())), logits(loaded(4)))
+
+
+def test_threads_and_overlapped_parts_have_the_bits_of_one_pass(loaded: Callable[..., Any]) -> None:
+    model = loaded()
+    batches = [torch.arange(3, 3 + n).view(1, -1) for n in (4, 5, 6, 7)]
+    wanted = [logits(model, ids) for ids in batches]
+    found: dict[int, Tensor] = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: logits(model, batches[i])})) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[i], wanted[i]) for i in range(4))
+    parts = overlapped(model, lambda ids: logits(model, ids), batches)
+    assert all(torch.equal(part, whole) for part, whole in zip(parts, wanted, strict=True))
+
+
+def test_a_failed_round_trip_leaves_nothing_behind(loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    wanted = logits(model)
+
+    def fails(self: Backend, products: Sequence[Product]) -> None:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend_of(model)), "multiply_all", fails)
+        with pytest.raises(RuntimeError, match="lost"):
+            logits(model)
+    assert torch.equal(logits(model), wanted)
+
+
+def test_what_cannot_be_is_refused(save_gpt2: Callable[..., Path], path: Path) -> None:
+    with pytest.raises(ConfigError, match="round_trips = 3: choose 2 or 4"):
+        RemoteConfig(masking="simulate", round_trips=3)  # type: ignore[arg-type]
+    folder = save_gpt2(vocab_size=96, n_positions=64, n_embd=64, n_layer=2)
+    with pytest.raises(UnsupportedModelError, match="round_trips = 2: no block of GPT2LMHeadModel"):
+        AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=RemoteConfig(masking="simulate", round_trips=2)
+        )

@@ -30,7 +30,8 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.files import write_atomically
 from tenant.bench.processes import Child
 
-_FORM = re.compile(r"(?P<rate>[\d.]+)(?P<unit>mbit|gbit)/(?P<delay>[\d.]+)ms(?:/(?P<loss>[\d.]+)%)?")
+_NUMBER = r"\d*\.?\d+"
+_FORM = re.compile(rf"(?P<rate>{_NUMBER})(?P<unit>mbit|gbit)/(?P<delay>{_NUMBER})ms(?:/(?P<loss>{_NUMBER})%)?")
 _MBIT = 1e6 / 8
 _BUFFER = 1 << 20
 _HERE = "127.0.0.1"
@@ -57,13 +58,8 @@ class Condition:
     def parse(cls, text: str) -> Self:
         """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with a loss in each direction. Raises
         `ConfigError`: the text has another format."""
-        try:
-            found = _FORM.fullmatch(text.strip())
-            if found is None:
-                raise ValueError
-            rate, delay, loss = (float(found[name] or 0) for name in ("rate", "delay", "loss"))
-        except ValueError:
-            rate, delay, loss, found = 0.0, 0.0, 0.0, None
+        found = _FORM.fullmatch(text.strip())
+        rate, delay, loss = (float(found[name] or 0) if found else 0.0 for name in ("rate", "delay", "loss"))
         if found is None or rate <= 0 or loss >= 100:
             raise ConfigError(f"condition {text!r}: write rate and round trip like 100mbit/100ms, or 1gbit/5ms/0.1%")
         return cls(mbit_per_s=rate * (1000 if found["unit"] == "gbit" else 1), round_trip_ms=delay, loss=loss / 100)

@@ -10,10 +10,9 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import typer
 
@@ -127,16 +126,14 @@ def provider(
         write_atomically(picture, draw(found).encode())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
+class Scenario(NamedTuple):
     """The number of concurrent tenants of each kind."""
 
     generating: int
     training: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mix:
+class Mix(NamedTuple):
     """Request sizes, in rows, and adapter ranks. The tenants of a kind use them in rotation."""
 
     generating_rows: tuple[int, ...]
@@ -155,8 +152,7 @@ class Mix:
                 yield f"{kind}-{i}", kind, rows, rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """A configuration of a provider; `sharding` says how the ranks divide a product."""
 
     policy: str
@@ -181,7 +177,7 @@ def measure_tenants(
     """Start a provider per variant, and let the tenants of each scenario send requests to each provider by turns.
 
     Args:
-        mixes: request sizes and adapter ranks: all scenarios run with the first mix, then with the next.
+        mixes: all scenarios run with the first mix, then with the next.
         layers: blocks of the model, of four layer groups each.
 
     Yields:
@@ -190,9 +186,6 @@ def measure_tenants(
         all products; `batch_rows` and `batch_requests`, means per product; `product_share`, the share of the executor's
         busy time that was spent in products; `idle_share`, of the whole time; `answers`, the number of answers that
         were compared with the answers received alone, and `wrong`, the number of those that differed.
-
-    Raises:
-        SymbiosisError: a tenant has failed.
     """
     model = small_llama(hidden, inner=2 * hidden, layers=layers).save(directory / "model")
     most = max(s.generating + s.training for s in scenarios)

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +35,6 @@ from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.backend import RingBackend
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
-from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tenant.session.tally import SPANS, recorded
 
@@ -82,75 +81,70 @@ def linear(
             store = WeightStore(model, cache=local.cache)
             preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
             key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
-            bench = _Bench(federation, preparation, store, masking=name)
-            with contextlib.closing(bench), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
-                port = echo.ask(None, timeout_s=_ECHO_S)
+            masking_scheme, transport = parsed(name)
+            options = SessionOptions(masking=masking_scheme, ring_bits=transport.ring_bits)
+            session = Session(federation, preparation, options=options, store=store)
+            backend = RingBackend(preparation.facts, session)
+            with contextlib.closing(backend), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
+                connect = partial(echo_connection, federation, executor, port=echo.ask(None, timeout_s=_ECHO_S))
                 for count in counts:
-                    yield bench.run(count, repeat=repeat, port=port)
+                    figures = _measured(session, backend, store, connect, rows=count, repeat=repeat)
+                    yield {"width": size, "masking": name, "rows": count, **figures}
 
 
-class _Bench:
-    def __init__(self, federation: Federation, preparation: Preparation, store: WeightStore, *, masking: str) -> None:
-        self._federation = federation
-        self._index = next(i for i, facts in enumerate(preparation.facts) if facts.entry.members[0].endswith("o_proj"))
-        self._width = preparation.facts[self._index].entry.inputs
-        self._masking = masking
-        self._matrix = store.matrix(self._index)
-        scheme, transport = parsed(masking)
-        options = SessionOptions(masking=scheme, ring_bits=transport.ring_bits)
-        self._session = Session(federation, preparation, options=options, store=store)
-        self._backend = RingBackend(preparation.facts, self._session)
-
-    def close(self) -> None:
-        self._backend.close()
-
-    def run(self, rows: int, *, repeat: int, port: int) -> Row:
-        """Measure everything for one row count."""
-        x = torch.randn(rows, self._width, dtype=torch.float32, device="cpu")
-        xq = probe_rows(rows, self._width)
-        call = partial(self._backend.linear, self._index, FORWARD, x)
-        call()  # makes the connection, whose hello is not counted
-        before = self._session.ledger()
-        call()
-        after = self._session.ledger()
-        up = after.bytes_to_executors - before.bytes_to_executors  # of one request
-        down = after.bytes_from_executors - before.bytes_from_executors
-        names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *SPANS)
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        turns = _WARM_UP + repeat
-        peer = self._federation.executors[0]
-        with echo_connection(self._federation, peer, port=port, up=up, down=down, repetitions=turns) as exchange:
-            for _ in range(turns):
-                seconds["echo"].append(_seconds(exchange))
-                seconds["product"].append(_seconds(partial(self._matrix.product, xq)))
-                # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
-                self._session.runtime.pads.order(GroupIndex(self._index), FORWARD, 2 * rows)
-                deadline = time.monotonic() + _PREFETCH_DEADLINE_S
-                while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
-                    time.sleep(2e-4)
-                with recorded() as spent:
-                    seconds["masked"].append(_seconds(call))
-                for span in SPANS:
-                    seconds[span].append(spent.get(span, 0.0))
-        seconds["back to back"] = [_seconds(call) for _ in range(turns)]
-        p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
-        return {
-            "width": self._width,
-            "masking": self._masking,
-            "rows": rows,
-            "bytes_both_ways": up + down,
-            "echo_p50_us": p50["echo"],
-            "echo_p99_us": p99["echo"],
-            "product_p50_us": p50["product"],
-            "masked_p50_us": p50["masked"],
-            "masked_p99_us": p99["masked"],
-            "back_to_back_p50_us": p50["back to back"],
-            **{f"{span}_us": p50[span] for span in SPANS},
-            "masked_over_echo": p50["masked"] / p50["echo"],
-            "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
-        }
+def _measured(
+    session: Session,
+    backend: RingBackend,
+    store: WeightStore,
+    connect: Callable[..., AbstractContextManager[Callable[[], None]]],
+    *,
+    rows: int,
+    repeat: int,
+) -> Row:
+    """Measure everything for one row count."""
+    index = next(i for i, facts in enumerate(backend.facts) if facts.entry.members[0].endswith("o_proj"))
+    width = backend.facts[index].entry.inputs
+    x = torch.randn(rows, width, dtype=torch.float32, device="cpu")
+    xq, matrix = probe_rows(rows, width), store.matrix(index)
+    call = partial(backend.linear, index, FORWARD, x)
+    call()  # makes the connection, whose hello is not counted
+    before = session.ledger()
+    call()
+    after = session.ledger()
+    up = after.bytes_to_executors - before.bytes_to_executors  # of one request
+    down = after.bytes_from_executors - before.bytes_from_executors
+    names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *SPANS)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    turns = _WARM_UP + repeat
+    with connect(up=up, down=down, repetitions=turns) as exchange:
+        for _ in range(turns):
+            seconds["echo"].append(_seconds(exchange))
+            seconds["product"].append(_seconds(partial(matrix.product, xq)))
+            # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
+            session.runtime.pads.order(GroupIndex(index), FORWARD, 2 * rows)
+            deadline = time.monotonic() + _PREFETCH_DEADLINE_S
+            while (ledger := session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
+                time.sleep(2e-4)
+            with recorded() as spent:
+                seconds["masked"].append(_seconds(call))
+            for span in SPANS:
+                seconds[span].append(spent.get(span, 0.0))
+    seconds["back to back"] = [_seconds(call) for _ in range(turns)]
+    p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
+    return {
+        "bytes_both_ways": up + down,
+        "echo_p50_us": p50["echo"],
+        "echo_p99_us": p99["echo"],
+        "product_p50_us": p50["product"],
+        "masked_p50_us": p50["masked"],
+        "masked_p99_us": p99["masked"],
+        "back_to_back_p50_us": p50["back to back"],
+        **{f"{span}_us": p50[span] for span in SPANS},
+        "masked_over_echo": p50["masked"] / p50["echo"],
+        "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
+    }
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -12,8 +12,8 @@ cli           the command `symbiosis-priv`; `display` and `system` serve all com
 harness       whole federations on one machine, for tests, demo and benchmarks
 """
 
-from symbiosis_priv.system import onednn as _onednn
+from symbiosis_priv.system import amx as _amx
 
 __version__ = "0.5.0"
 
-_onednn.limit_onednn()  # before torch's first product in this process and its children
+_amx.prepare()  # before torch's first product in this process and its children, and before there are other threads

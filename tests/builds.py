@@ -1,7 +1,11 @@
-"""Runs the same computation with torch alone and with every instruction set of the compiled library."""
+"""Runs the same computation with torch alone, with every instruction set of the compiled library, and with the library
+compiled in another way."""
 
+import runpy
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +33,25 @@ def switched(**variables: str) -> Iterator[None]:
             yield
     finally:
         native.switches.cache_clear()
+
+
+def compiled(folder: Path, *, flags: str, compiler: str = "cc") -> Path:
+    """Compile the library of this checkout in a folder, with more compiler flags. Skips the test without a compiler."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    sources = shutil.copytree(native._FOLDER, folder / "symbiosis_priv" / "native")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", compiler)
+        patch.setenv("CFLAGS", flags)
+        build = runpy.run_path(str(Path(__file__).parents[1] / "hatch_build.py"))["compile_library"]
+        assert build(folder, warn=print)
+    return sources / "libring.so"
+
+
+def use_library(patch: pytest.MonkeyPatch, library: Path) -> None:
+    """Load this library in place of the checkout's."""
+    patch.setattr(native, "_LIBRARY", library)
+    loaded, with_gil = native._load.__wrapped__(), native._load_with_gil.__wrapped__()
+    assert loaded is not None
+    patch.setattr(native, "_load", lambda: loaded)
+    patch.setattr(native, "_load_with_gil", lambda: with_gil)

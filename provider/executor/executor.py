@@ -325,7 +325,12 @@ class Executor:
             if order is not None:
                 rows = rows[order]
             product = self._model.product(
-                rows, group=key.group, direction=key.direction, arithmetic=key.arithmetic, counts=counts
+                rows,
+                group=key.group,
+                direction=key.direction,
+                arithmetic=key.arithmetic,
+                counts=counts,
+                ring_bits=max(piece.job.request.ring_bits for piece in pieces),
             )
             if order is not None:
                 product = torch.empty_like(product).index_copy_(0, order, product)

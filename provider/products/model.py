@@ -30,6 +30,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, DeviceLostError
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.wire import Arithmetic, Effect
 
 
@@ -45,8 +46,16 @@ class Operands(ABC):
         """The layer groups that are in memory."""
 
     @abstractmethod
-    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
-        """`rows @ W.T` forward, `rows @ W` backward, mod 2^32.
+    def product(
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward, mod 2^ring_bits: the bits above are arbitrary.
 
         Rows are int32 `[r, inputs]`, the result is int32 `[r, outputs]`, contiguous, both on the CPU. With `counts`,
         each row is multiplied by its own expert's matrix (`RingMatrix.product`).
@@ -75,11 +84,19 @@ class LocalOperands(Operands):
     def loaded(self) -> Collection[int]:
         return self._matrices.keys()
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
+    def product(
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> Tensor:
         matrix = self._matrix(group)
         if self._transfers:
-            return self._transfers.product(matrix, rows, direction, counts=counts)
-        return matrix.product(rows, direction, counts=counts)
+            return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits)
+        return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
 
     def warm_up(self) -> Iterator[None]:
         for group in self._store.served:
@@ -111,7 +128,13 @@ class Transfers:
         self._up, self._down = stream(device), stream(device)
 
     def product(
-        self, matrix: RingMatrix, rows: Tensor, direction: Direction, *, counts: Counts | None = None
+        self,
+        matrix: RingMatrix,
+        rows: Tensor,
+        direction: Direction,
+        *,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
         """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous."""
         columns = matrix.columns(direction, by_expert=counts is not None)[1]
@@ -119,7 +142,7 @@ class Transfers:
         if len(rows) <= self._chunk:
             host_rows.copy_(rows)
             sent = host_rows.to(self._device, non_blocking=True)
-            host_product.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
+            host_product.copy_(matrix.product(sent, direction, counts=counts, ring_bits=ring_bits), non_blocking=True)
             self._module.synchronize(self._device)
             return host_product
         products = torch.empty(host_product.shape, dtype=torch.int32, device=self._device)
@@ -132,7 +155,7 @@ class Transfers:
                 in_use.append(host_rows[chunk].to(self._device, non_blocking=True))
             compute.wait_stream(self._up)
             chunk_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
-            matrix.product(in_use[-1], direction, counts=chunk_counts, out=products[chunk])
+            matrix.product(in_use[-1], direction, counts=chunk_counts, ring_bits=ring_bits, out=products[chunk])
             self._down.wait_stream(compute)
             with self._module.stream(self._down):
                 host_product[chunk].copy_(products[chunk], non_blocking=True)
@@ -259,14 +282,21 @@ class ServedModel:
         return len({*self.operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(
-        self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic, counts: Counts | None = None
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        arithmetic: Arithmetic,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward: `[r, inputs]` to `[r, outputs]`, contiguous, on the CPU; int32 for
-        the ring, float32 otherwise. `float` adds the bias forward; other products add none. With `counts` (ring only),
-        see `Operands.product`. Raises `ConfigError`: a float product without a float path. (The gateway refuses such
-        requests.)"""
+        the ring, float32 otherwise. `float` adds the bias forward; other products add none. With `counts` and
+        `ring_bits` (ring only), see `Operands.product`. Raises `ConfigError`: a float product without a float path.
+        (The gateway refuses such requests.)"""
         if arithmetic == "ring":
-            return self.operands.product(rows, group=group, direction=direction, counts=counts)
+            return self.operands.product(rows, group=group, direction=direction, counts=counts, ring_bits=ring_bits)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         weight, bias = self._floats.group(group)

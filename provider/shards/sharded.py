@@ -50,6 +50,7 @@ from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
 from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
+from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
 log = logs.EventLog(__name__)
 
@@ -223,9 +224,17 @@ class ShardedOperands(Operands):
     def loaded(self) -> Collection[int]:
         return self._units.keys()
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
-        """See `Operands.product`. Raises `RankLostError`: a rank did not take part. The group cannot be used any
-        more."""
+    def product(
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
+    ) -> Tensor:
+        """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
+        not take part. The group cannot be used any more."""
         if self._entries[group].transposed:
             direction = opposite(direction)
         if counts is not None:

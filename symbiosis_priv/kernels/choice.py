@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import torch
@@ -24,17 +25,20 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels.kernel import CompiledKernel, Float64Kernel, Int32Kernel, Kernel, LimbKernel, Packed
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
+from symbiosis_priv.limits import RingBits
 from symbiosis_priv.native import Isa
 from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomically
 
 log = logging.getLogger(__name__)
 
-_COMPILED: tuple[Kernel, ...] = tuple(map(CompiledKernel, reversed(Isa)))
+# AMX after the best of the others, which is faster for few rows
+_COMPILED: tuple[Kernel, ...] = tuple(map(CompiledKernel, sorted(Isa, key=lambda isa: (isa is Isa.AMX, -isa))))
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (*_COMPILED, Int32Kernel(), TritonKernel(), LimbKernel(), Float64Kernel())
 }
 """Every kernel by name: the values of `[executor] kernel` in provider.toml, besides "auto"."""
 
+_RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
 # larger than one block of every kernel, and a multiple of no block size
 _TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)
 
@@ -78,15 +82,17 @@ def self_test(kernel: Kernel, device: torch.device) -> bool:
         top = (1 << (weight_bits - 1)) - 1
         weight = (probe_rows(*_TEST_SHAPE) % (2 * top + 1) - top).to(torch.int16)
         packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
-        for direction, count in itertools.product(DIRECTIONS, _TEST_ROWS):
-            if not is_exact(kernel, weight, packed, count=count, direction=direction):
+        for direction, count, ring_bits in itertools.product(DIRECTIONS, _TEST_ROWS, _RING_BITS):
+            if not is_exact(kernel, weight, packed, count=count, direction=direction, ring_bits=ring_bits):
                 return False
     return True
 
 
-def is_exact(kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, direction: Direction) -> bool:
-    """Returns True if a kernel's product of `count` rows agrees with int64, which wraps modulo 2^64, in its low 32
-    bits.
+def is_exact(
+    kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, direction: Direction, ring_bits: RingBits = 32
+) -> bool:
+    """Returns True if a kernel's product of `count` rows agrees with int64, which wraps modulo 2^64, in its low
+    `ring_bits` bits.
 
     Up to 64 columns are compared, spread over the whole matrix, including the first and the last. The weight is int16
     `[o, d]` on the CPU; `packed` is the same weight in this kernel's layout, on the device to try.
@@ -97,8 +103,8 @@ def is_exact(kernel: Kernel, weight: Tensor, packed: Packed, *, count: int, dire
     rows = probe_rows(count, width)
     want = (rows.to(torch.int64) @ matrix[:, sample].to(torch.int64)).to(torch.int32)
     out = torch.empty((count, columns), dtype=torch.int32, device=packed.data.device)
-    kernel.product(packed, rows.to(out.device), direction, out)
-    return torch.equal(out.cpu()[:, sample], want)
+    kernel.product(packed, rows.to(out.device), direction, out, ring_bits=ring_bits)
+    return not ((out.cpu()[:, sample] ^ want) << (32 - ring_bits)).any()
 
 
 def probe_rows(count: int, width: int) -> Tensor:
@@ -110,10 +116,9 @@ def probe_rows(count: int, width: int) -> Tensor:
     return rows
 
 
-FEW_ROWS = 8
-"""The largest number of rows in the class "few"."""
-_COUNTS = {"few": 4, "many": 64}  # row counts that represent their class in a timing
-_CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
+ROW_CLASSES = {"few": 4, "some": 16, "many": 64}
+"""The classes of row counts (`row_class`), and the count that represents each in a timing."""
+_CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in ROW_CLASSES}
 # size of the sample of a matrix that is timed; it gives work to all processors
 _TIMED_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 _MAX_CHOICES = 16 << 20  # limit of the file of results, in bytes
@@ -127,7 +132,16 @@ class Choice(msgspec.Struct, frozen=True):
     kernels: dict[str, str]
 
     def kernel(self, direction: Direction, count: int) -> Kernel:
-        return KERNELS[self.kernels[f"{direction} {'few' if count <= FEW_ROWS else 'many'}"]]
+        return self.of_class(direction, row_class(count))
+
+    def of_class(self, direction: Direction, rows: str) -> Kernel:
+        return KERNELS[self.kernels[f"{direction} {rows}"]]
+
+
+def row_class(count: int) -> str:
+    """The class of a number of rows. AMX was the fastest from about 12 rows on with 8 weight bits, and from about 30
+    rows on with 10."""
+    return "few" if count <= 8 else "some" if count <= 32 else "many"
 
 
 def choose(
@@ -162,7 +176,8 @@ def choose(
                 return stored
     first = next(exact())
     *_, last = exact(layout=first.layout)
-    names = {"few": first.name, "many": last.name}
+    some = first if device.type == "cpu" and weight_bits > 8 else last
+    names = {"few": first.name, "some": some.name, "many": last.name}
     return Choice(first.layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
 
 
@@ -183,7 +198,7 @@ def tune(
     for kernel in found:
         packed = kernel.pack(sample, weight_bits=weight_bits).to(device)
         for direction in DIRECTIONS:
-            for rows, count in _COUNTS.items():
+            for rows, count in ROW_CLASSES.items():
                 seconds = _seconds(kernel, sample, packed, count, direction=direction)
                 times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
     best = {

@@ -1,16 +1,18 @@
 """The interface of a kernel, and the kernels of the compiled library and of torch: each packs weights, and computes
 exact products modulo 2^32 with them in both directions.
 
-native-*  the compiled library, one kernel per instruction set, on one layout (native/product.h has the theory). The
-          library has no threads: Python slices the result's columns and hands the slices to `for_each_slice`.
+native-*  the compiled library, one kernel per instruction set, on one layout (native/product.h has the theory, amx.h
+          that of native-amx). The library has no threads: Python slices the result's columns and hands the slices to
+          `for_each_slice`.
 int32     unchanged weights, int16 or int8 `[o, d]`: torch's integer matmul wraps modulo 2^32, so it is exact. CPU only.
           Fast for few rows.
 fp64      unchanged weights: exact while every partial sum is an integer of at most 2^53; longer sums are split. Both
           kernels convert one block at a time, and never hold a second full copy.
 limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four balanced int8 limbs, weights into one or
           two int8 digits. Pairs whose shift is 32 or more are 0 modulo 2^32; seven int8 products remain for 9 to 15
-          weight bits, four for up to 8. The units need the second matrix in column order, so the digits are stored in
-          that order for the forward direction, and transposed block by block for the backward direction.
+          weight bits, four for up to 8. In a ring of 24 bits, three limbs suffice, and five or three products remain.
+          The units need the second matrix in column order, so the digits are stored in that order for the forward
+          direction, and transposed block by block for the backward direction.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +28,7 @@ from torch.nn.functional import pad
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
+from symbiosis_priv.limits import RingBits
 from symbiosis_priv.native import Isa, for_each_slice
 
 
@@ -94,8 +97,10 @@ class Kernel(ABC):
         """Do the work that the first products with these weights, on their device, would otherwise wait for."""
 
     @abstractmethod
-    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """`rows @ weight.T` forward, `rows @ weight` backward, mod 2^32.
+    def product(
+        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
+    ) -> None:
+        """`rows @ weight.T` forward, `rows @ weight` backward, mod 2^ring_bits: the bits above are arbitrary.
 
         Args:
             packed: weights in this kernel's layout.
@@ -104,7 +109,8 @@ class Kernel(ABC):
         """
 
 
-_PANEL = 64  # PANEL in product.h
+_PANEL = 64  # PANEL in common.h
+_TILE_ROWS = 16  # as in tiles.h
 # bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
 _SLICE_BYTES = 1 << 21
 _SLICE_ROWS = 8
@@ -117,7 +123,7 @@ def _padded(width: int) -> int:
 
 
 class CompiledKernel(Kernel):
-    """A kernel for one instruction set: `pmaddwd`, `vpdpwssd` or plain C."""
+    """A kernel for one instruction set: `tdpbusd`, `vpdpwssd`, `pmaddwd` or plain C."""
 
     layout = "panels"
     shard_granule = granule = _PANEL
@@ -130,7 +136,9 @@ class CompiledKernel(Kernel):
         return device.type == "cpu" and self.isa in native.isas()
 
     def is_candidate(self, device: torch.device) -> bool:
-        return self.isa is native.isas()[-1] and native.vectorised()
+        # for few rows, AMX is not the fastest
+        best = [isa for isa in native.isas() if isa is not Isa.AMX][-1]
+        return self.isa in (best, Isa.AMX) and native.vectorised()
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         shape = (_padded(outputs) // _PANEL, _padded(inputs) // 2, _PANEL, 2)
@@ -146,7 +154,9 @@ class CompiledKernel(Kernel):
         lib.ring_pack(weight.data_ptr(), outputs, inputs, dtype.itemsize, data.data_ptr())
         return Packed(self.layout, outputs, inputs, weight_bits, data)
 
-    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def product(
+        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
+    ) -> None:
         lib = native.library()
         assert lib is not None
         count, width = rows.shape
@@ -155,12 +165,13 @@ class CompiledKernel(Kernel):
             limbs = _unused_limbs.pop()
         except IndexError:
             limbs = torch.empty(0, dtype=torch.int32, device="cpu")
-        if limbs.shape[0] < count * padded:
-            limbs = torch.empty(count * padded, dtype=torch.int32, device="cpu")
+        size = padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count)
+        if limbs.shape[0] < size:
+            limbs = torch.empty(size, dtype=torch.int32, device="cpu")
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
-        splitting.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
         data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
-        arguments = (self.isa, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
+        splitting.ring_split(self.isa, ring_bits, weight_bytes, rows.data_ptr(), count, width, limbs.data_ptr())
+        arguments = (self.isa, ring_bits, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
         operands = (limbs.data_ptr(), count, out.data_ptr())
 
         def columns(begin: int, end: int) -> None:
@@ -192,7 +203,9 @@ class _PlainKernel(Kernel):
         dtype, _ = self.form(outputs, inputs, weight_bits=weight_bits)
         return Packed(self.layout, outputs, inputs, weight_bits, weight.to(dtype, copy=True).contiguous())
 
-    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def product(
+        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
+    ) -> None:
         rows = rows.to(self.dtype)
         out.zero_()
         most = _CPU_WEIGHTS if packed.data.device.type == "cpu" else _GPU_WEIGHTS
@@ -241,6 +254,7 @@ BALANCE = -0x7F7F7F80
 
 _TURNED_AT_A_TIME = 1 << 22  # weights per block
 _MULTIPLE = 8  # every dimension is padded to a multiple of it, as the units require
+_LEAST_ROWS = 16  # CUDA requires more than 16 rows of a product, which has those of two or more limbs
 
 
 class DigitKernel(Kernel):
@@ -279,20 +293,22 @@ class LimbKernel(DigitKernel):
     def max_terms(self) -> int:
         return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
 
-    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def product(
+        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
+    ) -> None:
         count, width = rows.shape[0], packed.data.shape[2 if direction == FORWARD else 1]
-        padded = max(_MULTIPLE, count + -count % _MULTIPLE)
+        padded = max(_LEAST_ROWS, count + -count % _MULTIPLE)
         x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
         x.add_(BALANCE).bitwise_xor_(BALANCE)
-        limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
+        held = ring_bits // 8
+        limbs = x.new_empty((held, *x.shape), dtype=torch.int8)
         for limb in limbs:
             limb.copy_(x)  # the lowest byte of the row
             x >>= 8
         for columns, matrices in self._steps(packed, direction):
             target = out[:, columns].zero_()
-            # CUDA requires more than 16 rows: there are at least 3 limbs of 8 rows
             for j, matrix in enumerate(matrices):
-                products = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)
+                products = torch._int_mm(limbs[: held - j].flatten(0, 1), matrix).view(held - j, padded, -1)
                 for i, product in enumerate(products):
                     target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
-from symbiosis_priv.kernels.choice import FEW_ROWS, KERNELS, Choice, choose, kernel_of
+from symbiosis_priv.kernels.choice import KERNELS, ROW_CLASSES, Choice, choose, kernel_of, row_class
 from symbiosis_priv.kernels.kernel import Kernel, Packed
+from symbiosis_priv.limits import RingBits
 
 _CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
 
@@ -65,8 +66,7 @@ class RingMatrix:
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
         self.device = device
         self.experts, self._transposed = 1, False
-        # by direction, and by whether there are many rows
-        self._kernels = {(d, n > FEW_ROWS): choice.kernel(d, n) for d in DIRECTIONS for n in (1, FEW_ROWS + 1)}
+        self._kernels = {(d, rows): choice.of_class(d, rows) for d in DIRECTIONS for rows in ROW_CLASSES}
         self._packed = packed.to(device)
         self._set_columns()
         for name in set(choice.kernels.values()):
@@ -91,12 +91,18 @@ class RingMatrix:
         }
 
     def product(
-        self, rows: Tensor, direction: Direction = FORWARD, *, counts: Counts | None = None, out: Tensor | None = None
+        self,
+        rows: Tensor,
+        direction: Direction = FORWARD,
+        *,
+        counts: Counts | None = None,
+        ring_bits: RingBits = 32,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """`rows @ W.T` mod 2^32 forward, `rows @ W` backward: int32 `[r, d]` on any device to `[r, o]` on this
-        matrix's, contiguous, in `out` if given; the other way round backward. r may be 0. With `counts`, the rows of
-        each expert of a stack, each row is multiplied by one expert's matrix only. Raises `RangeError`: wrong shape or
-        dtype, or the counts are not those of these rows."""
+        """`rows @ W.T` forward, `rows @ W` backward, mod 2^ring_bits (the bits above are arbitrary): int32 `[r, d]` on
+        any device to `[r, o]` on this matrix's, contiguous, in `out` if given; the other way round backward. r may be
+        0. With `counts`, the rows of each expert of a stack, each row is multiplied by one expert's matrix only. Raises
+        `RangeError`: wrong shape or dtype, or the counts are not those of these rows."""
         width, columns = self.columns(direction, by_expert=counts is not None)
         if rows.dim() != 2 or rows.shape[1] != width or rows.dtype != torch.int32:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")
@@ -112,30 +118,30 @@ class RingMatrix:
             rows = rows.to(self.device)
         rows, direction = rows.contiguous(), self._as_packed(direction)
         if counts is None:
-            self._multiply(self._packed, rows, direction, out)
+            self._multiply(self._packed, rows, direction, out, ring_bits)
             return out
         check_counts(counts, experts=self.experts, rows=count)
         height = self._packed.outputs // self.experts
         for expert, segment in segments(counts):
             start = expert * height
             matrix = self.chosen(count).cut(self._packed, start, start + height)
-            self._multiply(matrix, rows[segment], direction, out[segment])
+            self._multiply(matrix, rows[segment], direction, out[segment], ring_bits)
         return out
 
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
         """The kernel that products of `count` rows use, for a direction of the packed weights."""
-        return self._kernels[direction, count > FEW_ROWS]
+        return self._kernels[direction, row_class(count)]
 
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""
         return opposite(direction) if self._transposed else direction
 
-    def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits) -> None:
         count = rows.shape[0]
         step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
         if 0 < count <= step:
-            self.chosen(count, direction).product(packed, rows, direction, out)
+            self.chosen(count, direction).product(packed, rows, direction, out, ring_bits=ring_bits)
             return
         for start in range(0, count, step):
             block = slice(start, start + step)
-            self.chosen(count, direction).product(packed, rows[block], direction, out[block])
+            self.chosen(count, direction).product(packed, rows[block], direction, out[block], ring_bits=ring_bits)

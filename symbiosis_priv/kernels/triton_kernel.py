@@ -20,6 +20,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels.kernel import BALANCE, DigitKernel, Packed
+from symbiosis_priv.limits import RingBits
 
 MAX_TERMS = 1 << 16
 """Largest number of terms of one program, so that its accumulators stay in int32 (`triton_product`)."""
@@ -122,7 +123,9 @@ class TritonKernel(DigitKernel):
             }
             self._fastest[_key(packed, direction, most)] = min(times, key=times.__getitem__)
 
-    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def product(
+        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
+    ) -> None:
         most = next(most for most in TILES if len(rows) <= most)
         tile = self._fastest.get(_key(packed, direction, most)) or _candidates(most, rows.device)[0]
         _multiply(tile, packed, rows, direction, out)

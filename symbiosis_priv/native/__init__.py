@@ -6,7 +6,7 @@ during a call. The library has no threads of its own. The instruction set is an 
 process can compare all of them.
 
     SYMBIOSIS_PRIV_NATIVE=0          do not use the library
-    SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use no instruction set above this one
+    SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512, amx) use no instruction set above this one
 
 Both variables are read once, because looking up a variable takes as long as many calls.
 
@@ -32,11 +32,14 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.amx import succeeds_in_child
 
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _LIBRARY = _FOLDER / "libring.so"
+_AMX_PROBE = "import ctypes, sys, symbiosis_priv; sys.exit(ctypes.CDLL(sys.argv[1]).ring_amx_works() != 1)"
+_AMX_PROBE_SECONDS = 10
 
 
 class Switches(NamedTuple):
@@ -59,6 +62,7 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVXVNNI = 2
     AVX512 = 3  # with VNNI
+    AMX = 4  # for ring products; everything else takes this as AVX512
 
 
 def library() -> ctypes.CDLL | None:
@@ -93,7 +97,16 @@ def _usable(lib: ctypes.CDLL, most: str | None) -> tuple[Isa, ...]:
     if most and most.upper() not in Isa.__members__:
         raise ConfigError(f"SYMBIOSIS_PRIV_ISA={most} is unknown; choose {', '.join(Isa.__members__).lower()}")
     best, usable = Isa[most.upper()] if most else max(Isa), lib.ring_isas()
+    if best is Isa.AMX and usable >> Isa.AMX & 1 and not _amx_works():
+        log.warning("this machine announces AMX, and its products fail: products are computed with AVX-512")
+        usable &= ~(1 << Isa.AMX)
     return tuple(isa for isa in Isa if isa <= best and usable >> isa & 1)
+
+
+def _amx_works() -> bool:
+    """Returns True if the library's AMX products are exact. They may be illegal instructions although the CPU announces
+    them, so a new process computes them. It imports the package, which asks for AMX, and not torch."""
+    return succeeds_in_child(_AMX_PROBE, str(_LIBRARY), seconds=_AMX_PROBE_SECONDS)
 
 
 def vectorised() -> bool:
@@ -152,9 +165,12 @@ def _declare(lib: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[tuple[object, ...], object]] = {
         "ring_isas": ((), ctypes.c_uint32),
         "ring_pack": ((address, integer, integer, ctypes.c_int32, address), None),
-        "ring_split": ((address, integer, integer, address), None),
+        "ring_split": ((isa, *2 * (ctypes.c_int32,), address, integer, integer, address), None),
         "ring_product": (
-            (isa, ctypes.c_int32, address, ctypes.c_int32, *2 * (integer,), address, integer, address, *2 * (integer,)),
+            (
+                *(isa, *2 * (ctypes.c_int32,), address, ctypes.c_int32, *2 * (integer,)),
+                *(address, integer, address, *2 * (integer,)),
+            ),
             None,
         ),
         "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),

@@ -12,6 +12,9 @@
 #include <immintrin.h>
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define HAVE_AVXVNNI 1
+#ifdef __linux__
+#define HAVE_AMX 1 /* old compilers come with assemblers that lack the instructions */
+#endif
 #define TARGET_AVXVNNI __attribute__((target("avx2,fma,avxvnni")))
 #else
 #define HAVE_AVXVNNI 0
@@ -20,6 +23,9 @@
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #else
 #define HAVE_X86 0
+#endif
+#ifndef HAVE_AMX
+#define HAVE_AMX 0
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -52,6 +58,10 @@ INLINE void restore_mode(uint64_t mode) { (void)mode; }
 
 /* Instruction sets that functions are written for, as their `isa` argument, better ones later. A CPU may lack
  * ISA_AVXVNNI and have ISA_AVX512; all others include those before them. Mirrored by `Isa` in __init__.py. */
-enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3 };
+enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AMX = 4 };
+
+/* Packed weights are panels of PANEL outputs, padded to squares of PANEL x PANEL (product.h). */
+enum { PANEL = 64 };
+INLINE int64_t tiles_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
 
 #endif

@@ -311,7 +311,7 @@ PASSES(portable, )
 PASSES(avx2, TARGET_AVX2)
 PASSES(avx512, TARGET_AVX512)
 #define BY_ISA(isa, pass, ...)                                     \
-    ((isa) == ISA_AVX512 ? pass##_avx512(__VA_ARGS__)              \
+    ((isa) >= ISA_AVX512 ? pass##_avx512(__VA_ARGS__)              \
      : (isa) >= ISA_AVX2 ? pass##_avx2(__VA_ARGS__)                \
                          : pass##_portable(__VA_ARGS__))
 #else

@@ -20,9 +20,10 @@
 #ifndef SYMBIOSIS_PRODUCT_H
 #define SYMBIOSIS_PRODUCT_H
 
+#include "amx.h"
 #include "common.h"
 
-enum { PANEL = 64, ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH = 256 };
+enum { ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH = 256 };
 enum { TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
 
 /* The next block's weights, fetched from memory while this block is multiplied: tiles of `tile` bytes with `gap` bytes
@@ -53,8 +54,6 @@ typedef void tile_transpose(const void *packed, int16_t *turned, int weight_byte
 static inline int16_t weight_at(const void *weights, int64_t i, int weight_bytes) {
     return weight_bytes == 1 ? ((const int8_t *)weights)[i] : ((const int16_t *)weights)[i];
 }
-
-INLINE int64_t tiles_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
 
 /* ---- plain C ---- */
 
@@ -255,8 +254,16 @@ EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, in
 INLINE int64_t depth_of(int64_t count) { return count <= FEW_ROWS ? FEW_DEPTH : DEPTH; }
 
 /* Splits rows, int32 [count, width], into limbs: [block of depth_of(count) columns][row][pair of columns][low words,
- * high words], width padded with zeros to a multiple of PANEL: count * that many int32 in all. */
-EXPORT void ring_split(const int32_t *rows, int64_t count, int64_t width, int32_t *limbs) {
+ * high words], width padded with zeros to a multiple of PANEL: count * that many int32 in all. For AMX, those of amx.h, and
+ * count is padded to a multiple of 16. The other arguments are those of the product. */
+EXPORT void ring_split(int32_t isa, int32_t ring_bits, int32_t weight_bytes, const int32_t *rows, int64_t count, int64_t width,
+                       int32_t *limbs) {
+#if HAVE_AMX
+    if (isa == ISA_AMX) {
+        amx_split(rows, count, width, ring_bits <= 24 ? 3 : 4, weight_bytes, (uint8_t *)limbs);
+        return;
+    }
+#endif
     int64_t padded = tiles_of(width) * PANEL, depth = depth_of(count);
     uint32_t *restrict to = (uint32_t *)limbs;
     for (int64_t first = 0; first < padded; first += depth) {
@@ -278,12 +285,20 @@ EXPORT void ring_split(const int32_t *rows, int64_t count, int64_t width, int32_
     }
 }
 
-/* Columns [begin, end) of PANEL each of a product, for all rows.
+/* Columns [begin, end) of PANEL each of a product, for all rows, modulo 2^ring_bits: higher bits are arbitrary.
  *
  * panels: from ring_pack; limbs: from ring_split of `count` rows; out: int32 [count, columns], rows `columns` apart,
  * columns = outputs forward, inputs backward. Slices of one product may run at the same time. */
-EXPORT void ring_product(int32_t isa, int32_t backward, const void *panels, int32_t weight_bytes, int64_t outputs,
-                         int64_t inputs, const int32_t *limbs, int64_t count, int32_t *out, int64_t begin, int64_t end) {
+EXPORT void ring_product(int32_t isa, int32_t ring_bits, int32_t backward, const void *panels, int32_t weight_bytes,
+                         int64_t outputs, int64_t inputs, const int32_t *limbs, int64_t count, int32_t *out, int64_t begin,
+                         int64_t end) {
+#if HAVE_AMX
+    if (isa == ISA_AMX) {
+        struct order order = {backward, panels, outputs, inputs, (const uint8_t *)limbs, count, out, begin, end};
+        amx_product(&order, ring_bits <= 24 ? 3 : 4, weight_bytes);
+        return;
+    }
+#endif
     block_product *multiply = block_product_of(isa);
     tile_transpose *transpose = tile_transpose_of(isa);
     _Alignas(64) int16_t turned[DEPTH * PANEL];

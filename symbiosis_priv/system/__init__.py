@@ -5,6 +5,6 @@ toml           reads TOML into typed configuration, with errors that name the fi
 interrupts     SIGINT and SIGTERM
 pacing         pauses after failures, and periodic threads
 fair_share     no client holds more than stays free for others
-onednn         keeps torch from AMX on machines where products would end with SIGILL
+amx            asks for AMX, the matrix units of some processors, and keeps torch from them where it would trap
 processes      starts a Python module as a process, and ends a process with its parent
 """

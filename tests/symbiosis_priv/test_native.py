@@ -16,7 +16,7 @@ import torch
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
-from tests.builds import switched
+from tests.builds import compiled, switched, use_library
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("symbiosis_priv", "provider", "tenant", "threat_model")
@@ -83,14 +83,8 @@ def test_a_library_that_does_not_fit_is_ignored(
 @pytest.mark.usefixtures("reload")
 def test_no_compiler_flag_makes_torch_flush_subnormal_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gcc links code into such libraries that changes the mode of the thread that loads them."""
-    if native.library() is None:
-        pytest.skip("installed without a C compiler")
-    native._load.cache_clear()
-    sources = shutil.copytree(native._FOLDER, tmp_path / "symbiosis_priv" / "native")
-    monkeypatch.setenv("CC", quick_compiler(tmp_path))
-    monkeypatch.setenv("CFLAGS", "-Ofast -ffast-math -funsafe-math-optimizations")
-    assert runpy.run_path(str(ROOT / "hatch_build.py"))["compile_library"](tmp_path, warn=print)
-    monkeypatch.setattr(native, "_LIBRARY", sources / "libring.so")
+    flags = "-Ofast -ffast-math -funsafe-math-optimizations"
+    use_library(monkeypatch, compiled(tmp_path, flags=flags, compiler=quick_compiler(tmp_path)))
     assert native.library() is not None
     assert native._keeps_subnormals()
 

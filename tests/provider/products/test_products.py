@@ -171,14 +171,16 @@ def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> Produ
 
 
 class CountingModel(ServedModel):
-    """Records the rows of each product."""
+    """Records the rows and the ring of each product."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
         self.calls: list[tuple[int, int]] = []
+        self.rings: list[int] = []
 
     def product(self, rows: Tensor, **what: Any) -> Tensor:
         self.calls.append((what["group"], len(rows)))
+        self.rings.append(what["ring_bits"])
         return super().product(rows, **what)
 
 
@@ -235,6 +237,19 @@ def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: in
     for answer, (request, rows) in zip(answers, asked, strict=True):
         assert torch.equal(rows_in(answer, len(rows)), oracle(store, request.group, "forward", rows))
         assert answer.rows == request.rows
+
+
+@pytest.mark.parametrize(("rings", "ring"), [((24, 24), 24), ((24, 32), 32), ((32, 32), 32)])
+def test_a_product_is_as_wide_as_its_widest_request(
+    store: WeightStore, rings: Sequence[wire.RingBits], ring: int
+) -> None:
+    model = CountingModel(store)
+    rows = ring_rows(2, store.manifest().groups[0].inputs)
+    asked = [(msgspec.structs.replace(execute(0, 2), ring_bits=bits), rows) for bits in rings]
+    want = oracle(store, 0, "forward", rows)
+    for bits, answer in zip(rings, answers_of(model, asked), strict=True):
+        assert torch.equal(rows_in(answer, 2) << 32 - bits, want << 32 - bits)
+    assert model.rings == [ring]
 
 
 def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: WeightStore) -> None:

@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from logging import Logger
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
@@ -22,17 +23,22 @@ from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, choice, choose
-from symbiosis_priv.kernels.kernel import CompiledKernel
+from symbiosis_priv.limits import RingBits
 from tests import drawn
+from tests.builds import compiled, use_library
 from tests.stacks import expert_counts, expert_product
 
+AMX = KERNELS["native-amx"]
 NAMES = [
     "auto",
     *(
         pytest.param(name, marks=pytest.mark.skipif(not kernel.supports(torch.device("cpu")), reason="not on this CPU"))
         for name, kernel in KERNELS.items()
+        if kernel is not AMX
     ),
+    "native-amx",
 ]
+RING_BITS: tuple[RingBits, ...] = (32, 24)
 NATIVE_NAMES = [name for name in NAMES if getattr(name, "values", None) != ("triton",)]  # its interpreter is slow
 # For Triton, one width for each number of digits. `test_kernels_are_exact_at_the_corners` draws from all widths.
 EVERY_DIGIT = [
@@ -40,14 +46,37 @@ EVERY_DIGIT = [
     for name in NAMES
     for bits in ((8, 12) if name not in NATIVE_NAMES else (4, 8, 10, 12))
 ]
+CPU = torch.device("cpu")
 SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 65), (64, 128), (70, 31)]
 DEEP = [(65, 1031), (1031, 65)]  # more terms than any kernel takes in one block, and an odd remainder
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with its AMX instructions in plain C; all else is what runs with AMX, and needs AVX-512."""
+    if native.Isa.AVX512 not in native.isas():
+        pytest.skip("native-amx needs AVX-512, also where its tiles are emulated")
+    return compiled(tmp_path_factory.mktemp("emulation"), flags="-DRING_EMULATE_TILES")
+
+
+@pytest.fixture(autouse=True)
+def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`native-amx` runs with emulated tiles on processors without AMX."""
+    chosen = request.node.callspec.params.get("kernel") if hasattr(request.node, "callspec") else None
+    if chosen == "native-amx" and not AMX.supports(CPU):
+        use_library(monkeypatch, request.getfixturevalue("emulation"))
+        assert AMX.supports(CPU)
 
 
 def oracle(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
     """int64 wraps mod 2^64, so its low 32 bits are the product mod 2^32."""
     x, w = rows.cpu().numpy().astype(np.int64), weight.cpu().numpy().astype(np.int64)
     return torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32))
+
+
+def assert_equal(got: Tensor, want: Tensor, ring_bits: RingBits = 32) -> None:
+    """Equal modulo 2^ring_bits."""
+    assert torch.equal(got << 32 - ring_bits, want << 32 - ring_bits)
 
 
 def uniform(shape: tuple[int, int], *, bits: int, seed: int = 0) -> Tensor:
@@ -68,22 +97,33 @@ def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None
         matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
         for count in counts if shape in SHAPES else (1, 5):
             rows = uniform((max(count, 1), shape[1 if direction == FORWARD else 0]), bits=32, seed=count)[:count]
-            got = matrix.product(rows, direction)
-            assert got.is_contiguous()
-            assert torch.equal(got, oracle(rows, weight, direction))
+            for ring_bits in RING_BITS if kernel != "triton" else RING_BITS[:1]:
+                got = matrix.product(rows, direction, ring_bits=ring_bits)
+                assert got.is_contiguous()
+                assert_equal(got, oracle(rows, weight, direction), ring_bits)
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize(
+    "kernel", [name for name in NATIVE_NAMES if str(getattr(name, "values", name)).count("native-")]
+)
 @given(
     direction=testing.directions(),
-    bits=st.sampled_from([8, 10]),
-    terms=st.integers(1, 900) | st.sampled_from([64, 128, 192, 256, 320, 512, 640]),
-    columns=st.integers(1, 200) | st.sampled_from([64, 128, 192]),
-    count=st.integers(1, 40) | st.sampled_from([3, 4, 16, 17]),
+    bits=st.sampled_from([8, 10, 15]),
+    ring_bits=st.sampled_from([24, 32]),
+    terms=st.integers(1, 900) | st.sampled_from([64, 128, 192, 256, 320, 512, 640, 1100]),
+    columns=st.integers(1, 300) | st.sampled_from([64, 128, 192, 256]),
+    count=st.integers(1, 40) | st.sampled_from([3, 4, 16, 17, 64, 100]),
     cut=st.integers(0, 4),
 )
 def test_compiled_blocks_and_slices_cover_the_whole_product(
-    isa: native.Isa, direction: Direction, bits: int, terms: int, columns: int, count: int, cut: int
+    kernel: str,
+    direction: Direction,
+    bits: int,
+    ring_bits: RingBits,
+    terms: int,
+    columns: int,
+    count: int,
+    cut: int,
 ) -> None:
     """Whole and partial blocks, row groups of every size, weights of 1 and 2 bytes, columns in one slice and in two."""
     shape = (columns, terms) if direction == FORWARD else (terms, columns)
@@ -96,20 +136,22 @@ def test_compiled_blocks_and_slices_cover_the_whole_product(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("symbiosis_priv.native.for_each_slice", in_two)
-        kernel = CompiledKernel(isa)
-        kernel.product(kernel.pack(weight, weight_bits=bits), rows, direction, out)
-    assert torch.equal(out, oracle(rows, weight, direction))
+        packed = KERNELS[kernel].pack(weight, weight_bits=bits)
+        KERNELS[kernel].product(packed, rows, direction, out, ring_bits=ring_bits)
+    assert_equal(out, oracle(rows, weight, direction), ring_bits)
 
 
 @pytest.mark.parametrize("kernel", NAMES)
-@given(data=st.data(), direction=testing.directions(), bits=drawn.weight_bits())
-def test_kernels_are_exact_at_the_corners(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
+@given(data=st.data(), direction=testing.directions(), bits=drawn.weight_bits(), ring_bits=st.sampled_from(RING_BITS))
+def test_kernels_are_exact_at_the_corners(
+    kernel: str, data: DataObject, direction: Direction, bits: int, ring_bits: RingBits
+) -> None:
     outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
     weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     rows = data.draw(testing.ring_rows(width=inputs if direction == FORWARD else outputs))
     before = rows.clone()
-    got = RingMatrix(weight, weight_bits=bits, kernel=kernel).product(rows, direction)
-    assert torch.equal(got, oracle(rows, weight, direction))
+    got = RingMatrix(weight, weight_bits=bits, kernel=kernel).product(rows, direction, ring_bits=ring_bits)
+    assert_equal(got, oracle(rows, weight, direction), ring_bits)
     assert torch.equal(rows, before)  # the caller's rows are read, never written
 
 
@@ -122,7 +164,7 @@ def test_the_oracle_itself() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("bits", [4, 10, 12])
+@pytest.mark.parametrize("bits", [4, 10, 12, 15])
 @pytest.mark.parametrize("kernel", NATIVE_NAMES)
 def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction) -> None:
     """All partial sums are largest, beyond the width at which float64 must split (2^(23 - b) terms)."""
@@ -134,8 +176,9 @@ def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction)
     for corner in (-(2**31), 2**31 - 1, -0x7F7F7F80, 0x7F7F7F7F):
         rows = torch.full((2, width), corner, dtype=torch.int32)
         rows[1, ::2] += 1
-        got = matrix.product(rows, direction)
-        assert torch.equal(got, oracle(rows, weight, direction))
+        for ring_bits in RING_BITS:
+            got = matrix.product(rows, direction, ring_bits=ring_bits)
+            assert_equal(got, oracle(rows, weight, direction), ring_bits)
 
 
 @pytest.mark.parametrize("kernel", NAMES)

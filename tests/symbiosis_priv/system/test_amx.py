@@ -1,14 +1,19 @@
-"""oneDNN is kept from AMX exactly where the machine announces it without describing its tiles."""
+"""AMX is asked for where the processor has it, and used where it works; oneDNN is kept from it exactly where the
+machine announces it without describing its tiles. Processors are simulated."""
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from symbiosis_priv.system import onednn
+from symbiosis_priv import native
+from symbiosis_priv.native import Isa
+from symbiosis_priv.system import amx
+from tests.builds import switched
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 AMX = "flags\t\t: fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
@@ -30,12 +35,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     for name in (VARIABLE, "DNNL_MAX_CPU_ISA"):
         monkeypatch.setenv(name, "")  # so that the variable has its old value afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr(onednn, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(amx, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(amx, "_ask", lambda: None)
     return monkeypatch
 
 
 def processor(*lines: str) -> None:
-    onednn._CPUINFO.write_text("\n".join((*lines, "", "processor\t: 1", "")))
+    amx._CPUINFO.write_text("\n".join((*lines, "", "processor\t: 1", "")))
 
 
 @pytest.mark.parametrize(
@@ -55,14 +61,71 @@ def test_amx_without_its_leaf_is_limited(
     processor(*lines)
     machine.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing is in doubt"))
     with caplog.at_level(logging.WARNING):
-        onednn.limit_onednn()
-        onednn.limit_onednn()
+        amx.prepare()
+        amx.prepare()
     assert os.environ.get(VARIABLE) == limit
     assert len(caplog.records) == (limit is not None)  # said once
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [(AMX, 1), (AMX.replace(" amx_int8", ""), 0), (AMX.replace(" amx_tile", ""), 0), (PLAIN, 0), ("", 0)],
+)
+def test_linux_is_asked_for_amx_where_the_processor_has_it(machine: pytest.MonkeyPatch, flags: str, asked: int) -> None:
+    processor(LEAVES.format(29), *filter(None, [flags]))
+    calls: list[None] = []
+    machine.setattr(amx, "_ask", lambda: calls.append(None))
+    amx.prepare()
+    assert len(calls) == asked
+
+
+@pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="a system call of Linux")
+@pytest.mark.skipif(Isa.AMX in native.isas(), reason="permitted here")
+def test_a_refusal_by_linux_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="symbiosis_priv.system.amx"):
+        amx._ask()
+    assert "does not permit it" in caplog.text
+
+
+class Announcing:
+    """In place of the compiled library: a processor that announces everything."""
+
+    def ring_isas(self) -> int:
+        return (1 << len(Isa)) - 1
+
+
+@pytest.mark.parametrize(
+    ("probe", "works"),
+    [
+        ("pass", True),
+        ("raise SystemExit(1)", False),  # not exact
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False),
+        ("import time; time.sleep(60)", False),
+    ],
+)
+def test_amx_is_used_if_a_child_shows_that_it_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, probe: str, works: bool
+) -> None:
+    monkeypatch.setattr(native, "_AMX_PROBE", probe)
+    monkeypatch.setattr(native, "_AMX_PROBE_SECONDS", 1 if "sleep" in probe else 60)
+    library = Announcing()
+    with switched(), caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(native, "library", lambda: library)
+        assert native.isas() == tuple(Isa)[: len(Isa) - (not works)]
+        monkeypatch.setattr(native, "_AMX_PROBE", "raise SystemExit(not " + str(not works) + ")")
+        assert (Isa.AMX in native.isas()) is works  # one child per process
+    assert len(caplog.records) == (not works)
+
+
+def test_no_child_runs_where_amx_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", Announcing)
+    monkeypatch.setattr(native, "succeeds_in_child", lambda *_, **__: pytest.fail("nothing is in doubt"))
+    with switched(SYMBIOSIS_PRIV_ISA="avx512"):
+        assert native.isas()[-1] is Isa.AVX512
+
+
 def test_other_systems_have_no_such_file(machine: pytest.MonkeyPatch) -> None:
-    onednn.limit_onednn()
+    amx.prepare()
     assert VARIABLE not in os.environ
 
 
@@ -70,7 +133,7 @@ def test_other_systems_have_no_such_file(machine: pytest.MonkeyPatch) -> None:
 def test_the_users_limit_stays(machine: pytest.MonkeyPatch, name: str) -> None:
     processor(LEAVES.format(28), AMX)
     machine.setenv(name, "AVX2")
-    onednn.limit_onednn()
+    amx.prepare()
     assert os.environ.get(name) == "AVX2"
     assert (VARIABLE in os.environ) == (name == VARIABLE)
 
@@ -85,22 +148,22 @@ def test_the_users_limit_stays(machine: pytest.MonkeyPatch, name: str) -> None:
 )
 def test_a_child_decides_where_the_leaves_are_unknown(machine: pytest.MonkeyPatch, probe: str, limit: str) -> None:
     processor(AMX)
-    machine.setattr(onednn, "_PROBE", probe)
-    machine.setattr(onednn, "_PROBE_SECONDS", 1 if "sleep" in probe else 60)
-    onednn.limit_onednn()
+    machine.setattr(amx, "_PROBE", probe)
+    machine.setattr(amx, "_PROBE_SECONDS", 1 if "sleep" in probe else 60)
+    amx.prepare()
     assert os.environ[VARIABLE] == limit
 
 
 def test_the_probe_is_a_product_that_works_here() -> None:
     """The tests' processes have been limited where it would not work."""
-    assert onednn._product_works()
+    assert amx.succeeds_in_child(amx._PROBE, seconds=amx._PROBE_SECONDS)
 
 
 @pytest.mark.parametrize("package", ["tenant", "provider", "threat_model.suite", "symbiosis_priv.cli"])
 def test_importing_a_package_limits_the_process_and_its_children(machine: pytest.MonkeyPatch, package: str) -> None:
     processor(LEAVES.format(28), AMX)
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS, package, str(onednn._CPUINFO)],
+        [sys.executable, "-c", IMPORTS, package, str(amx._CPUINFO)],
         capture_output=True,
         text=True,
         timeout=120,

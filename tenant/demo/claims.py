@@ -176,11 +176,37 @@ def show(console: Console, f: Measurements) -> bool:
     width = min(console.width, _WIDTH)
     where = "held-out private text" if f.held_out else "the training text (too short to split)"
     perplexity = f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
+    room = _TEXT_LINES * (width - 12)
+    texts = _grid()
+    texts.add_column(style="dim")
+    texts.add_column(ratio=1)
+    for label, text in (("prompt", f.prompt), ("before", f.text_before), ("after", f.text_after)):
+        words = one_line(text)
+        texts.add_row(label, Text(words if len(words) <= room else words[: room - 4] + " ..."))
+    marks = "+-" if ascii_only else "✓✗"
+    verdicts = _grid()
+    verdicts.add_column()
+    verdicts.add_column(ratio=1)
+    verdicts.add_column(justify="right")
+    for claim in judged:
+        mark = Text(marks[0], style="bold green") if claim.holds else Text(marks[1], style="bold red")
+        verdicts.add_row(mark, claim.sentence, claim.figure, style="" if claim.holds else "red")
+    per = per_token(f)
+    cost = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    cost.add_column("per token", ratio=1)
+    for name in ("round trips", "to executor", "from executor", "effects"):
+        cost.add_column(name, justify="right")
+    for stage, decimals in (("training", 3), ("generation", 1)):
+        sizes = [size(per[f"{stage}_{name}"]) for name in ("bytes_up", "bytes_down", "effect_bytes")]
+        cost.add_row(f"in {stage}", f"{per[f'{stage}_round_trips']:.{decimals}f}", *sizes)
+    share = f.tenant_bytes / f.full_bytes
+    memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
+    visible = "visible to providers: row counts, timing, stage, when generation ends"
     parts: list[tuple[str, RenderableType]] = [
         ("loss of masked training, nats per token", _curve(f.losses, _ASCII_BLOCKS if ascii_only else _BLOCKS)),
-        (perplexity, _before_after(f, width)),
-        ("claims, each computed from this run", _claims(judged, "+-" if ascii_only else "✓✗")),
-        ("cost", _cost(f)),
+        (perplexity, texts),
+        ("claims, each computed from this run", verdicts),
+        ("cost", Group(cost, Text(memory), Text(visible))),
     ]
     for title, part in parts:
         console.print(Text(f"\n{title}", style="bold"), width=width)
@@ -213,48 +239,6 @@ def _curve(values: Sequence[float], blocks: str) -> Text:
     last = str(len(values))
     rows.append(" " * 8 + "step 1" + last.rjust(wide * len(means) - 6))
     return Text("\n".join(rows), style="cyan", no_wrap=True, overflow="crop")
-
-
-def _before_after(f: Measurements, width: int) -> Table:
-    table = _grid()
-    table.add_column(style="dim")
-    table.add_column(ratio=1)
-    room = _TEXT_LINES * (width - 12)
-    table.add_row("prompt", Text(_shortened(f.prompt, room)))
-    table.add_row("before", Text(_shortened(f.text_before, room)))
-    table.add_row("after", Text(_shortened(f.text_after, room)))
-    return table
-
-
-def _shortened(text: str, room: int) -> str:
-    words = one_line(text)
-    return words if len(words) <= room else words[: room - 4] + " ..."
-
-
-def _claims(judged: Sequence[Claim], marks: str) -> Table:
-    table = _grid()
-    table.add_column()
-    table.add_column(ratio=1)
-    table.add_column(justify="right")
-    for claim in judged:
-        mark = Text(marks[0], style="bold green") if claim.holds else Text(marks[1], style="bold red")
-        table.add_row(mark, claim.sentence, claim.figure, style="" if claim.holds else "red")
-    return table
-
-
-def _cost(f: Measurements) -> Group:
-    per = per_token(f)
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("per token", ratio=1)
-    for name in ("round trips", "to executor", "from executor", "effects"):
-        table.add_column(name, justify="right")
-    for stage, decimals in (("training", 3), ("generation", 1)):
-        sizes = [size(per[f"{stage}_{name}"]) for name in ("bytes_up", "bytes_down", "effect_bytes")]
-        table.add_row(f"in {stage}", f"{per[f'{stage}_round_trips']:.{decimals}f}", *sizes)
-    share = f.tenant_bytes / f.full_bytes
-    memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
-    visible = "visible to providers: row counts, timing, stage, when generation ends"
-    return Group(table, Text(memory), Text(visible))
 
 
 def _grid() -> Table:

@@ -45,10 +45,16 @@ def demo(
 
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it for Conv1D itself
     console = terminal.console()
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[remark]}"),
+    )
     with (
         Interrupts(),
         tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder,
-        _bars(console) as bars,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bars,
         _Lines(console) as lines,
     ):
         figures = run(
@@ -98,14 +104,3 @@ class _Lines:
             self._stage.close()
         if not done:
             self._stage.enter_context(terminal.working(stage, tell=self._console.print))
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[remark]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )

@@ -41,7 +41,7 @@ from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
-from tenant.training.trainer import Progress, Step
+from tenant.training.trainer import Step
 
 DemoReport = Callable[[str, int, int, str], None]
 """Called with (stage, number done, total number, remark)."""
@@ -120,46 +120,29 @@ def run(
         killer = ExecutorKiller(local.kill)
         remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=killer)
         with stages.stage("masked run") as progress:
-            masked = finetune(
-                path,
-                text,
-                work / "masked",
-                remote=remote,
-                options=options,
-                on_progress=_arming(killer, progress, after=steps // 2),
-            )
+
+            def on_progress(step: Step) -> None:
+                progress(step.done, step.total, step.loss)
+                if step.done == steps // 2:  # an executor is killed in the middle of the next step
+                    killer.arm(requests=_REQUESTS)
+
+            if steps == 1:
+                killer.arm(requests=_REQUESTS)
+            masked = finetune(path, text, work / "masked", remote=remote, options=options, on_progress=on_progress)
         if killer.victim is not None:
             with stages.stage("restart of the executor"):
                 local.restart(killer.victim)
         with stages.stage("tampering"):
-            refused = _tamper(local, work, without=killer.victim)
+            federation = load_federation(local.federation)
+            # without the killed executor, the other one is the only one to ask after a refusal
+            peers = tuple(peer for peer in federation.peers if peer.name != killer.victim)
+            columns = remote.verify_columns
+            prepared = prepare(None, digest=federation.model_digest, columns=columns, cache=work / "cache")
+            refused = rejected(replace(federation, peers=peers), prepared, trials=_TAMPERED)
         with stages.stage("generation and quality"):
             return _figures(path, text, reference, masked, remote, simulate, refused, killer, stages)
     finally:
         local.stop()
-
-
-def _arming(killer: ExecutorKiller, report: Callable[[int, int, float], None], *, after: int) -> Progress:
-    """Report the steps, and kill an executor in the middle of the step after `after` steps."""
-    if not after:
-        killer.arm(requests=_REQUESTS)
-
-    def progress(step: Step) -> None:
-        report(step.done, step.total, step.loss)
-        if step.done == after:
-            killer.arm(requests=_REQUESTS)
-
-    return progress
-
-
-def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
-    """Count the refused answers of one executor. The executor `without` is removed from the federation, so that it is
-    not asked after a refusal."""
-    federation = load_federation(local.federation)
-    federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
-    config = RemoteConfig(federation=local.federation, cache=work / "cache")
-    preparation = prepare(None, digest=federation.model_digest, columns=config.verify_columns, cache=work / "cache")
-    return rejected(federation, preparation, trials=_TAMPERED)
 
 
 def _figures(

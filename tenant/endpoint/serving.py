@@ -11,9 +11,8 @@ import msgspec
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.endpoint.api.application import create_app
-from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter

@@ -6,23 +6,12 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions, ToolCall
+from tenant.endpoint.engine.requests import RequestLedger
 
 Absent = Field(default=None, exclude_if=lambda value: value is None)
 """A field that is left out if it is None."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class Ledger(BaseModel):
-    """Costs of the answer, and number of verified rows: `tenant.endpoint.engine.requests.RequestLedger`."""
-
-    rows: int
-    round_trips: int
-    answers_verified: int
-    answers_rejected: int
-    bytes_up: int
-    bytes_down: int
-    cached_tokens: int
 
 
 class PromptTokensDetails(BaseModel):
@@ -41,7 +30,7 @@ class Usage(EmbeddingUsage):
 
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    ledger: Ledger
+    ledger: RequestLedger
 
 
 class TextLogprobs(BaseModel):
@@ -69,7 +58,7 @@ class Chunk(BaseModel):
     created: int
     model: str
     usage: Usage | None = Absent
-    ledger: Ledger | None = Absent
+    ledger: RequestLedger | None = Absent
 
 
 class Completion(Chunk):
@@ -191,7 +180,7 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: OutputTokensDetails = OutputTokensDetails()
     total_tokens: int
-    ledger: Ledger
+    ledger: RequestLedger
 
 
 class Response(BaseModel):

@@ -21,10 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
-from tenant.endpoint.api.endpoint import Endpoint, EndpointMetrics, Settings
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
 from tenant.endpoint.api.routes import chat, completions, models, responses
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Endpoint, EndpointMetrics, Service, Settings
 
 log = logging.getLogger(__name__)
 

@@ -14,19 +14,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request as HttpRequest
 
 from symbiosis_priv.errors import SymbiosisError
-from tenant.endpoint.api.answers import FinishReason, Ledger, PromptTokensDetails, Usage
-from tenant.endpoint.api.endpoint import EndpointMetrics, endpoint_of
+from tenant.endpoint.api.answers import FinishReason, PromptTokensDetails, Usage
 from tenant.endpoint.api.errors import ApiError, failed, refused
-from tenant.endpoint.engine.requests import (
-    Done,
-    Engine,
-    EngineRequest,
-    Event,
-    Failed,
-    Handle,
-    RequestLedger,
-    Token,
-)
+from tenant.endpoint.api.service import EndpointMetrics, endpoint_of
+from tenant.endpoint.engine import requests as engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,21 +45,25 @@ class Running:
     """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[EngineRequest], metrics: EndpointMetrics, users: Counter[str | None]
+        self,
+        computed_by: engine.Engine,
+        requests: Sequence[engine.EngineRequest],
+        metrics: EndpointMetrics,
+        users: Counter[str | None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, engine.Event]] = asyncio.Queue()
         self._unread = max(_UNREAD, _UNREAD_STEPS * len(requests))
         self._metrics = metrics
-        self._handles: list[Handle] = []
-        self._ended: dict[int, RequestLedger] = {}
+        self._handles: list[engine.Handle] = []
+        self._ended: dict[int, engine.RequestLedger] = {}
         self._begun = self._loop.time()
         self._users, self._adapter = users, requests[0].adapter
         users[self._adapter] += 1
         self._left = False
         try:
             for index, request in enumerate(requests):
-                self._handles.append(engine.submit(request, partial(self._receive, index)))
+                self._handles.append(computed_by.submit(request, partial(self._receive, index)))
         except SymbiosisError as error:
             self.cancel()
             raise refused(error) from error
@@ -81,12 +76,12 @@ class Running:
         for handle in self._handles:
             handle.cancel()
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> engine.RequestLedger:
         """Return the costs of all choices so far."""
-        ledgers = [self._ended.get(index) or handle.ledger() for index, handle in enumerate(self._handles)]
-        return Ledger(**{key: sum(getattr(one, key) for one in ledgers) for key in Ledger.model_fields})
+        each = (self._ended.get(index) or handle.ledger() for index, handle in enumerate(self._handles))
+        return sum(each, engine.RequestLedger())
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, engine.Event]]:
         """Yield each event with the index of its request. Raises `ApiError` if a request has failed, or the client has
         left too many events unread."""
         first: set[int] = set()
@@ -94,20 +89,20 @@ class Running:
             if self._events.qsize() > self._unread:
                 raise ApiError(503, "the client reads too slowly; the answer was cancelled")
             index, event = await self._events.get()
-            if isinstance(event, Failed):
+            if isinstance(event, engine.Failed):
                 log.error("a request failed: %s: %s", type(event.error).__name__, event.error)
                 raise failed(event.error)
-            if isinstance(event, Token) and index not in first:
+            if isinstance(event, engine.Token) and index not in first:
                 first.add(index)
                 self._metrics.first_token.observe(self._loop.time() - self._begun)
-            if isinstance(event, Done):
+            if isinstance(event, engine.Done):
                 self._ended[index] = event.ledger
                 self._metrics.ended(event, self._loop.time() - self._begun)
                 if event.finish == "cancelled":
                     raise ApiError(503, "the endpoint is stopping; the answer was cancelled", code="stopping")
             yield index, event
 
-    def _receive(self, index: int, event: Event) -> None:
+    def _receive(self, index: int, event: engine.Event) -> None:
         """Receive an event, in the engine's thread."""
 
         def put() -> None:
@@ -139,7 +134,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-def usage(dones: Mapping[int, Done], prompts: int, ledger: Ledger) -> Usage:
+def usage(dones: Mapping[int, engine.Done], prompts: int, ledger: engine.RequestLedger) -> Usage:
     """Add up the numbers of tokens. `dones`: the last event of each choice, by index. The choices are ordered by
     prompt. `prompts`: number of different prompts."""
     prompt = sum(dones[index].prompt_tokens for index in range(0, len(dones), len(dones) // prompts))
@@ -153,7 +148,7 @@ def usage(dones: Mapping[int, Done], prompts: int, ledger: Ledger) -> Usage:
     )
 
 
-def finish_reason(done: Done) -> FinishReason:
+def finish_reason(done: engine.Done) -> FinishReason:
     """Return why an answer without calls of tools has ended."""
     return "stop" if done.finish == "stop" else "length"
 
@@ -163,7 +158,7 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def several(request: EngineRequest, n: int) -> list[EngineRequest]:
+def several(request: engine.EngineRequest, n: int) -> list[engine.EngineRequest]:
     """Return `n` requests for the same prompt. Each has its own seed."""
     sampling, found = request.sampling, []
     for index in range(n):
@@ -177,7 +172,7 @@ def several(request: EngineRequest, n: int) -> list[EngineRequest]:
 class Prepared(Protocol):
     """A request whose fields have been checked, and its answer."""
 
-    requests: list[EngineRequest]
+    requests: list[engine.EngineRequest]
 
     def chunks(self, running: Running) -> AsyncIterator[BaseModel]:
         """Yield the chunks of a stream; the last one has the usage if the client asked for it, or for no stream."""

@@ -11,16 +11,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import (
-    CertificateError,
-    ConfigError,
-    ProtocolError,
-    ProviderError,
-    QuarantinedError,
-    TransportError,
-    UncoveredError,
-    VerificationError,
-)
+from symbiosis_priv import errors
+from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
@@ -32,8 +24,8 @@ from tenant.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _PROVIDERS = (
-    *(TransportError, ProviderError, ProtocolError, VerificationError, QuarantinedError, UncoveredError),
-    CertificateError,
+    *(errors.TransportError, errors.ProviderError, errors.ProtocolError, errors.VerificationError),
+    *(errors.QuarantinedError, errors.UncoveredError, errors.CertificateError),
 )
 """Errors of providers, which dividing a step's rows would not avoid."""
 

@@ -114,6 +114,9 @@ class RequestLedger:
     bytes_down: int = 0
     cached_tokens: int = 0
 
+    def __add__(self, other: "RequestLedger") -> "RequestLedger":
+        return RequestLedger(**{name: n + getattr(other, name) for name, n in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Started:

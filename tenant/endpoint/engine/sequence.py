@@ -125,4 +125,4 @@ class Sequence:
 
     def charge(self, **amounts: int) -> None:
         """Add costs to the ledger of this request, by the names of `RequestLedger`."""
-        self._spent = RequestLedger(**{name: n + amounts.get(name, 0) for name, n in vars(self._spent).items()})
+        self._spent += RequestLedger(**amounts)

@@ -9,9 +9,9 @@ from fastapi.responses import FileResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from tenant.endpoint.api.bodies import JsonRoute
-from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import while_connected
+from tenant.endpoint.api.service import endpoint_of
 from tenant.endpoint.jobs import job as formats
 from tenant.endpoint.jobs.job import ENDED
 from tenant.endpoint.jobs.job_runner import Jobs

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from symbiosis_priv.errors import ConfigError, OverloadedError
 from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions
-from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
 from tenant.endpoint.api.running import (
@@ -23,7 +22,7 @@ from tenant.endpoint.api.running import (
     usage,
     while_connected,
 )
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Service, endpoint_of
 from tenant.endpoint.engine import requests as engine
 from tenant.training.corpus import render_chat
 

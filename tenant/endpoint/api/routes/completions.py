@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from tenant.endpoint.api.answers import (
-    Completion,
-    Embedding,
-    Embeddings,
-    EmbeddingUsage,
-    TextChoice,
-    TextLogprobs,
-    new_id,
-)
+from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute, StreamOptions
-from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import (
     DOCUMENTED,
@@ -30,7 +21,7 @@ from tenant.endpoint.api.running import (
     usage,
     while_connected,
 )
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Service, endpoint_of
 from tenant.endpoint.engine import requests as engine
 
 router = APIRouter(route_class=JsonRoute)
@@ -38,7 +29,7 @@ _NEW_TOKENS = 16  # OpenAI's default
 _MOST = 128  # choices of all prompts
 
 
-@router.post("/v1/completions", response_model=Completion, responses=DOCUMENTED)
+@router.post("/v1/completions", response_model=answers.Completion, responses=DOCUMENTED)
 async def completions(body: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
@@ -56,7 +47,7 @@ class _Prepared:
         self._body = body
         self._service = service
         self._texts = texts
-        self._head: dict[str, Any] = {"id": new_id("cmpl"), "created": int(time.time()), "model": body.model}
+        self._head: dict[str, Any] = {"id": answers.new_id("cmpl"), "created": int(time.time()), "model": body.model}
 
     @classmethod
     async def of(cls, body: CompletionRequest, service: Service, client: str) -> "_Prepared":
@@ -78,20 +69,20 @@ class _Prepared:
             texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
         return cls(body, service, texts=texts, requests=requests)
 
-    async def chunks(self, running: Running) -> AsyncIterator[Completion]:
+    async def chunks(self, running: Running) -> AsyncIterator[answers.Completion]:
         """Yield the chunks of a stream."""
         options = self._body.stream_options or StreamOptions()
         offsets = [0] * len(self.requests)
         dones: dict[int, engine.Done] = {}
 
-        def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> Completion:
+        def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> answers.Completion:
             logprobs = self._logprobs(tokens, offsets[index]) if tokens else None
             offsets[index] += sum(len(self._service.vocabulary.text_of(token)) for token, _ in tokens)
-            choice = TextChoice(
+            choice = answers.TextChoice(
                 index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
             )
             ledger = running.ledger() if options.include_ledger else None
-            return Completion(**self._head, choices=[choice], ledger=ledger)
+            return answers.Completion(**self._head, choices=[choice], ledger=ledger)
 
         async for index, event in running:
             if isinstance(event, engine.Started) and self._body.echo:
@@ -103,12 +94,12 @@ class _Prepared:
                 yield chunk(index, event.text, [], event)
         if options.include_usage or not self._body.stream:
             prompts = len(self.requests) // (self._body.n or 1)
-            yield Completion(**self._head, choices=[], usage=usage(dones, prompts, running.ledger()))
+            yield answers.Completion(**self._head, choices=[], usage=usage(dones, prompts, running.ledger()))
 
-    async def whole(self, running: Running) -> Completion:
+    async def whole(self, running: Running) -> answers.Completion:
         """Return the answer as one object: its chunks put together."""
         choices = [
-            TextChoice(index=i, text="", logprobs=self._logprobs([], 0), finish_reason=None)
+            answers.TextChoice(index=i, text="", logprobs=self._logprobs([], 0), finish_reason=None)
             for i in range(len(self.requests))
         ]
         texts: list[list[str]] = [[] for _ in choices]
@@ -122,12 +113,14 @@ class _Prepared:
                     getattr(choice.logprobs, name).extend(more)
         for choice, text in zip(choices, texts, strict=True):
             choice.text = "".join(text)
-        return Completion(**self._head, choices=choices, usage=used)
+        return answers.Completion(**self._head, choices=choices, usage=used)
 
     def _of_prompt(self, index: int, started: engine.Started) -> list[tuple[int, engine.TokenLogprob | None]]:
         return list(zip(self.requests[index].prompt, started.prompt_logprobs, strict=False))
 
-    def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int) -> TextLogprobs | None:
+    def _logprobs(
+        self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int
+    ) -> answers.TextLogprobs | None:
         if self._body.logprobs is None:
             return None
         text_of = self._service.vocabulary.text_of
@@ -144,7 +137,7 @@ class _Prepared:
             for other, logprob in found.top:  # several tokens may have the same text; the first is the most probable
                 top.setdefault(text_of(other), finite(logprob))
             tops.append(top)
-        return TextLogprobs(
+        return answers.TextLogprobs(
             tokens=texts,
             token_logprobs=[None if found is None else finite(found.logprob) for _, found in tokens],
             top_logprobs=tops,
@@ -153,7 +146,7 @@ class _Prepared:
 
 
 @router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
+async def embeddings(body: EmbeddingRequest, http: Request) -> answers.Embeddings:
     """Compute the embedding of one text or of several."""
     endpoint = endpoint_of(http)
     service = endpoint.service
@@ -161,7 +154,7 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
     prompts = await service.prompts(body.input, param="input", client=endpoint.client(http))
     requests = [
         engine.EngineRequest(
-            id=new_id("embd"),
+            id=answers.new_id("embd"),
             prompt=tuple(prompt),
             adapter=adapter,
             client=endpoint.client(http),
@@ -171,15 +164,15 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
     ]
     running = Running(service.engine, requests, endpoint.metrics, service.users)
 
-    async def embedded() -> list[Embedding]:
-        found: dict[int, Embedding] = {}
+    async def embedded() -> list[answers.Embedding]:
+        found: dict[int, answers.Embedding] = {}
         async for index, event in running:
             if isinstance(event, engine.Embedded):
                 values = np.array(event.vector, dtype=np.float64)
                 values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
                 in_base64 = body.encoding_format == "base64"
                 written = base64.b64encode(values.tobytes()).decode() if in_base64 else values.tolist()
-                found[index] = Embedding(index=index, embedding=written)
+                found[index] = answers.Embedding(index=index, embedding=written)
         return [found[index] for index in sorted(found)]
 
     try:
@@ -187,4 +180,6 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Embeddings:
     finally:
         running.cancel()
     count = sum(map(len, prompts))
-    return Embeddings(data=data, model=body.model, usage=EmbeddingUsage(prompt_tokens=count, total_tokens=count))
+    return answers.Embeddings(
+        data=data, model=body.model, usage=answers.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
+    )

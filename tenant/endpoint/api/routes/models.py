@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse
 from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Health, Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
-from tenant.endpoint.api.endpoint import Endpoint, endpoint_of
 from tenant.endpoint.api.errors import ApiError, public
+from tenant.endpoint.api.service import Endpoint, endpoint_of
 from tenant.model.loading import warn_of_other_template
 from tenant.tasks import Tasks
 

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, JsonRoute, ResponsesRequest
-from tenant.endpoint.api.endpoint import endpoint_of
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
 from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
+from tenant.endpoint.api.service import endpoint_of
 
 router = APIRouter(route_class=JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}

@@ -13,8 +13,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from tenant.endpoint.api.application import Guard
-from tenant.endpoint.api.endpoint import EndpointMetrics
 from tenant.endpoint.api.http_server import _Connection
+from tenant.endpoint.api.service import EndpointMetrics
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.waiting import until
 

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisError, UnsupportedMethodError
-from tenant.endpoint.api.endpoint import EndpointMetrics
 from tenant.endpoint.api.errors import ApiError, failed
 from tenant.endpoint.api.running import Running
+from tenant.endpoint.api.service import EndpointMetrics
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
 from tests.tenant.endpoint.api.conftest import Served
 

@@ -12,9 +12,8 @@ from openai import OpenAI
 
 from tenant import RemoteConfig
 from tenant.endpoint.api.application import create_app
-from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.jobs.job_runner import Jobs
 from tenant.endpoint.jobs.router import FORM_BYTES, UPLOAD, jobs_router

@@ -13,9 +13,8 @@ from openai import OpenAI
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 from tenant.endpoint.api.application import create_app
-from tenant.endpoint.api.endpoint import Settings
 from tenant.endpoint.api.http_server import Server
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named

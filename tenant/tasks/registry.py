@@ -236,7 +236,17 @@ class Tasks:
                 checkpoint = vars(module).get("_gradient_checkpointing_func")
                 if checkpoint is not None and not isinstance(checkpoint, _CheckpointInBatch):
                     vars(module)["_gradient_checkpointing_func"] = _CheckpointInBatch(checkpoint)
-            entry = self, Batch(self._composition(names, loaded, block), self._rows_first)
+            # cached, unless training can change what a composition depends on
+            kept = not self.model.training and not any(one.trainable for one in loaded.values())
+            key = tuple(names), block
+            with self._lock:
+                found = self._compositions.pop(key, None) if kept else None
+                composition = found or Composition(names, loaded, block)
+                if kept:
+                    if len(self._compositions) >= _COMPOSITIONS:
+                        del self._compositions[next(iter(self._compositions))]
+                    self._compositions[key] = composition  # in the order of last use
+            entry = self, Batch(composition, self._rows_first)
             _active.set((*_active.get(), entry))
             try:
                 yield
@@ -279,18 +289,6 @@ class Tasks:
                     idle = self._idle()
                     while idle and self.bytes > self.memory_limit:  # the batch has made patterns
                         self._drop(idle.pop(0))
-
-    def _composition(self, names: Sequence[str], loaded: dict[str, Adapter], block: int | None) -> Composition:
-        """Return the composition of a batch. It is cached, unless training can change what it depends on."""
-        if self.model.training or any(one.trainable for one in loaded.values()):
-            return Composition(names, loaded, block)
-        with self._lock:
-            key = tuple(names), block
-            found = self._compositions.pop(key, None) or Composition(names, loaded, block)
-            if len(self._compositions) >= _COMPOSITIONS:
-                del self._compositions[next(iter(self._compositions))]
-            self._compositions[key] = found  # in the order of last use
-            return found
 
     def _add(self, found: dict[str, Any]) -> list[TaskId]:
         with self._lock:

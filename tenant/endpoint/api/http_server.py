@@ -45,7 +45,6 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_watching()
         self._wait(_READ_S)
 
     def resume_writing(self) -> None:
@@ -62,6 +61,7 @@ class _Connection(H11Protocol):
             self._wait(_HEAD_S)
 
     def _wait(self, seconds: float) -> None:
+        self._stop_watching()
         self._since = self.loop.time()
         self._late = self.loop.call_later(seconds, self.transport.abort)
 

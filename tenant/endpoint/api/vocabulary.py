@@ -108,7 +108,25 @@ class Vocabulary:
         with self._starting:
             if self._started is None or self._started[0].poll() is not None:
                 self.close()
-                self._started = self._start(self._tokenizer)
+                plain = copy.copy(self._tokenizer.backend_tokenizer)
+                plain.no_padding()
+                plain.no_truncation()
+                size = max(self.size, len(self._tokenizer))
+                given = json.dumps({"tokenizer": plain.to_str(), "size": size, "ends": self._ends}).encode()
+                control, theirs = socket.socketpair()
+                with theirs:
+                    started = subprocess.Popen(
+                        [sys.executable, "-m", process.__name__],
+                        stdin=theirs.fileno(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,  # errors of the library may quote a schema
+                        start_new_session=True,
+                    )
+                self._end = weakref.finalize(self, _end, started, control)
+                control.settimeout(_COMPILE_S)
+                with suppress(OSError):  # it has ended, and the grammar will fail
+                    control.sendall(struct.pack("<I", len(given)) + given)
+                self._started = started, control
             return CompiledGrammar(rules, self._started[1])
 
     def close(self) -> None:
@@ -117,27 +135,6 @@ class Vocabulary:
         if self._started is not None:
             self._end()
             self._started = None
-
-    def _start(self, tokenizer: PreTrainedTokenizerFast) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        plain = copy.copy(tokenizer.backend_tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        size = max(self.size, len(tokenizer))
-        given = json.dumps({"tokenizer": plain.to_str(), "size": size, "ends": self._ends}).encode()
-        control, theirs = socket.socketpair()
-        with theirs:
-            started = subprocess.Popen(
-                [sys.executable, "-m", process.__name__],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # errors of the library may quote a schema
-                start_new_session=True,
-            )
-        self._end = weakref.finalize(self, _end, started, control)
-        control.settimeout(_COMPILE_S)
-        with suppress(OSError):  # it has ended, and the grammar will fail
-            control.sendall(struct.pack("<I", len(given)) + given)
-        return started, control
 
     def _is_full(self, client: str) -> bool:
         own = sum(owner == client for owner, _ in self._grammars)

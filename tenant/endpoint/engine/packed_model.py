@@ -72,7 +72,22 @@ class PackedModel:
         self.model: Any = model
         self._tasks = tasks
         self.config: Any = model.config.get_text_config(decoder=True)
-        _check(model, self.config)
+        # what the configuration shows not to be supported
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        ropes = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError("it has an encoder")
+        if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+            raise UnsupportedModelError(f"it has layers of the kind {', '.join(others)}")
+        if others := sorted(ropes & {"dynamic", "longrope"}):
+            raise UnsupportedModelError(
+                f"its positions depend on the longest sequence of a batch ({', '.join(others)})"
+            )
+        if getattr(self.config, "num_kv_shared_layers", 0):
+            raise UnsupportedModelError("its layers share keys and values")
+        if model.get_output_embeddings() is None or model.base_model is model:
+            raise UnsupportedModelError("it has no LM head")
         self._last_position = getattr(self.config, "max_position_embeddings", sys.maxsize) - 1
         self.shape = Shape.from_config(self.config, model.dtype)
         words: Any = model.get_input_embeddings()
@@ -223,21 +238,3 @@ def _registered(original: str) -> str:
     AttentionInterface.register(_PREFIX + original, attention)
     AttentionMaskInterface.register(_PREFIX + original, mask)
     return _PREFIX + original
-
-
-def _check(model: PreTrainedModel, config: Any) -> None:
-    """Refuse models whose configuration shows that they are not supported. Raises `UnsupportedModelError` if the model
-    is not supported; the message states the reason."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError("it has an encoder")
-    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModelError(f"it has layers of the kind {', '.join(others)}")
-    if others := sorted(ropes & {"dynamic", "longrope"}):
-        raise UnsupportedModelError(f"its positions depend on the longest sequence of a batch ({', '.join(others)})")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError("its layers share keys and values")
-    if model.get_output_embeddings() is None or model.base_model is model:
-        raise UnsupportedModelError("it has no LM head")

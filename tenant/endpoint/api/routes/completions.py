@@ -86,7 +86,8 @@ class _Prepared:
 
         async for index, event in running:
             if isinstance(event, engine.Started) and self._body.echo:
-                yield chunk(index, self._texts[index], self._of_prompt(index, event))
+                of_prompt = list(zip(self.requests[index].prompt, event.prompt_logprobs, strict=False))
+                yield chunk(index, self._texts[index], of_prompt)
             elif isinstance(event, engine.Token) and (event.text or event.logprob is not None):
                 yield chunk(index, event.text, [(event.id, event.logprob)] if event.logprob else [])
             elif isinstance(event, engine.Done):
@@ -114,9 +115,6 @@ class _Prepared:
         for choice, text in zip(choices, texts, strict=True):
             choice.text = "".join(text)
         return answers.Completion(**self._head, choices=choices, usage=used)
-
-    def _of_prompt(self, index: int, started: engine.Started) -> list[tuple[int, engine.TokenLogprob | None]]:
-        return list(zip(self.requests[index].prompt, started.prompt_logprobs, strict=False))
 
     def _logprobs(
         self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int

@@ -9,13 +9,14 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve-demo test check compatibility gpu clean
+.PHONY: help venv demo serve-demo test check docs compatibility gpu clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
 	@echo "make serve-demo    chat with SmolLM2 in a browser, on providers on this machine; fetches the model once (93 MB)"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make check   ruff and mypy only"
+	@echo "make docs    the pages and the API reference as a site, in build/site"
 	@echo "make venv    build .venv only"
 	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility.md"
 	@echo "make gpu     on a machine with a GPU: kernels, tests, products, steps and tokens, in 8 minutes; writes gpu.json"
@@ -49,6 +50,9 @@ check: venv
 	@$(BIN)/ruff format --check --quiet
 	@echo "==> mypy"
 	@$(BIN)/mypy
+
+docs: venv
+	@$(BIN)/mkdocs build --strict
 
 compatibility: venv
 	@$(BIN)/python -m pytest tests/compatibility/test_compatibility.py --compatibility write

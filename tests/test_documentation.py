@@ -1,9 +1,13 @@
 """The pages name tests and files that exist, and link to pages that exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import tenant
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -28,3 +32,14 @@ def test_named_tests_and_files_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\(((?!https?:)[\w/.-]+)(?:#[\w-]*)?\)", text):
         assert (page.parent / path).exists(), path
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page, and the API reference from docstrings; nothing is fetched."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    reference = (tmp_path / "api/index.html").read_text(encoding="utf-8")
+    assert all(f'id="tenant.{name}"' in reference for name in tenant.__all__)
+    for page in tmp_path.rglob("*.html"):
+        assert not re.findall(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:css|js)', page.read_text(encoding="utf-8")), page

@@ -1,5 +1,6 @@
 """The examples run as printed, with real provider processes; only paths, ports and the digest are filled in."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +133,20 @@ def test_scripts_have_at_most_forty_lines(script: str) -> None:
 def test_federation_example_names_what_the_provider_examples_serve(folder: Path) -> None:
     federation = load_federation(folder / "federation.toml")
     assert [(peer.name, peer.role) for peer in federation.peers] == [("alpha", "executor"), ("beta", "helper")]
+
+
+def test_the_notebook_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, in order; the base model is one that is there already."""
+    notebook = json.loads((EXAMPLES / "what_a_provider_sees.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.setattr("symbiosis_priv.harness.base_model.make_base_model", lambda folder: tiny)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, Any] = {}
+    try:
+        for cell in cells:
+            exec(cell, names)
+    finally:
+        names["providers"].stop()
+    assert len(names["losses"]) == 4
+    assert torch.allclose(names["shares"], torch.full((16,), 1 / 16, dtype=torch.float64), atol=0.01)

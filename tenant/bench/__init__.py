@@ -9,7 +9,7 @@ Read in this order:
 report            the file of --json, its tables, and goals for its figures; `bench report`
 measured_models   the measured models, providers of them, and a tenant process
 processes         child processes, and what processes cost
-options           options of the commands, and `measure`, which runs a benchmark
+options           options of the commands, and `benchmark`, which makes a command of a function that measures
 steps_and_tokens  `bench step` and `bench token`
 scaling           `bench scale`
 masked_linear     `bench linear`

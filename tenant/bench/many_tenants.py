@@ -295,7 +295,20 @@ class _Bench:
                 row["token_mean_ms"] = 1000 * statistics.fmean(turns) if turns else None
             for q in (50, 99):
                 row[f"{turn}_p{q}_ms"] = percentile(turns, q, unit=1e-3) if turns else None
-        row |= _executor_figures(before, after)
+
+        def grown(name: str) -> float:
+            return float(after[name] - before[name])
+
+        products = max(1, sum(after["batch_rows"]["counts"]) - sum(before["batch_rows"]["counts"]))
+        batched, requests = (after[name]["total"] - before[name]["total"] for name in ("batch_rows", "batch_requests"))
+        row |= {
+            "rows_per_s": batched / grown("uptime"),
+            "batch_rows": batched / products,
+            "batch_requests": requests / products,
+            "product_share": grown("seconds") / (grown("uptime") - grown("idle")),
+            "idle_share": grown("idle") / grown("uptime"),
+            "resident_mib": after["resident"] / (1 << 20),
+        }
         row |= {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
         return row, alone
 
@@ -304,19 +317,3 @@ def _ask_together(tenants: Sequence[Child[Phase, Any]], phase: Phase, *, seconds
     for tenant in tenants:
         tenant.send(phase)
     return [tenant.receive(timeout_s=seconds + DEADLINE_S) for tenant in tenants]
-
-
-def _executor_figures(before: dict[str, Any], after: dict[str, Any]) -> Row:
-    def grown(name: str) -> float:
-        return float(after[name] - before[name])
-
-    products = max(1, sum(after["batch_rows"]["counts"]) - sum(before["batch_rows"]["counts"]))
-    rows, requests = (after[name]["total"] - before[name]["total"] for name in ("batch_rows", "batch_requests"))
-    return {
-        "rows_per_s": rows / grown("uptime"),
-        "batch_rows": rows / products,
-        "batch_requests": requests / products,
-        "product_share": grown("seconds") / (grown("uptime") - grown("idle")),
-        "idle_share": grown("idle") / grown("uptime"),
-        "resident_mib": after["resident"] / (1 << 20),
-    }

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -103,10 +102,21 @@ def finetune(
         model = load_language_model(folder, remote=remote, dtype=options.dtype, tokenizer=tokenizer)
         backend = backend_of(model)
         try:
+            targets: str | list[str] = options.target_modules
+            if targets != ALL_LINEAR:  # PEFT ignores a name that matches no linear if another name matches
+                targets = [name.strip() for name in options.target_modules.split(",")]
+                linears = [name for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+                unknown = [name for name in targets if not any(f".{one}".endswith(f".{name}") for one in linears)]
+                if unknown:
+                    known = ", ".join(sorted({linear.rpartition(".")[2] for linear in linears}))
+                    raise ConfigError(
+                        f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; "
+                        f"{ALL_LINEAR} chooses all but the LM head"
+                    )
             set_seed(options.seed)
             lora = LoraConfig(
                 task_type="CAUSAL_LM",
-                target_modules=_targets(model, options.target_modules),
+                target_modules=targets,
                 r=record.rank,
                 lora_alpha=record.alpha,
                 lora_dropout=options.dropout,
@@ -203,20 +213,3 @@ def _check_trackers(names: Sequence[str]) -> None:
             callback()
         except (RuntimeError, ImportError) as error:
             raise ConfigError(f"--report-to {name}: {error}") from error
-
-
-def _targets(model: Any, chosen: str) -> str | list[str]:
-    """Check the chosen module names. Raises `ConfigError` if a name matches no linear of the model: PEFT ignores such a
-    name without a warning if another name matches."""
-    if chosen == ALL_LINEAR:
-        return chosen
-    names = [name.strip() for name in chosen.split(",")]
-    linears = [name for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
-    unknown = [name for name in names if not any(f".{linear}".endswith(f".{name}") for linear in linears)]
-    if unknown:
-        known = ", ".join(sorted({linear.rpartition(".")[2] for linear in linears}))
-        raise ConfigError(
-            f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; {ALL_LINEAR} "
-            f"chooses all but the LM head"
-        )
-    return names

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ class Traffic:
     reconnects: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class ClientConnection:
     """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
 
@@ -70,28 +71,21 @@ class ClientConnection:
         waiting: called after every slice of a wait.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        provider: str = "",
-        host: str,
-        port: int,
-        pins: Sequence[Pin] | None,
-        context: ssl.SSLContext,
-        remote_only: bool = False,
-        traffic: Traffic | None = None,
-        waiting: Waiting | None = None,
-    ) -> None:
-        self._traffic = traffic or Traffic()
-        self._provider = provider or name
-        self._name, self._host, self._port, self._pins = name, host, port, pins
-        self._context, self._remote_only, self._waiting = context, remote_only, waiting
-        self._socket: socket.socket | None = None
-        self.stream: FrameStream | None = None
-        """The stream of the open connection."""
-        self._shut = False
-        self._received = False  # a refused certificate is reported at the first read, see `tls`
+    name: str
+    _: KW_ONLY
+    host: str
+    port: int
+    pins: Sequence[Pin] | None
+    context: ssl.SSLContext
+    provider: str = ""
+    remote_only: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+    waiting: Waiting | None = None
+    stream: FrameStream | None = field(default=None, init=False)
+    """The stream of the open connection."""
+    _socket: socket.socket | None = field(default=None, init=False)
+    _shut: bool = field(default=False, init=False)
+    _received: bool = field(default=False, init=False)  # a refused certificate is reported at the first read, see `tls`
 
     @property
     def tls(self) -> ssl.SSLObject | None:
@@ -110,17 +104,17 @@ class ClientConnection:
             # a host like a..b is not a valid name; or no thread can be started
             except (OSError, UnicodeError, RuntimeError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise ConnectionLostError(f"cannot reach {self._name}: {reason}") from error
+                raise ConnectionLostError(f"cannot reach {self.name}: {reason}") from error
             try:
-                stream = self.stream = FrameStream(raw, self._context, host=self._host)
+                stream = self.stream = FrameStream(raw, self.context, host=self.host)
                 stream.waiting = self._waited
                 self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
-                if self._pins is not None:
-                    tls.check_pin(stream.tls, pins=self._pins)
+                if self.pins is not None:
+                    tls.check_pin(stream.tls, pins=self.pins)
             except TimeoutError as error:
-                raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
+                raise DeadlineExceededError(f"connection to {self.name} broke: {error}") from error
             except OSError as error:
-                raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
+                raise tls.handshake_error(error, peer=self.name, pins=self.pins) from error
             undo.pop_all()
 
     def send(
@@ -135,7 +129,7 @@ class ClientConnection:
         head = wire.encode(message, payload_bytes=len(body))
         assert self.stream is not None
         self._guarded(partial(self.stream.send_frame, head, body, deadline=deadline))
-        self._traffic.bytes_sent += len(head) + len(body)
+        self.traffic.bytes_sent += len(head) + len(body)
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
         """Wait for a frame's header. Returns it, and the number of payload bytes that follow, for `fill`. Raises
@@ -151,7 +145,7 @@ class ClientConnection:
         head = partial(self.stream.receive_head, max_payload=max_payload, deadline=deadline)
         header, payload_size = self._guarded(head)
         self._received = True
-        self._traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
+        self.traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
         return header, payload_size
 
     def ask(
@@ -175,7 +169,7 @@ class ClientConnection:
             if not patient or not isinstance(reply, wire.Failure) or reply.code not in wire.RETRYABLE:
                 return reply, body
             if time.monotonic() + _BUSY_S > deadline:
-                raise DeadlineExceededError(f"{self._name} was {reply.code} until the deadline")
+                raise DeadlineExceededError(f"{self.name} was {reply.code} until the deadline")
             time.sleep(_BUSY_S)
 
     def expect(
@@ -185,10 +179,10 @@ class ClientConnection:
         refused; `ProtocolError` also for a reply of another kind."""
         reply, body = self.ask(message, payload, **how)
         if isinstance(reply, wire.Failure):
-            raise ProviderError(code=reply.code, provider=self._provider, detail=reply.detail)
+            raise ProviderError(code=reply.code, provider=self.provider or self.name, detail=reply.detail)
         if not isinstance(reply, kind):
             raise ProtocolError(
-                f"{self._name} answered a {type(message).__name__} with another message than {kind.__name__}: do both "
+                f"{self.name} answered a {type(message).__name__} with another message than {kind.__name__}: do both "
                 f"sides run the same release?"
             )
         return reply, body
@@ -220,7 +214,7 @@ class ClientConnection:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
         refusal: OSError | None = None
         for family, kind, protocol, _, address in self._addresses(deadline):
-            if self._remote_only and (is_internal(address[0]) or is_own(family, address)):
+            if self.remote_only and (is_internal(address[0]) or is_own(family, address)):
                 refusal = OSError(f"{address[0]} is not an address that a registry may lead to")
                 continue
             candidate = self._socket = socket.socket(family, kind, protocol)
@@ -252,7 +246,7 @@ class ClientConnection:
 
         def look_up() -> None:
             try:
-                found.set_result(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+                found.set_result(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM))
             except Exception as error:  # an exception of the resolver is for the caller
                 found.set_exception(error)
 
@@ -269,12 +263,12 @@ class ClientConnection:
     def named(self, error: OSError | ConnectionLostError) -> SymbiosisError:
         """The error to raise for an error of `stream`: it names the provider."""
         if isinstance(error, ConnectionLostError):
-            return ConnectionLostError(f"{self._name} closed the connection")
+            return ConnectionLostError(f"{self.name} closed the connection")
         if isinstance(error, TimeoutError):
-            return DeadlineExceededError(f"connection to {self._name} broke: {error}")
+            return DeadlineExceededError(f"connection to {self.name} broke: {error}")
         if not self._received:
-            return tls.handshake_error(error, peer=self._name, pins=self._pins)
-        return ConnectionLostError(f"connection to {self._name} broke: {error}")
+            return tls.handshake_error(error, peer=self.name, pins=self.pins)
+        return ConnectionLostError(f"connection to {self.name} broke: {error}")
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
         return within(deadline, operation, why, waiting=self._waited)
@@ -282,5 +276,5 @@ class ClientConnection:
     def _waited(self, deadline: float, why: str) -> None:
         if self._shut:
             raise TimeoutError(why)
-        if self._waiting is not None:
-            self._waiting(deadline, why)
+        if self.waiting is not None:
+            self.waiting(deadline, why)

@@ -39,12 +39,7 @@ from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 @dataclass(frozen=True)
 class Trust:
-    """The authorities of a federation, and the certificates that were revoked.
-
-    Args:
-        authorities: CA certificates; several while one replaces another.
-        revoked: marks of revoked certificates, see `revocation`.
-    """
+    """The authorities of a federation (several while one replaces another), and the marks of revoked certificates."""
 
     authorities: tuple[x509.Certificate, ...]
     revoked: frozenset[str] = frozenset()

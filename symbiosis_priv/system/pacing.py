@@ -84,13 +84,7 @@ class Periodic:
     """
 
     def __init__(
-        self,
-        action: Callable[[], object],
-        *,
-        every_s: float,
-        name: str,
-        jitter: float = 0.0,
-        at_once: bool = False,
+        self, action: Callable[[], object], *, every_s: float, name: str, jitter: float = 0.0, at_once: bool = False
     ) -> None:
         self._action, self.every_s, self._jitter = action, every_s, jitter
         self._first_s = 0.0 if at_once else every_s

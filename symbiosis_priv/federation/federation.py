@@ -46,7 +46,8 @@ file that leaves no such choice is refused.
 import re
 import ssl
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -256,9 +257,15 @@ def load_federation(path: str | Path) -> Federation:
     """
     path = Path(path)
     file = load_toml(path, _File, made_by="symbiosis-priv federation init")
-    peers = [_peer(entry, path) for entry in file.provider]
-    for address in file.registry.addresses if file.registry else ():
-        _address(address, f"{path}, [registry]")
+    peers = []
+    for entry in file.provider:
+        with _named(f"{path}, provider {entry.name!r}"):
+            layers = None if entry.layers is None else LayerRange.parse(entry.layers)
+            files = entry.certificate, entry.next_certificate
+            peers.append(Peer(entry.name, entry.operator, entry.role, *_address(entry.address), *files, layers))
+    with _named(f"{path}, [registry]"):
+        for address in file.registry.addresses if file.registry else ():
+            _address(address)
     federation = Federation(
         model_digest=file.model.digest,
         weight_bits=file.model.weight_bits,
@@ -274,7 +281,7 @@ def load_federation(path: str | Path) -> Federation:
     )
     if not federation.executors and federation.registries is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
-    try:
+    with _named(path):
         names = [name for peer in peers for name in (peer.name, peer.operator)]
         names += [name for c in federation.companies for name in (c.name, *c.members, *c.operators)]
         for name in names:
@@ -282,29 +289,22 @@ def load_federation(path: str | Path) -> Federation:
         _check_companies(federation)
         check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
         check_choice(federation)
-    except (ConfigError, CertificateError) as error:
-        raise type(error)(f"{path}: {error}") from error
     return federation
 
 
-def _peer(entry: _Provider, path: Path) -> Peer:
-    place = f"{path}, provider {entry.name!r}"
-    host, port = _address(entry.address, place)
+@contextmanager
+def _named(place: object) -> Iterator[None]:
+    """Errors in this block begin with the place where the file is wrong."""
     try:
-        layers = None if entry.layers is None else LayerRange.parse(entry.layers)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
-    files = entry.certificate, entry.next_certificate
-    return Peer(entry.name, entry.operator, entry.role, host, port, *files, layers)
+        yield
+    except (ConfigError, CertificateError) as error:
+        raise type(error)(f"{place}: {error}") from error
 
 
-def _address(text: str, place: str) -> tuple[str, int]:
-    try:
-        host, port = parse_address(text)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
+def _address(text: str) -> tuple[str, int]:
+    host, port = parse_address(text)
     if not port:
-        raise ConfigError(f"{place}: port 0 is not valid; ask the operator of {text!r} for the port")
+        raise ConfigError(f"port 0 is not valid; ask the operator of {text!r} for the port")
     return host, port
 
 

@@ -38,13 +38,8 @@ class OutOfTime(Exception):
 
 @dataclass
 class Dialler:
-    """Opens connections to one provider as one tenant.
-
-    Args:
-        certificate: the tenant's certificate, which providers ask for.
-        deadline_s: seconds for one exchange, and for one connection attempt.
-        until: the moment of `time.monotonic()` at which every exchange ends in OutOfTime.
-    """
+    """Opens connections to one provider as the tenant with this certificate. `deadline_s` are for one exchange, and for
+    one connection attempt. From the moment `until` of `time.monotonic()` on, every exchange ends in OutOfTime."""
 
     peer: Peer
     certificate: Path
@@ -53,13 +48,9 @@ class Dialler:
     until: float = math.inf
 
     def connect(self) -> RawConnection:
-        """An authenticated connection without a hello.
-
-        Raises:
-            CertificateError: the provider refuses the tenant's certificate, or shows one that is not pinned.
-            TransportError: no provider answers at the address.
-            OutOfTime: `until` has passed.
-        """
+        """An authenticated connection without a hello. Raises `CertificateError`: the provider refuses the tenant's
+        certificate, or shows one that is not pinned; `TransportError`: no provider answers at the address; `OutOfTime`:
+        `until` has passed."""
         connection = self.peer.connection(self.context)
         try:
             connection.open(self.deadline())

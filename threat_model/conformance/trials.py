@@ -119,7 +119,7 @@ class Run:
     tick: Callable[[], None] = field(default=lambda: None)
 
     def for_all(self, strategy: SearchStrategy[T], check: Callable[[T], None], *, examples: int | None = None) -> None:
-        """Run `check` on examples. Raises the Violation of the smallest failing example.
+        """Run `check` on examples.
 
         Raises:
             Violation: shrunk by Hypothesis. If the provider fails only sometimes: the last violation.

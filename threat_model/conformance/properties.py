@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
@@ -161,9 +161,13 @@ def _right(subject: Subject, case: Case) -> None:
         raise subject.violation("gives a wrong answer", case, difference=difference)
 
 
-def _exact(requested: Callable[[Subject], SearchStrategy[Case]]) -> Callable[[Subject, Run], None]:
-    """A check that the answers to these requests are right."""
-    return lambda subject, run: run.for_all(requested(subject), lambda case: _right(subject, case))
+def each(
+    name: str, text: str, roles: tuple[wire.Role, ...] = EXECUTOR + HELPER, *, floats: bool = False, **which: Any
+) -> Callable[[Callable[[Subject, Case], None]], Property]:
+    """Make a check of one request a property of all `requests`, of `which` kind. Other arguments: as for `claim`."""
+    return lambda check: claim(name, text, roles, floats=floats)(
+        lambda subject, run: run.for_all(requests(subject, **which), lambda case: check(subject, case))
+    )
 
 
 @claim("bias-difference", "The two float answers to the same rows differ by the bias.", EXECUTOR, floats=True)
@@ -196,25 +200,19 @@ def check_experts(subject: Subject, run: Run) -> None:
     run.for_all(requests(subject, among=stacks, by_expert=True), lambda case: _right(subject, case))
 
 
-@claim("narrow-ring", "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.")
-def check_narrow_ring(subject: Subject, run: Run) -> None:
-    def check(case: Case) -> None:
-        _right(subject, case)
-        low = subject.answer(case) << 8 >> 8
-        narrow = subject.answer(replace(case, ring_bits=24))
-        subject.expect_equal(narrow, low, "gives other low bits in a ring of 24 bits", case)
-
-    run.for_all(requests(subject), check)
+@each("narrow-ring", "In a ring of 24 bits, rows and answers are the low bits of the rows and of their product.")
+def check_narrow_ring(subject: Subject, case: Case) -> None:
+    _right(subject, case)
+    low = subject.answer(case) << 8 >> 8
+    narrow = subject.answer(replace(case, ring_bits=24))
+    subject.expect_equal(narrow, low, "gives other low bits in a ring of 24 bits", case)
 
 
-@claim("independent-rows", "A row's answer does not depend on the rows beside it.")
-def check_independent_rows(subject: Subject, run: Run) -> None:
-    def check(case: Case) -> None:
-        together = subject.answer(case)
-        alone = [subject.answer(one) for one in split(case, 1)]
-        subject.expect_equal(together, torch.cat(alone), "a row's answer changes with the rows beside it", case)
-
-    run.for_all(requests(subject), check)
+@each("independent-rows", "A row's answer does not depend on the rows beside it.")
+def check_independent_rows(subject: Subject, case: Case) -> None:
+    together = subject.answer(case)
+    alone = [subject.answer(one) for one in split(case, 1)]
+    subject.expect_equal(together, torch.cat(alone), "a row's answer changes with the rows beside it", case)
 
 
 @claim("linear", "Ring answers are linear in the rows, modulo 2^32.", EXECUTOR)
@@ -240,13 +238,10 @@ def _times(rows: Tensor, factor: int) -> Tensor:
     return (rows.to(torch.int64) * factor).to(torch.int32)
 
 
-@claim("resend", "The same request gets the same bits again.")
-def check_resend(subject: Subject, run: Run) -> None:
-    def check(case: Case) -> None:
-        what = "the same request gets two different answers"
-        subject.expect_equal(subject.answer(case), subject.answer(case), what, case)
-
-    run.for_all(requests(subject), check)
+@each("resend", "The same request gets the same bits again.")
+def check_resend(subject: Subject, case: Case) -> None:
+    what = "the same request gets two different answers"
+    subject.expect_equal(subject.answer(case), subject.answer(case), what, case)
 
 
 @claim("row-counts", "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.")
@@ -286,21 +281,17 @@ def check_row_counts(subject: Subject, run: Run) -> None:
             raise found
 
 
-@claim("binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.")
-def check_binding(subject: Subject, run: Run) -> None:
-    def check(case: Case) -> None:
-        header = case.header(subject.role)
-        reply, _ = subject.exchange(case, header)
-        if not isinstance(reply, wire.Result):
-            raise subject.violation(f"answers with {describe(reply)} where a result belongs", case)
-        for name in wire.Binding.__struct_fields__:
-            sent, got = getattr(header, name), getattr(reply, name)
-            if got != sent:
-                got, sent = (value.hex() if isinstance(value, bytes) else value for value in (got, sent))
-                what = f"its reply's {name} is {got}, the request's is {sent}"
-                raise subject.violation(what, case)
-
-    run.for_all(requests(subject), check)
+@each("binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows, counts.")
+def check_binding(subject: Subject, case: Case) -> None:
+    header = case.header(subject.role)
+    reply, _ = subject.exchange(case, header)
+    if not isinstance(reply, wire.Result):
+        raise subject.violation(f"answers with {describe(reply)} where a result belongs", case)
+    for name in wire.Binding.__struct_fields__:
+        sent, got = getattr(header, name), getattr(reply, name)
+        if got != sent:
+            got, sent = (value.hex() if isinstance(value, bytes) else value for value in (got, sent))
+            raise subject.violation(f"its reply's {name} is {got}, the request's is {sent}", case)
 
 
 @claim("effect-agreement", "A helper's effect is the executor's product of the same mask.", HELPER)
@@ -331,16 +322,15 @@ PROPERTIES: tuple[Property, ...] = (
     check_digest,
     check_layers,
     check_every_layer,
-    claim("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)(_exact(requests)),
-    claim("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)(
-        _exact(requests)
-    ),
+    each("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)(_right),
+    each("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)(_right),
     check_agreement,
-    claim("float", "A float answer, bias included, is within its error bound.", EXECUTOR, floats=True)(
-        _exact(partial(requests, arithmetics=("float",)))
-    ),
-    claim("bias-free", "A bias-free float answer is within its error bound.", EXECUTOR, floats=True)(
-        _exact(partial(requests, arithmetics=("float_bias_free",)))
+    *(
+        each(name, text, EXECUTOR, floats=True, arithmetics=(arithmetic,))(_right)
+        for name, text, arithmetic in (
+            ("float", "A float answer, bias included, is within its error bound.", "float"),
+            ("bias-free", "A bias-free float answer is within its error bound.", "float_bias_free"),
+        )
     ),
     check_bias_difference,
     check_linear,

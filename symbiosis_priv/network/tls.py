@@ -32,26 +32,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.pem import read_file
-from symbiosis_priv.certificates.reading import (
-    Identity,
-    Kind,
-    Pin,
-    fingerprint,
-    how_to_renew,
-    is_authority,
-    is_current,
-    is_issued_by,
-    key_fingerprint,
-    kind_of,
-    load_certificates,
-    load_pin,
-    require_identity,
-    tenant_name,
-    usages,
-    warn_of_expiry,
-    warn_of_exposed_key,
-)
+from symbiosis_priv.certificates.reading import Identity, Kind, Pin, fingerprint
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
 TlsConnection = ssl.SSLSocket | ssl.SSLObject
@@ -98,13 +81,19 @@ def server_context(
     own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
     pinned = [_load_connecting(path) for path in helpers]
     for path in helpers:
-        warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
+        reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
-    trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
-    if not any(map(is_current, trusted)):
+    trusted = [
+        c
+        for c in reading.load_certificates(tenant_authority)
+        if reading.is_authority(c) or reading.kind_of(c) is Kind.TENANT
+    ]
+    if not any(map(reading.is_current, trusted)):
         raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
-    warn_of_expiry(tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)")
+    reading.warn_of_expiry(
+        tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)"
+    )
     context = _context(ssl.PROTOCOL_TLS_SERVER, trusted=[*trusted, *pinned], own=own, leaves=bool(pinned))
     context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -125,9 +114,9 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     if kind is Kind.PROVIDER:
         _load_connecting(certificate)
     for path in (pin for pin in pins if isinstance(pin, Path)):
-        warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
-    pinned = tuple(load_pin(pin) for pin in pins)
-    if not any(map(is_current, pinned)):
+        reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
+    pinned = tuple(reading.load_pin(pin) for pin in pins)
+    if not any(map(reading.is_current, pinned)):
         raise CertificateError(
             f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
             f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
@@ -165,7 +154,7 @@ def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
     """Raises `CertificateError` unless the peer's own certificate is pinned. The handshake alone would also accept a
     certificate that a pinned authority issued to another party."""
     peer = connection.getpeercert(binary_form=True)
-    pinned = [load_pin(pin).public_bytes(Encoding.DER) for pin in pins]
+    pinned = [reading.load_pin(pin).public_bytes(Encoding.DER) for pin in pins]
     if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pinned):
         shown = "no certificate" if peer is None else fingerprint(peer)
         raise CertificateError(
@@ -182,15 +171,15 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
     peer = connection.getpeercert(binary_form=True)
     verified = connection.context.verify_mode == ssl.CERT_REQUIRED
     certificate = x509.load_der_x509_certificate(peer) if peer is not None and verified else None
-    name = None if certificate is None else tenant_name(certificate)
+    name = None if certificate is None else reading.tenant_name(certificate)
     if certificate is None or name is None:
         raise CertificateError(
             "the client showed no verified tenant certificate: sign its request with `symbiosis-priv keys sign`"
         )
     authorities = map(x509.load_der_x509_certificate, connection.context.get_ca_certs(binary_form=True))
     for issuer in (certificate, *authorities):
-        if is_issued_by(certificate, issuer):
-            return TenantIdentity(name, authority=key_fingerprint(issuer))
+        if reading.is_issued_by(certificate, issuer):
+            return TenantIdentity(name, authority=reading.key_fingerprint(issuer))
     raise CertificateError(
         f"the authority that issued the certificate of tenant {name} is not in tenant_authority itself: append it"
     )
@@ -216,8 +205,8 @@ def handshake_error(
 
 def _load_connecting(path: Path) -> x509.Certificate:
     """Load a provider's certificate that can also be the client's of a connection to another provider."""
-    certificate = load_pin(path)
-    if ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
+    certificate = reading.load_pin(path)
+    if ExtendedKeyUsageOID.CLIENT_AUTH not in reading.usages(certificate):
         raise CertificateError(
             f"{path} was made by an older release and cannot connect to other providers, as [relay] needs: its "
             f"operator renews it (`symbiosis-priv keys rotate` or `keys request`)"
@@ -254,9 +243,9 @@ def _listed(pins: Sequence[Pin]) -> str:
 def _checked(certificate: Path, key: Path, *, kind: Kind, prepare: bool = False) -> Identity:
     """This side's pair. Raises `CertificateError` unless it can be used, and warns of what will make it unusable."""
     identity = Identity(certificate, key)
-    require_identity(identity, kind=kind)
-    warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix=lambda: how_to_renew(identity, prepare=prepare))
+    reading.require_identity(identity, kind=kind)
+    reading.warn_of_exposed_key(key)
+    reading.warn_of_expiry(certificate, fix=lambda: reading.how_to_renew(identity, prepare=prepare))
     return identity
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from threat_model.attacks import tokens
 from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
@@ -10,16 +11,6 @@ from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.reused_noise import BlindClustering, CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
 from threat_model.attacks.statistics_of_masks import Distinguisher, SamplerGrid, SeedRecovery, Uniformity
-from threat_model.attacks.tokens import (
-    Averaging,
-    BlockLabels,
-    DeepLayerTokens,
-    EvenMasks,
-    FirstLayerTokens,
-    HeadLabels,
-    RowScale,
-    SubspaceProjection,
-)
 
 ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(CandidateSubtraction(direction) for direction in DIRECTIONS),
@@ -27,17 +18,17 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(RepeatedRows(direction) for direction in DIRECTIONS),
     *(Differencing(direction) for direction in DIRECTIONS),
     *(RelayedAnswers(direction) for direction in DIRECTIONS),
-    Averaging(),
-    SubspaceProjection(),
-    FirstLayerTokens(),
-    DeepLayerTokens(),
-    HeadLabels(),
-    BlockLabels(),
+    tokens.Averaging(),
+    tokens.SubspaceProjection(),
+    tokens.FirstLayerTokens(),
+    tokens.DeepLayerTokens(),
+    tokens.HeadLabels(),
+    tokens.BlockLabels(),
     AdapterExtraction(),
     SeedRecovery(),
     SamplerGrid(),
-    EvenMasks(),
-    RowScale(),
+    tokens.EvenMasks(),
+    tokens.RowScale(),
     Uniformity(),
     *(Distinguisher(direction) for direction in DIRECTIONS),
     HelperAlone(),

@@ -32,17 +32,9 @@ from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.limits import GroupIndex
+from tenant.bench import processes
 from tenant.bench.measured_models import Llama, provide
 from tenant.bench.options import Json, Masking, measure, numbers, scheme
-from tenant.bench.processes import (
-    Child,
-    Resources,
-    check_supported,
-    descendants,
-    lower_session_priority,
-    resources,
-    sessions,
-)
 from tenant.bench.report import Goal, Row, figure
 from tenant.cli.options import takes
 from tenant.core.blame import DEFAULT_COLUMNS
@@ -177,7 +169,7 @@ class _Loss(NamedTuple):
     at: float
     back: float
     named: bool
-    left: Resources
+    left: processes.Resources
 
 
 def measure_ranks(
@@ -191,7 +183,7 @@ def measure_ranks(
 ) -> Iterator[Row]:
     """A row for each number of groups and each loss. Raises `DeadlineExceededError`: a group did not restart in time;
     `SymbiosisError`: a tenant has failed."""
-    check_supported()
+    processes.check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}
     roles = session_scheme(sharding.masking).roles
@@ -201,11 +193,11 @@ def measure_ranks(
         sizes: dict[str, Any] = {"threads": 1, "executors": executors, "helpers": int(helpers)}
         local = provide(model, folder, **sizes, cache=directory / "cache", provider_options=options)
         with local, contextlib.ExitStack() as running:
-            children: list[Child[None, list[TimedAnswer]]] = []
+            children: list[processes.Child[None, list[TimedAnswer]]] = []
             for tenant in range(sharding.tenants):
                 identity = local.issue_tenant(f"tenant-{tenant}")
                 where = local.federation, local.model, local.cache
-                child = Child(f"tenant {tenant}", serve_requests, *where, identity, sharding)
+                child = processes.Child(f"tenant {tenant}", serve_requests, *where, identity, sharding)
                 children.append(running.enter_context(child))
             for child in children:
                 child.wait_ready()
@@ -225,9 +217,9 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, logged = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "the provider has just answered"
-    before, known = resources([gateway]), sessions(gateway)
+    before, known = processes.resources([gateway]), processes.sessions(gateway)
     pids = {}
-    for pid in descendants([gateway]):
+    for pid in processes.descendants([gateway]):
         with contextlib.suppress(OSError):
             name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
             if name == "rank":  # see `provider.shards.rank_group.show_rank`
@@ -243,15 +235,15 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
         if time.monotonic() > at + PATIENCE_S:
             raise DeadlineExceededError(f"{victim} is not back {PATIENCE_S:g} s after {what}")
         if apart:  # Linux divides cores among sessions first, and torchrun starts a session for every rank
-            new = sessions(gateway) - known
+            new = processes.sessions(gateway) - known
             for leader in new:
-                lower_session_priority(leader, _NICE)
+                processes.lower_session_priority(leader, _NICE)
             known |= new
         time.sleep(_LOOK_S)
     back = time.monotonic()
     time.sleep(seconds)
     named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[logged:]) is not None
-    left = Resources(*(now - then for now, then in zip(resources([gateway]), before, strict=True)))
+    left = processes.Resources(*(now - then for now, then in zip(processes.resources([gateway]), before, strict=True)))
     return _Loss(at, back, named, left)
 
 

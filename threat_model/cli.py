@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,19 +55,16 @@ def threat_model(
         tempfile.TemporaryDirectory() as folder,
         terminal.progress(TimeElapsedColumn(), of=shown) as bar,
         nullcontext() if shown.is_terminal else terminal.working("attacking every scheme"),
+        ExitStack() as undo,
     ):
         task = bar.add_task("base model, certificates, providers", total=None)
 
         def update(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        threads = torch.get_num_threads()
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # matrices are small here, and more threads would mostly wait for each other
-        try:
-            with Lab(Path(folder)) as lab:
-                suite = run_suite(lab, quick=quick, on_progress=update)
-        finally:
-            torch.set_num_threads(threads)
+        suite = run_suite(undo.enter_context(Lab(Path(folder))), quick=quick, on_progress=update)
     console = terminal.console()
     show(suite, console)
     if json is not None:

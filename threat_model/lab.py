@@ -86,7 +86,6 @@ class Recording:
     scheme: AttackedScheme
     views: Views
     truth: Truth
-    seconds: float
 
 
 class Lab:
@@ -196,7 +195,7 @@ class Lab:
     def record(self, scheme: AttackedScheme, workload: Workload, *, federation: Path | None = None) -> Recording:
         """Fine-tune and generate under a scheme, and record every party's view. `federation`: a federation file to use
         instead of the one with the scheme's number of helpers."""
-        started, recorder, truth = time.monotonic(), Recorder(), Truth(steps=workload.steps)
+        recorder, truth = Recorder(), Truth(steps=workload.steps)
         keep = BlockStore.keep
 
         def deposit(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
@@ -218,7 +217,7 @@ class Lab:
                 views = recorder.views(seen())
                 games = {d: self._game(witness.inner, recorder, truth, d, workload) for d in DIRECTIONS}
         views = replace(views, executor=replace(views.executor, games=games))
-        return Recording(scheme, views, truth, time.monotonic() - started)
+        return Recording(scheme, views, truth)
 
     def record_decoding(self, experts: Experts, tokens: int) -> tuple[Views, Truth]:
         """Decode one sequence of the tenant's text under `pad`, sampled, and record it. The last token is never

@@ -124,7 +124,7 @@ def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Pu
     for order, call in recording.truth.of(group=0, direction=FORWARD).items():
         for i, group in enumerate(groups):
             noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
-            exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
+            exchanges.append(Exchange(order + i * 10**9, group, FORWARD, "float", noisy, noisy))
     return ExecutorView(tuple(exchanges)), replace(public, siblings=(groups,))
 
 

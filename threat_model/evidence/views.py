@@ -38,7 +38,6 @@ class Exchange:
 
     Args:
         order: number of the request among all requests of the run, to any provider.
-        time_s: seconds from the start of the run to the request.
         rows: `[r, d]`, int32 on the ring path, float32 otherwise, as received.
         answer: `[r, o]`, as sent back.
         fields: every header field.
@@ -46,7 +45,6 @@ class Exchange:
     """
 
     order: int
-    time_s: float
     group: int
     direction: Direction
     arithmetic: wire.Arithmetic
@@ -61,7 +59,6 @@ class EffectExchange:
     """One request to a helper and its answer; `effect` is int32 `[rows, o]`, or the block that the helper relayed."""
 
     order: int
-    time_s: float
     helper: str
     group: int
     direction: Direction
@@ -183,7 +180,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._started = time.monotonic()
-        self._waiting: dict[bytes, tuple[int, float, wire.Message, Tensor | None]] = {}
+        self._waiting: dict[bytes, tuple[int, wire.Message, Tensor | None]] = {}
         self._exchanges: list[Exchange] = []
         self._effects: list[EffectExchange] = []
         self._packets: list[Packet] = []
@@ -196,8 +193,7 @@ class Recorder:
         with self._lock:
             self._record_packet(peer, message, payload, upward=True)
             if isinstance(message, wire.Binding):
-                copy = None if payload is None else payload.clone()
-                self._waiting[message.nonce] = (self._count, time.monotonic() - self._started, message, copy)
+                self._waiting[message.nonce] = self._count, message, None if payload is None else payload.clone()
                 if isinstance(message, wire.Execute):
                     self.last_executed = self._count
                 self._count += 1
@@ -212,7 +208,7 @@ class Recorder:
             self._record_packet(peer, message, payload, upward=False)
             if not isinstance(message, wire.Result):
                 return
-            order, sent, request, rows = self._waiting.pop(message.nonce)
+            order, request, rows = self._waiting.pop(message.nonce)
             if payload is None and isinstance(request, wire.Effect):
                 payload = self._blocks[block_id(request)]
             if payload is None:
@@ -226,11 +222,10 @@ class Recorder:
                         blocks[part.first : part.first + part.rows] += block
                 header = msgspec.structs.asdict(request)
                 kind = request.group, request.direction, request.arithmetic
-                self._exchanges.append(Exchange(order, sent, *kind, rows, payload.clone(), header, blocks))
+                self._exchanges.append(Exchange(order, *kind, rows, payload.clone(), header, blocks))
             elif isinstance(request, wire.Effect):
                 where = request.group, request.direction, request.rows, request.first_row, request.seed
-                effect = EffectExchange(order, sent, peer.name, *where, payload.clone(), request.counts)
-                self._effects.append(effect)
+                self._effects.append(EffectExchange(order, peer.name, *where, payload.clone(), request.counts))
 
     def _record_packet(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
         width = 0 if payload is None or not len(payload) else payload.shape[1]

@@ -66,14 +66,9 @@ def security_table() -> str:
     ]
     # the scheme that promises most is first
     for name, scheme in sorted(families.items(), key=lambda item: (-len(item[1].hides_from), item[0])):
-        cells = [
-            "no helper"
-            if "helper" in party and not scheme.helpers
-            else "hidden"
-            if party in scheme.hides_from
-            else "**reads rows**"
-            for party, _ in _PARTIES
-        ]
+        cells = ["hidden" if party in scheme.hides_from else "**reads rows**" for party, _ in _PARTIES]
+        if not scheme.helpers:
+            cells = ["no helper" if "helper" in party[0] else c for party, c in zip(_PARTIES, cells, strict=True)]
         masking = scheme.masking
         results = f"{masking.error or 'bit-exact'}, {'verified' if masking.verified else 'not verified'}"
         lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {masking.assumption} | {results} |")
@@ -122,15 +117,10 @@ def summary(suite: Suite) -> Section:
         held = [c for c in cells if c.promised and c.verdict is not Verdict.ABSENT]
         fell = [c for c in cells if not c.promised and not c.attack.by_design and c.outcome and c.outcome.broken]
         by = Counter(cell.attack.party for cell in fell)
-        rows.append(
-            (
-                scheme.name,
-                ", ".join(p for p in PARTIES if p in scheme.hides_from and scheme.helpers >= needs.get(p, 0)),
-                f"{sum(c.verdict is Verdict.HIDDEN for c in held)} of {len(held)}",
-                ", ".join(f"{count} by {party}" for party, count in by.items()) or "none",
-                _yes(all(c.expected for c in cells)),
-            )
-        )
+        hidden = ", ".join(p for p in PARTIES if p in scheme.hides_from and scheme.helpers >= needs.get(p, 0))
+        failed = f"{sum(c.verdict is Verdict.HIDDEN for c in held)} of {len(held)}"
+        succeeded = ", ".join(f"{count} by {party}" for party, count in by.items()) or "none"
+        rows.append((scheme.name, hidden, failed, succeeded, _yes(all(c.expected for c in cells))))
     headings = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
     return Section("Summary", headings, rows)
 
@@ -140,16 +130,15 @@ def last_sections(suite: Suite) -> list[Section]:
     errors = [d for d in suite.active.detections if d.valuation is not None]
     others = [d for d in suite.active.detections if d.valuation is None]
     caught, worst = sum(d.caught for d in errors), min(d.caught / d.trials for d in errors)
-    lies = [
-        ("errors of valuation 0..31", f"{caught} of {sum(d.trials for d in errors)}", f"worst valuation {worst:.0%}")
-    ]
+    summed = f"{caught} of {sum(d.trials for d in errors)}", f"worst valuation {worst:.0%}"
+    lies = [("errors of valuation 0..31", *summed)]
     lies += [(d.name, f"{d.caught} of {d.trials}", f"{d.interval.low:.1%}") for d in others]
     leaks = [(x.name, f"{x.aborts} of {x.trials}", f"{x.information:.3f}") for x in suite.active.leaks]
     planted = [
         (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))
         for p in suite.planted
     ]
-    routes = []
+    about_routes, routes = ("experts", "success", "chance", "99 % interval", "promised", "as promised"), []
     for cell in suite.routes:
         outcome, interval = cell.outcome, cell.outcome.interval
         rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
@@ -158,11 +147,7 @@ def last_sections(suite: Suite) -> list[Section]:
         Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
         Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
-        Section(
-            "Mixture of experts: decoded tokens from routes",
-            ("experts", "success", "chance", "99 % interval", "promised", "as promised"),
-            routes,
-        ),
+        Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
         Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
     ]
 
@@ -196,6 +181,15 @@ def show(suite: Suite, console: Console) -> None:
     full = room // _FULL >= min(6, len(suite.schemes))
     beside = max(1, room // (_FULL if full else _SHORT))
     parts: list[RenderableType] = []
+
+    def text_of(cell: Cell) -> Text:
+        mark, style, _ = _LOOKS[cell.verdict]
+        mark += "" if cell.expected else " !"
+        if (o := cell.outcome) is None:
+            return Text(mark, style=style)
+        chance = f" | {100 * o.chance:.1f} " if full else " "
+        return Text.assemble((f"{100 * o.success:.1f}", style), (chance, "dim"), (mark, style))
+
     for start in range(0, len(suite.schemes), beside):
         schemes = suite.schemes[start : start + beside]
         table = Table(title="Attacks against masking schemes", title_justify="left", pad_edge=False)
@@ -206,7 +200,7 @@ def show(suite: Suite, console: Console) -> None:
             table.add_section()
             table.add_row(Text(f"by {party}", style="bold"))
             for attack in attacks:
-                table.add_row(attack.name, *(_cell_text(suite.cell(attack.name, s.name), full=full) for s in schemes))
+                table.add_row(attack.name, *(text_of(suite.cell(attack.name, s.name)) for s in schemes))
         parts.append(table)
     legend = ", ".join(f"{mark} {verdict}" for verdict, (mark, _, _) in _LOOKS.items())
     costs = []
@@ -223,15 +217,6 @@ def show(suite: Suite, console: Console) -> None:
         *map(_table, last_sections(suite)),
     ]
     console.print(Group(*parts))
-
-
-def _cell_text(cell: Cell, *, full: bool) -> Text:
-    mark, style, _ = _LOOKS[cell.verdict]
-    alarm = "" if cell.expected else " !"
-    if cell.outcome is None:
-        return Text(mark + alarm, style=style)
-    success, chance = (f"{100 * rate:.1f}" for rate in (cell.outcome.success, cell.outcome.chance))
-    return Text.assemble((success, style), (f" | {chance} " if full else " ", "dim"), (mark + alarm, style))
 
 
 def _table(section: Section) -> Table:
@@ -389,6 +374,7 @@ def to_html(suite: Suite) -> str:
         )
         bits, best = gaussian_channel_bits(scale), scale / math.sqrt(1 + scale * scale)
         hidden.append((f"{scale:g}", f"{bits:.2g}", f"{best:.3f}", f"{measured:.1e}"))
+    attacks = [(a.name, a.party, a.sees, a.metric, a.chance, a.source) for a in suite.attacks]
     sections = [
         "<h1>Threat model: what each party learns</h1>",
         f'<p class="state {kind}"><strong>{state}</strong></p>',
@@ -413,13 +399,7 @@ def to_html(suite: Suite) -> str:
         _pictures([forgery_chart(suite)]),
         *(f"<h2>{escape(s.title)}</h2>{_html_table(s)}" for s in last_sections(suite)),
         "<h2>Attacks and their sources</h2>",
-        _html_table(
-            Section(
-                "",
-                ("attack", "by", "sees", "metric", "chance", "source"),
-                [(a.name, a.party, a.sees, a.metric, a.chance, a.source) for a in suite.attacks],
-            )
-        ),
+        _html_table(Section("", ("attack", "by", "sees", "metric", "chance", "source"), attacks)),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>symbiosis-priv threat model</title>'

@@ -50,13 +50,6 @@ def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor
     return None, found
 
 
-def masked_requests(view: ExecutorView) -> tuple[Exchange, ...]:
-    """Every request that carries rows of the tenant, in order."""
-    layers = {(e.group, e.direction) for e in view.exchanges}
-    found = [e for group, direction in layers for e in noises(view, group, direction)[1]]
-    return tuple(sorted(found, key=lambda e: e.order))
-
-
 def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ...]:
     """The first requests that together hold at least `rows` rows, or all requests."""
     before = itertools.accumulate((len(e.rows) for e in exchanges), initial=0)

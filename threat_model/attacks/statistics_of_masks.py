@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Labels, Outcome, RowsAttack
-from threat_model.attacks.exchanges import first_rows, masked_requests, noises, stack, unstack
+from threat_model.attacks.exchanges import first_rows, noises, stack, unstack
 from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
@@ -40,7 +40,8 @@ class SeedRecovery(RowsAttack[ExecutorView]):
     source = "rule 1"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows:
-        online = masked_requests(view)
+        layers = {(e.group, e.direction) for e in view.exchanges}
+        online = sorted((e for layer in layers for e in noises(view, *layer)[1]), key=lambda e: e.order)
         first = replace(online[0], rows=online[0].rows[:_SEED_ROWS])
         for seed in range(_SEEDS):
             if _subtracted(first, torch.Generator().manual_seed(seed)) is not None:

@@ -89,10 +89,8 @@ class RankLostError(SymbiosisError):
 
 
 class DeviceLostError(SymbiosisError):
-    """The device cannot compute any more: after an illegal access, CUDA answers every call with an error.
-
-    Only a new process can use the device again.
-    """
+    """The device cannot compute any more: after an illegal access, CUDA answers every call with an error. Only a new
+    process can use the device again."""
 
 
 class TransportError(SymbiosisError):
@@ -126,11 +124,8 @@ class ProviderError(SymbiosisError):
 
 
 class VerificationError(SymbiosisError):
-    """An answer or an effect is not the correct product.
-
-    The message names the provider, so that the user can ask its operator. Nothing about the failure is sent to the
-    provider.
-    """
+    """An answer or an effect is not the correct product. The message names the provider, so that the user can ask its
+    operator. Nothing about the failure is sent to the provider."""
 
     def __init__(self, *, provider: str, group_name: str, direction: str, what: str) -> None:
         super().__init__(

@@ -54,13 +54,8 @@ from threat_model.evidence.views import NO_NEIGHBOUR, Game, NeighbourView, Recor
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The tenant's work during a recording.
-
-    Args:
-        steps: LoRA training steps on `[batch, length]` tokens.
-        generations: calls of `generate` on `[prompts, prompt_length]` tokens.
-        game_rows: rows of the distinguishing game, per direction.
-    """
+    """The tenant's work during a recording: LoRA training steps on `[batch, length]` tokens, and calls of `generate` on
+    `[prompts, prompt_length]` tokens. `game_rows`: rows of the distinguishing game, per direction."""
 
     steps: int = 16
     batch: int = 4

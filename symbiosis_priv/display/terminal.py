@@ -30,12 +30,8 @@ def say(text: str, *, style: str | None = None) -> None:
 
 @contextmanager
 def working(what: str, *, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Announce a task immediately, and again every four seconds until the block ends.
-
-    Args:
-        what: for example "loading torch".
-        tell: called with each line; None prints to stderr.
-    """
+    """Announce a task such as "loading torch" immediately, and again every four seconds until the block ends. `tell` is
+    called with each line; None prints to stderr."""
     tell = tell or _to_stderr
     began, done = time.monotonic(), threading.Event()
 

@@ -171,13 +171,9 @@ class LocalFederation:
         provider.address = provider.service.wait_ready(time.monotonic() + self.deadline_s)
 
     def start(self) -> Self:
-        """Issue certificates, start every provider, write `federation.toml`.
-
-        Raises:
-            ConfigError: a provider ended during its start (the message quotes its log), or `layers` names no provider.
-            DeadlineExceededError: a provider was not ready in time.
-            CertificateError, CheckpointError, UnsupportedModelError: keys or the checkpoint cannot be used.
-        """
+        """Issue certificates, start every provider, write `federation.toml`. Raises `ConfigError`: a provider ended
+        during its start (the message quotes its log), or `layers` names no provider; `DeadlineExceededError`: a
+        provider was not ready in time; and the errors of `WeightStore.manifest` and `create_authority`."""
         store = WeightStore(self.model, weight_bits=self.weight_bits, scope=self.scope, cache=self.cache)
         self._digest = store.manifest(progress=self.progress).digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
@@ -215,16 +211,9 @@ class LocalFederation:
         return self
 
     def add(self, name: str, role: Role = "executor", *, layers: str | None = None, listed: bool = True) -> None:
-        """Start one more provider and add it to `federation.toml`.
-
-        Args:
-            layers: range of layers that the provider serves; all layers if None.
-            listed: if False, the registry lists the provider, and `federation.toml` does not.
-
-        Raises:
-            ConfigError: the name is taken, or the provider ended during its start; the message quotes its log.
-            DeadlineExceededError: the provider was not ready in time.
-        """
+        """Start one more provider and add it to `federation.toml`, or if it is not `listed`, only to the registry. It
+        serves all layers if `layers` is None. Raises `ConfigError`: the name is taken, or the provider ended during its
+        start, and the message quotes its log; `DeadlineExceededError`: it was not ready in time."""
         if name in self._providers:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
         provider = self._make(name, role, layers, listed=listed)

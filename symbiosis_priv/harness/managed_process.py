@@ -56,12 +56,8 @@ class ManagedProcess:
             )
 
     def wait_ready(self, until: float) -> str:
-        """Wait until the service is ready, and return its address. `until`: deadline by `time.monotonic`.
-
-        Raises:
-            ConfigError: the service has ended; the message quotes its log.
-            DeadlineExceededError: the service is not ready in time; the message quotes its log.
-        """
+        """Wait until the service is ready, and return its address. `until`: deadline by `time.monotonic`. Raises
+        `ConfigError`: the service has ended; `DeadlineExceededError`: it is not ready in time. Both quote its log."""
         assert self._process is not None
         while not self._ready.exists():
             if (status := self._process.poll()) is not None:

@@ -66,14 +66,8 @@ def float_rows(
     dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
     largest: float = 1.7e308,
 ) -> Tensor:
-    """Finite activations or gradients, `[count, width]`, one of `dtypes`.
-
-    Args:
-        width: features, or a strategy for them.
-        count: rows, or a strategy for them; `row_counts()` if None.
-        dtypes: the dtypes to draw from.
-        largest: limit of magnitudes (the float path can overflow when the ring does not).
-    """
+    """Finite activations or gradients, `[count, width]`, one of `dtypes`. `count` is `row_counts()` if None. `largest`
+    is the limit of magnitudes (the float path can overflow when the ring does not)."""
     shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))
     dtype = draw(_one_of(tuple(dtypes)))
     kind = draw(_FLOAT_KINDS)

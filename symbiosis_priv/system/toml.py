@@ -28,15 +28,10 @@ def toml_table(header: str, **entries: object) -> str:
 
 
 def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -> T:
-    """Read a TOML file into a typed, closed structure. Fields of type `Path` are read relative to the file.
-
-    Args:
-        made_by: the command that writes such a file, for the message about a missing file.
-        whole: refuse a file that ends in the middle of a line: half a file may be a valid one, with fewer limits.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an unknown, missing or wrong entry.
-    """
+    """Read a TOML file into a typed, closed structure. Fields of type `Path` are relative to the file. `made_by` is
+    the command that writes such a file, for the message about a missing file. `whole`: refuse a file that ends in the
+    middle of a line: half a file may be a valid one, with fewer limits. Raises `ConfigError`: the file cannot be read,
+    or has an unknown, missing or wrong entry."""
     try:
         text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
         if whole and not text.endswith("\n"):

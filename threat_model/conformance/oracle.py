@@ -91,13 +91,9 @@ class Oracle(ABC):
 
 
 class CheckpointOracle(Oracle):
-    """Exact products of a local checkpoint's weights.
-
-    Args:
-        store: the checkpoint. The oracle quantises its groups again instead of reading the cache, because a provider on
-            the same machine may have written the cache.
-        seed: seed of the choice of layer groups that stay in memory if not all fit.
-    """
+    """Exact products of a local checkpoint's weights. The oracle quantises the checkpoint's groups again instead of
+    reading the cache, because a provider on the same machine may have written the cache. `seed` is that of the choice
+    of layer groups that stay in memory if not all fit."""
 
     floats = True
 

@@ -265,12 +265,9 @@ def verify(
     budget_s: float = math.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> Iterator[PropertyResult]:
-    """Test every subject against every property of its role, in order. Yields each result immediately.
-
-    Args:
-        budget_s: time limit in seconds for the tests of one subject. Properties after it are not tested.
-        seed: seed of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
-    """
+    """Test every subject against every property of its role, in order. Yields each result immediately. The tests of one
+    subject end after `budget_s` seconds. `seed` is that of Hypothesis and of the rows; the same seed repeats a run. A
+    provider should not know it beforehand."""
     for subject in subjects:
         unanswered, answered = 0, False
         skip_reason: str | None = None

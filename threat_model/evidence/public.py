@@ -23,14 +23,8 @@ from symbiosis_priv.network import wire
 
 @dataclass(frozen=True, eq=False)
 class Public:
-    """The public base model and what follows from it.
-
-    Args:
-        model: the base model in float32, without any adapter.
-        store: its quantised groups.
-        corpus: int64 `[n]`, tokens of public text.
-        siblings: tuples of groups that receive the same rows; if the tenant fuses siblings, each tuple has one group.
-    """
+    """The public base model (float32, without any adapter), its quantised groups, and tokens of public text, int64
+    `[n]`. `siblings` are groups that receive the same rows; if the tenant fuses siblings, each tuple has one group."""
 
     model: PreTrainedModel
     store: WeightStore

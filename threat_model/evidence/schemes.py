@@ -16,13 +16,7 @@ OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
 @dataclass(frozen=True, kw_only=True)
 class AttackedScheme:
-    """A masking scheme in one setting.
-
-    Args:
-        masking: the registered scheme with its promises.
-        name: column of the report.
-        relay: helpers relay effects to the executor.
-    """
+    """A registered masking scheme in one setting. `name`: column of the report; `relay`: helpers relay effects."""
 
     masking: masking.Scheme
     name: str

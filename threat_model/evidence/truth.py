@@ -19,13 +19,8 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class GroupCall:
-    """One call of an offloaded layer group.
-
-    Args:
-        rows: the rows before masking, `[r, d]`: int32 in the ring, else float32.
-        tokens: int64 `[r]`, the token behind each row; None if rows are not one per token.
-        labels: int64 `[r]`, the label of each row (`NO_LABEL` for none).
-    """
+    """One call of an offloaded layer group: the rows before masking, `[r, d]`, int32 in the ring, else float32; the
+    token behind each row, int64 `[r]`, if rows are one per token; and its label (`NO_LABEL` for none)."""
 
     group: int
     direction: Direction
@@ -36,14 +31,8 @@ class GroupCall:
 
 @dataclass(eq=False)
 class Truth:
-    """The tenant's side of a run.
-
-    Args:
-        calls: the calls by the order of their requests.
-        updates: `scaling * B @ A` of the final adapter, by base module name.
-        generated: new tokens per sequence of each `generate` call.
-        batches: (sequences, tokens of each) of each `generate` call.
-    """
+    """The tenant's side of a run: the calls by the order of their requests; `scaling * B @ A` of the final adapter by
+    base module name; new tokens per sequence, and (sequences, tokens of each), of each `generate` call."""
 
     calls: dict[int, GroupCall] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)

@@ -81,13 +81,9 @@ class Packet:
 
 @dataclass(frozen=True, eq=False)
 class Game:
-    """Two rows that the adversary chose, and the rows that arrived when the tenant masked one or the other.
-
-    Args:
-        known: rows that arrived, `[n, d]`, with `labels` bool `[n]` that the adversary knows.
-        unknown: further rows that arrived, which the adversary must tell apart.
-        shares: by helper, its shares of the pads of `known` and then of `unknown`, int32; coalitions know some of them.
-    """
+    """Rows that arrived when the tenant masked one or the other of two rows that the adversary chose: `known` ones,
+    `[n, d]`, with `labels` bool `[n]`, and `unknown` ones, which the adversary must tell apart. `shares`: by helper,
+    its shares of the pads of `known` and then of `unknown`, int32; coalitions know some of them."""
 
     known: Tensor
     labels: Tensor

@@ -31,12 +31,8 @@ _FRAMES = 3_000  # frames of a spectrogram: 30 seconds
 
 
 def inputs_of(function: Callable[..., Any], config: PreTrainedConfig, main: str | None = None) -> Iterator[Inputs]:
-    """Yield inputs to try for a function of a model, in a fixed order.
-
-    Args:
-        function: the function; the names of its parameters say what it takes.
-        main: the only input to make; if None, or if the function does not take it, all inputs of the function.
-    """
+    """Yield inputs to try for a function of a model, in a fixed order. The names of its parameters say what it takes.
+    `main` is the only input to make; if None, or if the function does not take it, all inputs of the function."""
     parameters = inspect.signature(function).parameters
     sizes = _Sizes(config)
     makers: dict[str, Callable[[_Sizes], list[Inputs]]] = {
@@ -204,17 +200,10 @@ class Call:
 def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[list[Call], set[str]]:
     """Run a model and, where this leaves modules out, its parts: once in inference and once in training.
 
-    The forward pass of experts is replaced, because it depends on the values of routes.
-
-    Args:
-        modules: the linears and the modules of expert stacks to look for, by name.
-
-    Returns:
-        The first call of every module in inference, in order; and the names of modules whose parameters the model also
-        uses outside such calls, which therefore cannot be offloaded.
-
-    Raises:
-        UnsupportedModelError: the model cannot be run without weights.
+    The forward pass of experts is replaced, because it depends on the values of routes. `modules` are the linears and
+    the modules of expert stacks to look for, by name. Returns the first call of every module in inference, in order;
+    and the names of modules whose parameters the model also uses outside such calls, which therefore cannot be
+    offloaded. Raises `UnsupportedModelError`: the model cannot be run without weights.
     """
     trace = _Trace(model, modules)
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]

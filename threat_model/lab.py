@@ -86,15 +86,9 @@ class Recording:
 class Lab:
     """A context manager that runs providers, and records what each party sees.
 
-    Args:
-        folder: an empty folder for the checkpoint, keys and caches.
-        tied: True if the LM head is the embedding (and therefore stays with the tenant).
-        experts: experts of every block; 0 for a model without experts.
-        helpers: number of helpers to start, 1 to 3. Each scheme states how many it needs.
-
-    Attributes:
-        relayed: a federation file with relay and one helper.
-        one_company: a federation file whose only helper belongs to the executor's company. No tenant may use it.
+    `folder` is an empty folder for the checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1
+    to 3 `helpers` are started; each scheme states how many it needs. `relayed` is a federation file with relay and one
+    helper; `one_company` is one whose only helper belongs to the executor's company: no tenant may use it.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3) -> None:

@@ -155,10 +155,7 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     is replaced atomically, the key first: a program that loads the pair in between gets a `CertificateError` about a
     mismatch and may retry. Rotation also repairs a pair whose key is lost.
 
-    Args:
-        certificate: `<name>.pem`, a provider's or a tenant's.
-        authority: signs the new certificate; None for a self-signed certificate. Not used if a next pair exists.
-
+    `authority` signs the new certificate; None for a self-signed certificate. It is not used if a next pair exists.
     Raises `CertificateError` for an authority's certificate (create a second authority instead), and if `authority` is
     None although an authority has issued the certificate.
     """
@@ -332,10 +329,8 @@ def sign_request(
     the names inside.
 
     Args:
-        authority: a result of `create_authority`; the new certificate expires with the authority's or before.
         directory: folder of the issued certificates: the record of names.
-        operator: company that runs the provider, certified by the signer; None for a tenant.
-        hosts: DNS names and IP addresses of the provider, certified by the signer; empty for a tenant.
+        operator, hosts: as for `issue`, certified by the signer.
         renew: certify a new key under an existing name.
 
     Raises:

@@ -41,12 +41,8 @@ def create_list(path: Path) -> None:
 
 
 def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The marks in a file, together with the known marks.
-
-    Args:
-        path: the list; None for no list.
-        known: marks that the reader has read before, which stay revoked until the reader restarts: a list that is being
-            written may be incomplete.
+    """The marks in a file, together with the known marks, which the reader has read before. They stay revoked until the
+    reader restarts: a list that is being written may be incomplete.
 
     Raises `CertificateError` if the file cannot be read, ends in the middle of a line, or has a line that is neither a
     mark nor a comment: an unreadable list must not count as an empty list.

@@ -71,7 +71,6 @@ class GroupSpec:
 
     Args:
         members: module names in call order.
-        inputs: features of the shared input.
         experts: number of matrices in a stack; 1 for linears.
         composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) W1` for each
             linear W2 that follows the norm with the weight g.

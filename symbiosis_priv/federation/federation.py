@@ -343,13 +343,8 @@ def federation_text(
     companies: Mapping[str, Sequence[str]] | None = None,
     registry: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of a `federation.toml`, which only `load_federation` checks.
-
-    Args:
-        providers, pads, registry: the entries of these tables.
-        certificate, key: the tenant's.
-        companies: names of providers, by the name of their company.
-    """
+    """Return the text of a `federation.toml`, which only `load_federation` checks. `certificate` and `key` are the
+    tenant's; `companies` has names of providers by the name of their company."""
     tables = [
         toml_table("[model]", digest=digest, weight_bits=weight_bits, **asdict(scope)),
         toml_table("[tenant]", certificate=certificate, key=key),

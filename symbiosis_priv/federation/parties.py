@@ -158,13 +158,8 @@ class Company(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Registries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The registries that list more executors, and the authority that signs these executors' certificates.
-
-    Args:
-        addresses: `host:port` of registries; all of them are asked.
-        authority: file with the authority's certificate, or several while one replaces another.
-        revoked: list of revoked certificates; None revokes nothing.
-    """
+    """The registries (`host:port`) that list more executors, and the authority that signs these executors' certificates
+    (several while one replaces another). All registries are asked."""
 
     addresses: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=16)]
     authority: Path

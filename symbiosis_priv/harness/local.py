@@ -79,41 +79,25 @@ class LocalFederation:
     `executor-1`, `executor-2`, ... where there are several.
 
         LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
-
-    Args:
-        directory: new or empty folder; it is not deleted.
-        helpers: number of helpers; 0 for masking without one.
-        scope: the optional layer groups that all providers serve.
-        layers: range of layers that a provider serves, by its name; the other providers serve all layers.
-        companies: names of providers that count as one party, by the name of their company.
-        pad_helpers: number of helpers that share each pad; all helpers if None.
-        relay: helpers may relay effects to the executors, and tenants use it.
-        registry: also run a registry. All executors announce themselves to it, and tenants find executors there that
-            `federation.toml` does not list.
-        host: IP address at which providers listen; by default loopback.
-        cache: folder of quantised weights; by default in `directory`.
-        provider_options: further entries of each provider.toml.
-        deadline_s: time for all providers to become ready.
-        progress: called during the first quantisation of the checkpoint.
     """
 
     model: Path
-    directory: Path
+    directory: Path  # new or empty; it is not deleted
     _: KW_ONLY
     helpers: int = 1
     executors: int = 1
     weight_bits: int = DEFAULT_WEIGHT_BITS
     scope: Scope = DEFAULT_SCOPE
-    layers: Mapping[str, str] = field(default_factory=dict)
-    companies: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pad_helpers: int | None = None
-    relay: bool = False
-    registry: bool = False
-    host: str = "127.0.0.1"
-    cache: Path = _OWN_CACHE
+    layers: Mapping[str, str] = field(default_factory=dict)  # ranges by providers' names; the others serve all layers
+    companies: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of providers, by their company
+    pad_helpers: int | None = None  # number of helpers that share each pad; all if None
+    relay: bool = False  # helpers may relay effects to the executors, and tenants use it
+    registry: bool = False  # a registry runs, too, where executors announce themselves and tenants find unlisted ones
+    host: str = "127.0.0.1"  # IP address at which providers listen
+    cache: Path = _OWN_CACHE  # of quantised weights; by default in `directory`
     provider_options: ProviderOptions = field(default_factory=dict)
-    deadline_s: float = 120.0
-    progress: Progress | None = None
+    deadline_s: float = 120.0  # for all providers to become ready
+    progress: Progress | None = None  # of the first quantisation of the checkpoint
 
     def __post_init__(self) -> None:
         self.model, self.directory = resolve(self.model), self.directory.resolve()

@@ -19,13 +19,8 @@ _TAIL = 2000  # characters of a log that an error quotes
 
 
 class ManagedProcess:
-    """A provider or a registry as a child process.
-
-    Args:
-        what: description of the service for messages.
-        folder: folder of `NAME.log`, which all starts append to, and `NAME.ready`, which exists while it is ready.
-        name: base name of these files.
-    """
+    """A provider or a registry as a child process, called `what` in messages. `folder` has `NAME.log`, which all starts
+    append to, and `NAME.ready`, which exists while it is ready."""
 
     def __init__(self, what: str, folder: Path, name: str) -> None:
         self._what = what

@@ -48,14 +48,9 @@ _arrived = _Arrived()
 
 
 class RecordStream:
-    """A TLS connection, for one thread at a time. The timeout of a call, in seconds, covers the whole call. With a
-    timeout of 0, a call does not wait.
-
-    Args:
-        raw: a connected socket. The caller closes it.
-        context: a client's or a server's context.
-        host: name that the server's certificate must carry; None on the server's side.
-    """
+    """A TLS connection over a connected socket, for one thread at a time. The timeout of a call, in seconds, covers the
+    whole call. With a timeout of 0, a call does not wait. `host` is the name that the server's certificate must carry;
+    None on the server's side."""
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
         raw.settimeout(None)

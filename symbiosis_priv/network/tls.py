@@ -69,15 +69,10 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
 def server_context(
     *, certificate: Path, key: Path, tenant_authority: Path, helpers: Sequence[Path] = ()
 ) -> ssl.SSLContext:
-    """The provider's context: TLS 1.3 only, and every client must be a tenant or one of the helpers.
-
-    Args:
-        tenant_authority: the authorities that issue tenant certificates (several while one is replaced),
-            or self-signed tenant certificates.
-        helpers: certificates of providers that may connect as helpers. Compare the certificate after the handshake.
-
-    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
-    """
+    """The provider's context: TLS 1.3 only, and every client must be a tenant or one of the helpers, whose certificate
+    the caller compares after the handshake. `tenant_authority` has the authorities that issue tenant certificates
+    (several while one is replaced), or self-signed tenant certificates. Raises `CertificateError` if a file is missing,
+    expired, of the wrong kind, or the key does not fit."""
     own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
     pinned = [_load_connecting(path) for path in helpers]
     for path in helpers:
@@ -102,14 +97,9 @@ def server_context(
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
     """A tenant's context, or a helper's: TLS 1.3 only, host name checked, and nothing trusted but the pinned
     certificates. The checks are made at every call; calls for the same certificates share one context, which must not
-    be changed. Call `check_pin` after the handshake.
-
-    Args:
-        pins: the provider's certificate, self-signed or not; two during a rotation.
-        kind: the kind of the client's certificate.
-
-    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
-    """
+    be changed. Call `check_pin` after the handshake. `pins`: the provider's certificate, self-signed or not; two during
+    a rotation. `kind` is that of the client's certificate. Raises `CertificateError` if a file is missing, expired, of
+    the wrong kind, or the key does not fit."""
     own = _checked(certificate, key, kind=kind)
     if kind is Kind.PROVIDER:
         _load_connecting(certificate)

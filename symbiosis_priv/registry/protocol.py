@@ -73,10 +73,8 @@ class RegistryClient:
         with RegistryClient("registry.example:7500", trust, deadline_s=5) as registry:
             registry.announce(data)
 
-    Args:
-        address: `host:port`.
-        trust: the authorities of the federation. One of them has issued the registry's certificate.
-        deadline_s: time for connecting and all requests together.
+    One of the authorities in `trust` has issued the registry's certificate. `deadline_s` is for connecting and all
+    requests together.
     """
 
     def __init__(self, address: str, trust: Trust, *, deadline_s: float) -> None:

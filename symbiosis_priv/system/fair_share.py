@@ -19,10 +19,7 @@ class FairShare(Generic[K]):
     No client holds more than stays free after it has taken; one unit more, so that a single unit can be taken. So a
     client that holds nothing always finds room for a first unit: one client gets half of the amount, n clients that
     take what they can get `total / (n + 1)` each. Not thread-safe: the caller has a lock, whose condition it can also
-    wait for.
-
-    Args:
-        total: the amount. It may be changed at any time.
+    wait for. `total` may be changed at any time.
     """
 
     def __init__(self, total: int) -> None:

@@ -29,9 +29,6 @@ class Backoff:
         jitter: each pause is varied at random by up to this share, so that programs that failed together do not return
             together.
         clock, random: seconds of a monotonic clock, and random numbers in [0, 1).
-
-    Attributes:
-        failures: number of failures in a row.
     """
 
     first_s: float
@@ -39,7 +36,7 @@ class Backoff:
     jitter: float = 0.0
     clock: Callable[[], float] = time.monotonic
     random: Callable[[], float] = _random
-    failures: int = field(default=0, init=False)
+    failures: int = field(default=0, init=False)  # in a row
     _until: float = field(default=0.0, init=False)
 
     @property
@@ -77,7 +74,6 @@ class Periodic:
 
     Args:
         action: its result is ignored. It may call `stop`, and set `every_s` for its next call.
-        name: name of the thread.
         jitter: pauses are varied at random by up to this share, so that programs that start together do not act
             together.
         at_once: make the first call at the start, and not `every_s` seconds later.

@@ -83,11 +83,8 @@ class EventLog:
         self._log(logging.WARNING, event, fields)
 
     def failure(self, event: str, error: BaseException, **fields: Field) -> None:
-        """Log a bug or an exhausted machine: the exception's type and place.
-
-        The exception's message might quote content, so it is logged only for errors of the operator's own files and
-        options.
-        """
+        """Log a bug or an exhausted machine: the exception's type and place. The exception's message might quote
+        content, so it is logged only for errors of the operator's own files and options."""
         frames = traceback.extract_tb(error.__traceback__)
         place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
         if isinstance(error, ConfigError | CheckpointError | CertificateError):

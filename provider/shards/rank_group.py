@@ -188,10 +188,8 @@ def is_here(rank: int) -> bool:
 
 
 def kill_torchrun() -> None:
-    """Kill torchrun, and so all ranks of this machine. torchrun itself waits half a minute for a stopped rank.
-
-    Does nothing if `end_with_torchrun` was not called, because the ranks would then continue without torchrun.
-    """
+    """Kill torchrun, and so all ranks of this machine. torchrun itself waits half a minute for a stopped rank. Does
+    nothing if `end_with_torchrun` was not called, because the ranks would then continue without torchrun."""
     if _parent is None or _parent <= _INIT:
         return
     process = os.pidfd_open(_parent)  # refers to the process itself: process ids are reused

@@ -199,10 +199,8 @@ def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, lengt
 
 
 def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Split examples into training examples and held-out examples.
-
-    The held-out examples are the last tenth, at most 16. Of fewer than ten examples, none is held out.
-    """
+    """Split examples into training examples and held-out examples. The held-out examples are the last tenth, at most
+    16. Of fewer than ten examples, none is held out."""
     count = min(len(examples) // 10, _MAX_HELD_OUT)
     return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
 

@@ -17,10 +17,7 @@ Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of training or sam
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """How to fine-tune.
-
-    `dtype` is the dtype of the tenant's own tensors; "auto" uses the checkpoint's dtype.
-    """
+    """How to fine-tune. `dtype` is the dtype of the tenant's own tensors; "auto" uses the checkpoint's dtype."""
 
     steps: Annotated[int | None, Option(min=1, help="Optimizer steps; instead of --epochs.")] = None
     epochs: Annotated[float, Option(min=0.0, max=1e6, help="Passes over the data.")] = 1.0
@@ -62,9 +59,7 @@ class FineTuning:
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """How to choose tokens: greedy by default, sampling with `temperature` or `top_p`, beam search with `beams`.
-
-    Executors see the number of generated tokens, unless `fixed_length` is set.
-    """
+    Executors see the number of generated tokens, unless `fixed_length` is set."""
 
     max_new_tokens: Annotated[int, Option(min=1, help="Maximum number of new tokens.")] = 64
     fixed_length: Annotated[

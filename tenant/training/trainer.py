@@ -129,10 +129,8 @@ class ResumableTrainer(Trainer):
             return float(self.evaluate()["eval_loss"])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the adapter's tensors and nothing else.
-
-        Trainer would also load a whole model in the folder, and adapters in subfolders with their configurations.
-        """
+        """Load the adapter's tensors and nothing else. Trainer would also load a whole model in the folder, and
+        adapters in subfolders with their configurations."""
         with _reading(resume_from_checkpoint):
             load_adapter_tensors(self.model, Path(resume_from_checkpoint))
 
@@ -189,10 +187,8 @@ class ResumableTrainer(Trainer):
 
 @contextlib.contextmanager
 def _reading(checkpoint: str | None) -> Iterator[None]:
-    """Context manager: turn errors of reading a checkpoint into `CheckpointError`.
-
-    Trainer loads a checkpoint's pickles with `weights_only=True`, so a pickle that would run code is an error.
-    """
+    """Context manager: turn errors of reading a checkpoint into `CheckpointError`. Trainer loads a checkpoint's pickles
+    with `weights_only=True`, so a pickle that would run code is an error."""
     try:
         yield
     except SymbiosisError:

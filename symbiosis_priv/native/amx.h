@@ -56,7 +56,8 @@ static TARGET_AMX void amx_split(const int32_t *rows, int64_t count, int64_t wid
                 for (int j = 0; j < 4; j++) {
                     int64_t at = (first + s) * TILE_WIDTH + j * 16;
                     __mmask16 present = first_lanes(r < count ? width - at : 0);
-                    q[j] = _mm512_permutexvar_epi8(order, _mm512_maskz_loadu_epi32(present, rows + (present ? r * width + at : 0)));
+                    const int32_t *from = rows + (present ? r * width + at : 0);
+                    q[j] = _mm512_permutexvar_epi8(order, _mm512_maskz_loadu_epi32(present, from));
                 }
                 __m512i ab = _mm512_shuffle_i32x4(q[0], q[1], 0x88), cd = _mm512_shuffle_i32x4(q[2], q[3], 0x88);
                 __m512i ef = _mm512_shuffle_i32x4(q[0], q[1], 0xdd), gh = _mm512_shuffle_i32x4(q[2], q[3], 0xdd);
@@ -160,7 +161,7 @@ INLINE void fetch_lines(struct next_block *n) {
     }
 }
 
-/* Sums of `height` rows and 16 columns over `steps` times 64 terms. a: limbs [step][limb][height][64]; b: [step][digit] tiles. */
+/* Sums of `height` rows and 16 columns over `steps` times 64 terms. a: limbs [step][limb][row][64]; b: tiles [step][digit]. */
 INLINE TARGET_AMX void multiply_tiles(const uint8_t *a, const char *b, int64_t steps, int64_t height, int32_t *sums,
                                       struct finished *f, struct next_block *next, const int limbs, const int digits) {
     int64_t limb = height * TILE_WIDTH;

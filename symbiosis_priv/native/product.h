@@ -5,6 +5,10 @@
  * them, one per limb, give the product of two entries in every lane, and the limbs meet at the end:
  * sum = low sum + 2^16 * high sum. Nothing saturates: `pmaddwd`'s only overflow, 2 * 2^30, wraps to the right residue.
  *
+ * Narrow products. Modulo 2^24, only 8 bits of the high limb and of its sum count, so they meet only the lowest 8 bits of the
+ * weight, and one `vpdpbusd` multiplies four terms where `vpdpwssd` multiplies two. A quarter of the arithmetic is saved. The
+ * low bytes of a block's weights are put into a small buffer, once for all rows.
+ *
  * Packed layout: [panel of 64 outputs][pair of inputs][output in the panel][input in the pair]. Forward, 16 lanes
  * hold 16 outputs and a broadcast pair of row entries meets one vector of weights. Backward wants pairs of outputs
  * with inputs in the lanes: a tile of 64 x 64 is a square of 64-bit cells (2 outputs x 2 inputs), transposed as such
@@ -23,7 +27,7 @@
 #include "amx.h"
 #include "common.h"
 
-enum { ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH = 256 };
+enum { ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH = 256, NARROW_ROWS = 8 };
 enum { TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
 
 /* The next block's weights, fetched from memory while this block is multiplied: tiles of `tile` bytes with `gap` bytes
@@ -36,9 +40,10 @@ struct ahead {
 
 /* One block of the inner loop: `rows` (at most ROWS) rows, `pairs` pairs of terms, PANEL columns.
  * weights: [pairs][PANEL][2]; limbs: [rows][pairs][2] words of two int16, rows `width` words apart; next_limbs: those of
- * the pass after this one; sums are stored in or added to `out`, rows `columns` words apart. */
+ * the pass after this one; narrow, bytes: [pairs / 2][PANEL][4], and limbs: [rows][pairs / 2][3] words (`split_narrow`). Sums
+ * are stored in or added to `out`, rows `columns` words apart. */
 struct block {
-    const void *weights;
+    const void *weights, *bytes;
     const int32_t *limbs, *next_limbs;
     int64_t pairs, width;
     int32_t *out;
@@ -101,10 +106,10 @@ INLINE void fetch_ahead(struct ahead *a, const int bytes) {
     if ((a->size & (a->tile - 1)) == 0) a->offset += a->gap;
 }
 
-/* Call for every pair of terms k: fetches as many limbs of the next pass as this pass reads. The next pass may have
+/* Call for every step k, which reads `words` words of limbs: fetches as many limbs of the next pass. The next pass may have
  * fewer rows or terms, so this is an address and no pointer; a prefetch from beyond the end does nothing. */
-INLINE void fetch_limbs(const struct block *b, const int rows, int64_t k) {
-    uintptr_t address = (uintptr_t)b->next_limbs + (uintptr_t)k * 2 * rows * sizeof *b->limbs;
+INLINE void fetch_limbs(const struct block *b, const int words, int64_t k) {
+    uintptr_t address = (uintptr_t)b->next_limbs + (uintptr_t)k * words * sizeof *b->limbs;
     _mm_prefetch((const char *)address, _MM_HINT_T0);
 }
 
@@ -148,28 +153,19 @@ INLINE TARGET_AVX512 __m512i add_pairs_512(__m512i sum, __m512i x, __m512i w) {
     return sum;
 }
 
+INLINE TARGET_AVX512 __m512i add_fours_512(__m512i sum, __m512i x, __m512i w) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), REGISTER_OR_MEMORY("v")(w));
+    return sum;
+}
+
 INLINE TARGET_AVX512 __m512i load_512(const void *weights, int64_t vector, int weight_bytes) {
     if (weight_bytes == 1) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights + vector));
     return _mm512_loadu_si512((const __m512i *)weights + vector);
 }
 
-INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const int weight_bytes) {
-    enum { VECTORS = PANEL / 16 };
-    __m512i sums[2 * ROWS][VECTORS];
-    UNROLL for (int i = 0; i < 2 * rows; i++)
-        UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm512_setzero_si512();
-    struct ahead ahead = *b->ahead;
-    for (int64_t k = 0; k < b->pairs; k++) {
-        const int32_t *limbs = b->limbs + 2 * k;
-        fetch_ahead(&ahead, VECTORS * 32 * weight_bytes);
-        fetch_limbs(b, rows, k);
-        __m512i w[VECTORS];
-        UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->weights, k * VECTORS + j, weight_bytes);
-        UNROLL for (int i = 0; i < 2 * rows; i++) {
-            __m512i x = _mm512_set1_epi32(limbs[i / 2 * b->width + i % 2]);
-            UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = add_pairs_512(sums[i][j], x, w[j]);
-        }
-    }
+enum { VECTORS = PANEL / 16 };
+
+INLINE TARGET_AVX512 void store_512(const struct block *b, const int rows, __m512i sums[][VECTORS]) {
     UNROLL for (int r = 0; r < rows; r++) {
         __m512i *out = (__m512i *)(b->out + r * b->columns);
         UNROLL for (int j = 0; j < VECTORS; j++) {
@@ -178,7 +174,82 @@ INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const
             _mm512_storeu_si512(out + j, sum);
         }
     }
+}
+
+INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const int weight_bytes) {
+    __m512i sums[2 * ROWS][VECTORS];
+    UNROLL for (int i = 0; i < 2 * rows; i++)
+        UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm512_setzero_si512();
+    struct ahead ahead = *b->ahead;
+    for (int64_t k = 0; k < b->pairs; k++) {
+        const int32_t *limbs = b->limbs + 2 * k;
+        fetch_ahead(&ahead, VECTORS * 32 * weight_bytes);
+        fetch_limbs(b, 2 * rows, k);
+        __m512i w[VECTORS];
+        UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->weights, k * VECTORS + j, weight_bytes);
+        UNROLL for (int i = 0; i < 2 * rows; i++) {
+            __m512i x = _mm512_set1_epi32(limbs[i / 2 * b->width + i % 2]);
+            UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = add_pairs_512(sums[i][j], x, w[j]);
+        }
+    }
+    store_512(b, rows, sums);
     *b->ahead = ahead;
+}
+
+/* The same for narrow products, four terms at a time. */
+INLINE TARGET_AVX512 void narrow_block_512(const struct block *b, const int rows) {
+    __m512i sums[2 * ROWS][VECTORS], w[VECTORS];
+    UNROLL for (int i = 0; i < 2 * rows; i++)
+        UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm512_setzero_si512();
+    struct ahead ahead = *b->ahead;
+    for (int64_t k = 0; k < b->pairs / 2; k++) {
+        const int32_t *limbs = b->limbs + 3 * k;
+        fetch_ahead(&ahead, VECTORS * 2 * 64);
+        fetch_limbs(b, 3 * rows, k);
+        UNROLL for (int pair = 0; pair < 2; pair++) {
+            UNROLL for (int j = 0; j < VECTORS; j++) {
+                w[j] = load_512(b->weights, (2 * k + pair) * VECTORS + j, 2);
+                __asm__("" : "+v"(w[j])); /* keeps the compiler from loading it again for every row */
+            }
+            UNROLL for (int i = 0; i < rows; i++) {
+                __m512i x = _mm512_set1_epi32(limbs[i * b->width + pair]);
+                UNROLL for (int j = 0; j < VECTORS; j++) sums[2 * i][j] = add_pairs_512(sums[2 * i][j], x, w[j]);
+            }
+        }
+        UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->bytes, k * VECTORS + j, 2);
+        UNROLL for (int i = 0; i < rows; i++) {
+            __m512i x = _mm512_set1_epi32(limbs[i * b->width + 2]);
+            UNROLL for (int j = 0; j < VECTORS; j++) sums[2 * i + 1][j] = add_fours_512(sums[2 * i + 1][j], x, w[j]);
+        }
+    }
+    store_512(b, rows, sums);
+    *b->ahead = ahead;
+}
+
+/* Prepares a block's weights for narrow products: their lowest bytes, [pair / 2][PANEL][4] with every four in the order 0, 2,
+ * 1, 3, in `bytes`. Returns them as int16, which are in `wide` if they were not before. */
+static TARGET_AVX512 const void *prepare_narrow(const void *weights, int weight_bytes, int64_t pairs, int16_t *wide,
+                                                int8_t *bytes) {
+    __m512i low = _mm512_set1_epi16(0xff);
+    for (int64_t k = 0; k < pairs / 2; k++)
+        for (int64_t j = 0; j < VECTORS; j++) {
+            int64_t i = 2 * k * VECTORS + j;
+            __m512i a = load_512(weights, i, weight_bytes), b = load_512(weights, i + VECTORS, weight_bytes);
+            if (weight_bytes == 1) {
+                _mm512_store_si512((__m512i *)wide + i, a);
+                _mm512_store_si512((__m512i *)wide + i + VECTORS, b);
+            }
+            a = _mm512_ternarylogic_epi32(low, a, _mm512_slli_epi16(b, 8), 0xca); /* the low bytes of a, then those of b */
+            _mm512_store_si512((__m512i *)bytes + k * VECTORS + j, a);
+        }
+    return weight_bytes == 1 ? wide : weights;
+}
+
+static TARGET_AVX512 void narrow_product_avx512(const struct block *b, int rows, int weight_bytes) {
+    (void)weight_bytes;
+    if (rows == 3) narrow_block_512(b, 3);
+    else if (rows == 2) narrow_block_512(b, 2);
+    else narrow_block_512(b, 1);
 }
 
 static TARGET_AVX512 void block_product_avx512(const struct block *b, int rows, int weight_bytes) {
@@ -250,12 +321,31 @@ EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, in
     }
 }
 
-/* The number of terms of a block, for `count` rows. */
-INLINE int64_t depth_of(int64_t count) { return count <= FEW_ROWS ? FEW_DEPTH : DEPTH; }
+/* True if a product is narrow: in a ring of 24 bits, with so many rows that preparing weights for them pays. */
+static int is_narrow(int32_t isa, int32_t ring_bits, int64_t count) {
+    return HAVE_X86 && isa == ISA_AVX512 && ring_bits <= 24 && count > NARROW_ROWS;
+}
 
-/* Splits rows, int32 [count, width], into limbs: [block of depth_of(count) columns][row][pair of columns][low words,
- * high words], width padded with zeros to a multiple of PANEL: count * that many int32 in all. For AMX, those of amx.h, and
- * count is padded to a multiple of 16. The other arguments are those of the product. */
+/* Narrow limbs of `present` entries, and zeros up to `length`: of every four entries the low limbs in two words, and the lowest
+ * bytes of the high limbs in one, in the order 0, 2, 1, 3. */
+static void split_narrow(const uint32_t *restrict row, int64_t present, int64_t length, uint32_t *restrict to) {
+    for (int64_t i = 0; i < length; i += 4, to += 3) {
+        uint32_t x[4] = {0};
+        if (i + 4 <= present) memcpy(x, row + i, sizeof x);
+        else if (i < present) memcpy(x, row + i, (size_t)(present - i) * sizeof *x);
+        to[0] = (x[0] & 0xffffu) | (x[1] << 16);
+        to[1] = (x[2] & 0xffffu) | (x[3] << 16);
+        for (int j = 0; j < 4; j++) x[j] = (x[j] + 0x8000u) >> 16 & 0xffu;
+        to[2] = x[0] | x[2] << 8 | x[1] << 16 | x[3] << 24;
+    }
+}
+
+/* The number of terms of a block. */
+INLINE int64_t depth_of(int64_t count, int narrow) { return narrow || count <= FEW_ROWS ? FEW_DEPTH : DEPTH; }
+
+/* Splits rows, int32 [count, width], into limbs: [block of depth_of(...) columns][row][pair of columns][low words,
+ * high words], width padded with zeros to a multiple of PANEL: count * that many int32 in all; narrow, three quarters. For AMX,
+ * those of amx.h, and count is padded to a multiple of 16. The other arguments are those of the product. */
 EXPORT void ring_split(int32_t isa, int32_t ring_bits, int32_t weight_bytes, const int32_t *rows, int64_t count, int64_t width,
                        int32_t *limbs) {
 #if HAVE_AMX
@@ -264,13 +354,19 @@ EXPORT void ring_split(int32_t isa, int32_t ring_bits, int32_t weight_bytes, con
         return;
     }
 #endif
-    int64_t padded = tiles_of(width) * PANEL, depth = depth_of(count);
+    int64_t padded = tiles_of(width) * PANEL;
+    int narrow = is_narrow(isa, ring_bits, count);
+    int64_t depth = depth_of(count, narrow);
     uint32_t *restrict to = (uint32_t *)limbs;
     for (int64_t first = 0; first < padded; first += depth) {
         int64_t length = least(depth, padded - first), present = least(length, width - first);
-        for (int64_t r = 0; r < count; r++, to += length) {
+        for (int64_t r = 0; r < count; r++, to += narrow ? length / 4 * 3 : length) {
             const uint32_t *restrict row = (const uint32_t *)rows + r * width + first;
             int64_t i = 0;
+            if (narrow) {
+                split_narrow(row, present, length, to);
+                continue;
+            }
             for (; i + 1 < present; i += 2) { /* a negative low limb borrows from the high one */
                 to[i] = (row[i] & 0xffffu) | (row[i + 1] << 16);
                 to[i + 1] = ((row[i] + 0x8000u) >> 16) | ((row[i + 1] + 0x8000u) & 0xffff0000u);
@@ -302,12 +398,17 @@ EXPORT void ring_product(int32_t isa, int32_t ring_bits, int32_t backward, const
     block_product *multiply = block_product_of(isa);
     tile_transpose *transpose = tile_transpose_of(isa);
     _Alignas(64) int16_t turned[DEPTH * PANEL];
+    _Alignas(64) int8_t bytes[FEW_DEPTH * PANEL];
     int32_t edge[ROWS * PANEL];
     int64_t columns = backward ? inputs : outputs, tiles = tiles_of(backward ? outputs : inputs); /* of terms */
     int64_t tile_bytes = PANEL * PANEL * weight_bytes, panel_bytes = tiles_of(inputs) * tile_bytes;
     int64_t along = backward ? panel_bytes : tile_bytes, across = backward ? tile_bytes : panel_bytes;
-    int64_t step = depth_of(count) / PANEL;
-    int block_bytes = backward ? 2 : weight_bytes;
+    int narrow = is_narrow(isa, ring_bits, count), block_bytes = backward || narrow ? 2 : weight_bytes;
+    int64_t step = depth_of(count, narrow) / PANEL;
+    int64_t words = narrow ? PANEL / 4 * 3 : PANEL; /* of limbs of a row, per tile */
+#if HAVE_X86
+    if (narrow) multiply = narrow_product_avx512;
+#endif
     int64_t reads = (count + ROWS - 1) / ROWS * block_bytes / weight_bytes + (backward ? 1 : 0); /* of each byte */
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t column = panel * PANEL, width = least(PANEL, columns - column);
@@ -324,17 +425,21 @@ EXPORT void ring_product(int32_t isa, int32_t ring_bits, int32_t backward, const
                 .every = FETCH * reads,
                 .countdown = FETCH * reads,
             };
-            struct block b = {.weights = weights, .pairs = here * TILE_PAIRS, .width = here * PANEL, .ahead = &ahead};
+            struct block b = {.weights = weights, .pairs = here * TILE_PAIRS, .width = here * words, .ahead = &ahead};
+            b.bytes = bytes;
             if (backward) {
                 for (int64_t i = 0; i < here; i++)
                     transpose(weights + i * along, turned + i * PANEL * PANEL, weight_bytes, &ahead);
                 b.weights = turned;
             }
+#if HAVE_X86
+            if (narrow) b.weights = prepare_narrow(b.weights, backward ? 2 : weight_bytes, b.pairs, turned, bytes);
+#endif
             for (int64_t row = 0, rows; row < count; row += rows) {
                 rows = count - row == ROWS + 1 ? 2 : least(ROWS, count - row); /* one alone has too few sums to be fast */
                 int32_t *target = out + row * columns + column;
-                b.limbs = limbs + tile * PANEL * count + row * b.width;
-                b.next_limbs = row + rows < count ? b.limbs + rows * b.width : limbs + next_tile * PANEL * count;
+                b.limbs = limbs + tile * words * count + row * b.width;
+                b.next_limbs = row + rows < count ? b.limbs + rows * b.width : limbs + next_tile * words * count;
                 b.out = width == PANEL ? target : edge;
                 b.columns = width == PANEL ? columns : PANEL;
                 b.add = width == PANEL && tile > 0;

@@ -17,7 +17,7 @@ INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int
         for (int64_t k = 0; k < b->pairs; k++) {
             const int32_t *limbs = b->limbs + 2 * k;
             fetch_ahead(&ahead, VECTORS * 16 * weight_bytes);
-            fetch_limbs(b, rows, k);
+            fetch_limbs(b, 2 * rows, k);
             __m256i w[VECTORS];
             UNROLL for (int j = 0; j < VECTORS; j++) w[j] = NAMED(load)(b->weights, k * PER_PAIR + column + j, weight_bytes);
             UNROLL for (int i = 0; i < 2 * rows; i++) {

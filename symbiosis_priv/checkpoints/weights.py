@@ -50,15 +50,13 @@ Progress = Callable[[int, int], None]
 
 
 class WeightStore:
-    """Layer groups of one checkpoint, quantised once.
+    """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once.
 
     Args:
-        path: a local checkpoint folder (`checkpoint.resolve` gives one).
         cache: folder for quantised groups; `default_cache()` if None.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
         shardable: with "auto", choose only kernels whose packed weights can be split by output channel.
         layers: the layers to pack for products; all if None. The manifest always describes the whole model.
-        scope: the optional layer groups that the manifest has.
     """
 
     def __init__(

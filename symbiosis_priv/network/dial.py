@@ -60,29 +60,21 @@ class Traffic:
 
 @dataclass(eq=False, repr=False)
 class ClientConnection:
-    """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
+    """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread. With
+    `remote_only`, it does not connect to an address of this machine, of its link or of a metadata service, even if the
+    host's name resolves to one."""
 
-    Args:
-        name: the provider's role, name and address, for messages; `provider`: its name in a `ProviderError`.
-        pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
-        context: `tls.client_context` for the same pins.
-        remote_only: do not connect to an address of this machine, of its link or of a metadata service, even if the
-            host's name resolves to one.
-        waiting: called after every slice of a wait.
-    """
-
-    name: str
+    name: str  # the provider's role, name and address, for messages
     _: KW_ONLY
     host: str
     port: int
-    pins: Sequence[Pin] | None
-    context: ssl.SSLContext
-    provider: str = ""
+    pins: Sequence[Pin] | None  # the provider's certificates; None: every certificate that the context trusts
+    context: ssl.SSLContext  # `tls.client_context` for the same pins
+    provider: str = ""  # its name in a `ProviderError`
     remote_only: bool = False
     traffic: Traffic = field(default_factory=Traffic)
-    waiting: Waiting | None = None
-    stream: FrameStream | None = field(default=None, init=False)
-    """The stream of the open connection."""
+    waiting: Waiting | None = None  # called after every slice of a wait
+    stream: FrameStream | None = field(default=None, init=False)  # of the open connection
     _socket: socket.socket | None = field(default=None, init=False)
     _shut: bool = field(default=False, init=False)
     _received: bool = field(default=False, init=False)  # a refused certificate is reported at the first read, see `tls`

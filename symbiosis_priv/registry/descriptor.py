@@ -93,14 +93,9 @@ _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description of an executor. If a key has signed several descriptors, the one issued last counts.
-
-    Args:
-        certificate: DER.
-        host: exactly as the certificate names it.
-        capacity: throughput of the executor, relative to other executors.
-        draining: True if the executor is about to stop and takes no new work.
-    """
+    """The description of an executor. If a key has signed several descriptors, the one issued last counts. The host is
+    exactly as the certificate (DER) names it, and the capacity is relative to other executors. An executor that is
+    `draining` is about to stop and takes no new work."""
 
     issued: Milliseconds
     certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_CERTIFICATE)]

@@ -22,20 +22,15 @@ class Backoff:
         while not connected():
             stopping.wait(backoff.failed())
 
-    Without waiting, `is_over` tells whether the next attempt may be made; `succeeded` ends the row of failures.
-
-    Args:
-        first_s, last_s: the shortest and the longest pause, in seconds.
-        jitter: each pause is varied at random by up to this share, so that programs that failed together do not return
-            together.
-        clock, random: seconds of a monotonic clock, and random numbers in [0, 1).
+    Without waiting, `is_over` tells whether the next attempt may be made; `succeeded` ends the row of failures. Each
+    pause is varied at random by up to `jitter`, a share, so that programs that failed together do not return together.
     """
 
     first_s: float
     last_s: float
     jitter: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    random: Callable[[], float] = _random
+    random: Callable[[], float] = _random  # numbers in [0, 1)
     failures: int = field(default=0, init=False)  # in a row
     _until: float = field(default=0.0, init=False)
 

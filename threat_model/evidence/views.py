@@ -34,24 +34,16 @@ PARTIES: tuple[Party, ...] = get_args(Party)
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One request to the executor and its answer.
+    """One request to the executor and its answer."""
 
-    Args:
-        order: number of the request among all requests of the run, to any provider.
-        rows: `[r, d]`, int32 on the ring path, float32 otherwise, as received.
-        answer: `[r, o]`, as sent back.
-        fields: every header field.
-        blocks: int32 `[r, o]`, the sum of the relayed blocks that were subtracted from the answer; None without relay.
-    """
-
-    order: int
+    order: int  # among all requests of the run, to any provider
     group: int
     direction: Direction
     arithmetic: wire.Arithmetic
-    rows: Tensor
-    answer: Tensor
-    fields: Mapping[str, object] = field(default_factory=dict)
-    blocks: Tensor | None = None
+    rows: Tensor  # `[r, d]`, int32 on the ring path, float32 otherwise, as received
+    answer: Tensor  # `[r, o]`, as sent back
+    fields: Mapping[str, object] = field(default_factory=dict)  # every header field
+    blocks: Tensor | None = None  # int32 `[r, o]`, the sum of the relayed blocks that were subtracted from the answer
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,17 +42,12 @@ from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class Source:
-    """The stored tensors that a parameter is made of.
-
-    Args:
-        converter: the rule of transformers that makes it; None if it is stored as it is used.
-        parts: (the rule's pattern, stored name), in transformers' order.
-    """
+    """The stored tensors that a parameter is made of."""
 
     parameter: str
     model: PreTrainedModel
-    converter: WeightConverter | None
-    parts: list[tuple[str | None, str]]
+    converter: WeightConverter | None  # the rule of transformers that makes it; None if it is stored as it is used
+    parts: list[tuple[str | None, str]]  # (the rule's pattern, stored name), in transformers' order
 
     def targets(self) -> list[str]:
         """The names of all parameters that the rule makes of these tensors."""

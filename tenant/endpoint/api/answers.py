@@ -257,10 +257,6 @@ class Models(BaseModel):
     data: list[Model]
 
 
-class Health(BaseModel):
-    status: Literal["ok"] = "ok"
-
-
 def new_id(prefix: str) -> str:
     """Return a new identifier of an answer."""
     return f"{prefix}-{uuid.uuid4().hex}"

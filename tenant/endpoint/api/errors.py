@@ -9,16 +9,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from symbiosis_priv.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteError,
-    OverloadedError,
-    SymbiosisError,
-    TaskError,
-    UnsupportedMethodError,
-    UnsupportedModelError,
-)
+from symbiosis_priv import errors
+from symbiosis_priv.errors import SymbiosisError
 
 _PATH = re.compile(r"(?<![\w.:/])~?/[^\s'\",;:()]*")
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -84,9 +76,9 @@ def public(text: str, names: Mapping[Path, str] | None = None) -> str:
 
 def refused(error: SymbiosisError) -> ApiError:
     """Return the answer to a request that the engine has not taken."""
-    if isinstance(error, OverloadedError):
+    if isinstance(error, errors.OverloadedError):
         return ApiError(429, str(error), code="overloaded")
-    if isinstance(error, TaskError):
+    if isinstance(error, errors.TaskError):
         return ApiError(404, str(error), code="model_not_found", param="model")
     return failed(error)
 
@@ -96,11 +88,13 @@ def failed(error: SymbiosisError) -> ApiError:
 
     Details of errors of providers are only logged; the client receives the kind of the error.
     """
-    if isinstance(error, TaskError | CheckpointError | UnsupportedMethodError | UnsupportedModelError):
+    if isinstance(
+        error, errors.TaskError | errors.CheckpointError | errors.UnsupportedMethodError | errors.UnsupportedModelError
+    ):
         return ApiError(400, f"the adapter cannot be used: {public(str(error))}", code="adapter", param="model")
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, errors.NonFiniteError):
         return ApiError(500, "the model computes inf or nan for this prompt")
-    if isinstance(error, ConfigError):
+    if isinstance(error, errors.ConfigError):
         return ApiError(400, public(str(error)))
     if type(error) is SymbiosisError:  # not of a provider; the engine has written its text
         return ApiError(500, f"{error}; see the log of the endpoint")

@@ -128,15 +128,15 @@ class ContinuousEngine(QueuedEngine):
             try:
                 if request.adapter is not None and self._tasks is not None:
                     sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
+                known = None
+                if not sequence.reads_all and sequence.generation is not None:
+                    # the last token is always computed, because its logits are needed
+                    known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
+                sequence.kv = known or self._packed.new_kv()
+                sequence.kv.release()
             except Exception as error:  # an adapter that cannot be loaded
                 self.end(sequence, error)
                 continue
-            known = None
-            if not sequence.reads_all and sequence.generation is not None:
-                # the last token is always computed, because its logits are needed
-                known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
-            sequence.kv = known or self._packed.new_kv()
-            sequence.kv.release()
             sequence.charge(cached_tokens=sequence.kv.length)
             with self._changed:
                 if sequence in self._waiting:

@@ -16,7 +16,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
+from tenant.endpoint.engine.requests import Done, Embedded, Event, Sampling, Started
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
@@ -226,9 +226,16 @@ def test_cancellation_ends_a_request_within_a_step(engine: ContinuousEngine) -> 
 def test_a_waiting_request_can_be_cancelled(opened: Open) -> None:
     engine = opened(running=1)
     other: list[Asked] = []
-    first = Asked(engine, PROMPT, max_tokens=3, at={1: lambda: other[0].handle.cancel()})
+    at_once: list[Event] = []
+
+    def leave() -> None:
+        other[0].handle.cancel()
+        at_once.extend(other[0].events)
+
+    first = Asked(engine, PROMPT, max_tokens=3, at={1: leave})
     other.append(Asked(engine, PROMPT, max_tokens=3))
     assert first.done().finish == "length"
+    assert at_once == [other[0].done()]
     assert other[0].done().new_tokens == 0
 
 

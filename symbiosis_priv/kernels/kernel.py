@@ -63,6 +63,9 @@ class Kernel(ABC):
     """Output channels in one element of the packed data's first dimension. The data can be sharded there. None if it
     cannot."""
 
+    narrow = False
+    """True if a product modulo 2^24 takes less work than one modulo 2^32."""
+
     granule: ClassVar[int]
     """`cut` divides packed weights at multiples of this number of outputs."""
 
@@ -131,6 +134,7 @@ class CompiledKernel(Kernel):
     def __init__(self, isa: Isa) -> None:
         self.isa = isa
         self.name = f"native-{isa.name.lower()}"
+        self.narrow = isa >= Isa.AVX512
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.isa in native.isas()
@@ -283,6 +287,7 @@ class DigitKernel(Kernel):
 
 class LimbKernel(DigitKernel):
     name = "limbs"
+    narrow = True
 
     def supports(self, device: torch.device) -> bool:
         return True

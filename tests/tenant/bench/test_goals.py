@@ -50,6 +50,7 @@ def kernel_rows(worse: float) -> list[Row]:
         row("native-avx512", 1, 0.1, chosen=True),
         row("native-avx512", 8, 0.7 * worse, chosen=True),
         row("native-avx512", 64, 1.25 * worse, chosen=True),
+        row("native-amx", 64, 0.5 * worse, chosen=True),
         row("native-avx2", 64, 2.2 * worse, chosen=True),
         row("limbs", 64, 9.0, chosen=False),
     ]
@@ -126,7 +127,7 @@ CASES: list[tuple[Goals, Callable[[float], Sequence[Row]], int]] = [
     (step_goals, step_rows, 3),
     (token_goals, token_rows, 2),
     (masked_linear.goals, linear_rows, 2),
-    (kernels.goals, kernel_rows, 3),
+    (kernels.goals, kernel_rows, 4),
     (startup.goals, start_rows, 2),
     (many_tenants.goals, provider_rows, 7),
     (abuse.goals, abuse_rows, 1),

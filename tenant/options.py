@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from symbiosis_priv.checkpoints.layers import RoundTrips
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
@@ -14,6 +14,10 @@ from tenant.routing.known_provider import USUAL, Tolerance
 
 Experts = Literal["all", "flat", "counts", "local"]
 """Where the experts of a mixture run."""
+
+
+MOST_ROWS: Final = 16
+"""Most rows of a pass in two round trips per block (`Options.round_trips`)."""
 
 
 @dataclass(kw_only=True)
@@ -49,9 +53,10 @@ class Options:
         tied_head: offload the product of an LM head whose weight is the embedding table. The table stays with the
             tenant for look-ups. The providers must serve this product (`tied_head = true` under [model] of
             federation.toml). An LM head with a weight of its own is always offloaded.
-        round_trips: round trips of a transformer block while tokens are decoded: 2 sends two rows at a time, which pays
-            over a distance (docs/federation.md). It needs providers with `round_trips = 2`. None for `round_trips` of
-            the federation file, or 4. With the same `round_trips`, results have the same bits under every masking.
+        round_trips: round trips of a transformer block in passes without gradients of at most 16 rows, such as a
+            decoded token: 2 sends two rows at a time, which pays over a distance (docs/federation.md). It needs
+            providers with `round_trips = 2`. None for `round_trips` of the federation file, or 4. With the same
+            `round_trips`, results have the same bits under every masking.
         show_routes_while_decoding: allow decoding with experts = "counts", although a provider learns most tokens.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.

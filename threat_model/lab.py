@@ -31,6 +31,7 @@ from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates.issuing import create_authority, issue
 from symbiosis_priv.certificates.reading import Identity, Kind
+from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer, federation_text, load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
@@ -89,10 +90,14 @@ class Lab:
     `folder` is an empty folder for the checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1
     to 3 `helpers` are started; each scheme states how many it needs. `relayed` is a federation file with relay and one
     helper; `one_company` is one whose only helper belongs to the executor's company: no tenant may use it.
+    With `round_trips` 2, providers have composed groups: tenants use them in every pass without gradients, and the
+    distinguishing game is played at the first of them.
     """
 
-    def __init__(self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3, round_trips: RoundTrips = 4
+    ) -> None:
+        self.folder, self._scope = folder, Scope(round_trips=round_trips)
         self._tied, self._experts, self._helpers = tied, experts, helpers
 
     def __enter__(self) -> Self:
@@ -103,7 +108,7 @@ class Lab:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
         model.requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-        self.store = WeightStore(checkpoint, cache=self.folder / "cache")
+        self.store = WeightStore(checkpoint, cache=self.folder / "cache", scope=self._scope)
         digest = self.store.manifest().digest
         prepared = prepare(self.store, digest=digest, columns=DEFAULT_COLUMNS, cache=self.folder / "cache")
         for scheme in registered():
@@ -150,7 +155,9 @@ class Lab:
                 listen="localhost:0",
                 roles=(role,),
                 log_level="warning",
-                model=schema.ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
+                model=schema.ModelConfig(
+                    checkpoint=str(checkpoint), cache=self.folder / "cache", round_trips=self._scope.round_trips
+                ),
                 tls=schema.TlsConfig(
                     certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                 ),
@@ -172,7 +179,14 @@ class Lab:
         path, digest = self.folder / f"federation-{name}.toml", self.store.manifest().digest
         providers = self._entries[: 1 + helpers]
         path.write_text(
-            federation_text(providers, digest=digest, certificate="keys/alice.pem", key="keys/alice.key", **tables)
+            federation_text(
+                providers,
+                digest=digest,
+                scope=self._scope,
+                certificate="keys/alice.pem",
+                key="keys/alice.key",
+                **tables,
+            )
         )
         return path
 
@@ -194,7 +208,8 @@ class Lab:
         chosen = federation or (self.relayed if scheme.relay else self.folder / f"federation-{scheme.helpers}.toml")
         # the executors of this process wait longer for blocks, for busy machines
         patient = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
-        with patient, mock.patch.object(BlockStore, "keep", deposit):
+        every_pass = mock.patch("tenant.model.trips.MOST_ROWS", 1 << 20)
+        with patient, every_pass, mock.patch.object(BlockStore, "keep", deposit):
             model = self._load(recorder, federation=chosen, **scheme.options)
             with backend_of(model):
                 witness = Witness.install(model, recorder, self.public, truth)
@@ -278,7 +293,7 @@ class Lab:
     def _game(self, backend: Any, recorder: Recorder, truth: Truth, direction: Direction, workload: Workload) -> Game:
         """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random. The
         helpers' shares of the pads of these rows are computed from the logs of all helpers."""
-        group = 0
+        group = next((i for i, entry in enumerate(self.public.manifest.groups) if entry.composed is not None), 0)
         pair = self.public.vocabulary_rows[:2]
         if direction == BACKWARD:
             width = self.public.manifest.groups[group].stacked_outputs

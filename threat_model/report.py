@@ -143,11 +143,18 @@ def last_sections(suite: Suite) -> list[Section]:
         outcome, interval = cell.outcome, cell.outcome.interval
         rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
         routes.append((cell.mode, *rates, "hidden" if cell.promised else "nothing", _yes(cell.expected)))
+    about_composed = ("masking", "attack", "success", "chance", "verdict", "as promised")
+    composed = [
+        (c.scheme.name, c.attack.name, f"{o.success:.1%}", f"{o.chance:.1%}", c.verdict, _yes(c.expected))
+        for c in suite.composed
+        if (o := c.outcome) is not None
+    ]
     return [
         Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
         Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
         Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
+        Section("Two round trips per block: rows of composed groups", about_composed, composed),
         Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
     ]
 
@@ -255,6 +262,11 @@ def to_json(suite: Suite) -> str:
         "routes": [
             {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
             for c in suite.routes
+        ],
+        "composed": [
+            {"scheme": c.scheme.name, "attack": c.attack.name, "verdict": c.verdict, **_outcome_json(c.outcome)}
+            for c in suite.composed
+            if c.outcome is not None
         ],
         "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
         "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from symbiosis_priv.arithmetic.ring import FORWARD
 from tenant.options import Experts
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
+from threat_model.attacks.collusion import Collusion
+from threat_model.attacks.reused_noise import RepeatedRows
+from threat_model.attacks.statistics_of_masks import Distinguisher, Uniformity
 from threat_model.attacks.tokens import TokensFromRoutes
-from threat_model.evidence.schemes import NONE, QUICK_SCHEMES, SCHEMES, AttackedScheme
-from threat_model.lab import FULL, QUICK, Lab, Recording
+from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
+from threat_model.lab import FULL, QUICK, Lab, Recording, Workload
 from threat_model.planted import PlantedFault, plant
 
 MODES: dict[Experts, bool] = {"all": True, "flat": True, "counts": False}
@@ -93,6 +97,7 @@ class Suite:
     planted: tuple[PlantedFault, ...]
     active: ActiveReport
     routes: tuple[RouteCell, ...]
+    composed: tuple[Cell, ...]
     seconds: float
 
     @property
@@ -100,6 +105,7 @@ class Suite:
         """The cells, faults and active attacks that did not have the expected result, in words."""
         wrong = [f"{c.attack.name} on {c.scheme.name}: {c.verdict}" for c in self.cells if not c.expected]
         wrong += [f"planted fault not found: {p.fault}" for p in self.planted if not p.found]
+        wrong += [f"{c.attack.name} on composed groups, {c.scheme.name}" for c in self.composed if not c.expected]
         wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
         return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
 
@@ -134,7 +140,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 6
+    total = len(schemes) * (1 + len(attacks)) + 7
     done = 0
 
     def step(what: str) -> None:
@@ -158,8 +164,10 @@ def run_suite(
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))
     step("routes of a mixture of experts")
     routes = attack_routes(60 if quick else 240)
+    step("composed groups")
+    composed = attack_composed(workload)
     on_progress("done", total, total)
-    return Suite(quick, tuple(schemes), tuple(cells), planted, active, routes, time.monotonic() - started)
+    return Suite(quick, tuple(schemes), tuple(cells), planted, active, routes, composed, time.monotonic() - started)
 
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
@@ -183,3 +191,17 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
     elif attack.by_design or (attack.decisive and (scheme.helpers or "helper" not in attack.party)):
         expected = verdict in (Verdict.BROKEN, Verdict.BY_DESIGN)
     return Cell(attack, scheme, outcome, verdict, promised, expected, time.monotonic() - started)
+
+
+def attack_composed(workload: Workload) -> tuple[Cell, ...]:
+    """Attack the rows of composed groups, of which two leave together (`round_trips = 2`), without a mask and with
+    one."""
+    attacks: list[Attack[Any, Any]] = [RepeatedRows(FORWARD), Uniformity(), Distinguisher(FORWARD), Collusion(FORWARD)]
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), helpers=1, round_trips=2) as lab:
+        composed = {i for i, entry in enumerate(lab.public.manifest.groups) if entry.composed is not None}
+        cells = []
+        for scheme in (NONE, PAD):
+            recording = lab.record(scheme, workload)
+            assert composed <= {exchange.group for exchange in recording.views.executor.exchanges}
+            cells += [examine(attack, recording, lab) for attack in attacks]
+    return tuple(cells)

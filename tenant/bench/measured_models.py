@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 from typer import Option
 
+from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.system.files import write_atomically
@@ -32,6 +33,8 @@ HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
 RELAY = "relay"
 """Suffix of the name of a masking scheme, after a slash, with which effects are relayed."""
+TWO = "two"
+"""The same, with two round trips per block."""
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 START_S = 900.0  # providers quantise the model at their start
 
@@ -145,14 +148,22 @@ class Masking(NamedTuple):
 
 
 def parsed(masking: str) -> Masking:
-    """Parse an option such as `pad`, `pad/24` or `pad/24/relay`, which `options.scheme` has checked."""
+    """Parse an option such as `pad`, `pad/24/relay` or `pad/two`, which `options.scheme` has checked."""
     scheme, *flags = masking.split("/")
-    return Masking(scheme, Transport(ring_bits=24 if "24" in flags else 32, relay=RELAY in flags))
+    round_trips: RoundTrips = 2 if TWO in flags else 4
+    return Masking(
+        scheme, Transport(ring_bits=24 if "24" in flags else 32, relay=RELAY in flags, round_trips=round_trips)
+    )
 
 
 def relayed(maskings: Iterable[str]) -> bool:
     """Returns True if one of these variants relays effects, which providers must then allow."""
     return any(parsed(masking).transport.relay for masking in maskings)
+
+
+def composed(maskings: Iterable[str]) -> Scope:
+    """What providers must serve for these variants."""
+    return Scope(round_trips=2 if any(parsed(masking).transport.round_trips == 2 for masking in maskings) else 4)
 
 
 def remote_config(
@@ -161,7 +172,8 @@ def remote_config(
     """Return the configuration of a tenant of these providers.
 
     Args:
-        masking: a scheme, `pad/24` in a ring of 24 bits, or `pad/24/relay` with relayed effects.
+        masking: a scheme, `pad/24` in a ring of 24 bits, `pad/24/relay` with relayed effects, or `pad/two` with two
+            round trips per block.
         federation: the federation file; that of the providers if None.
     """
     scheme, transport = parsed(masking)
@@ -174,6 +186,7 @@ def remote_config(
         federation=file,
         masking=scheme,
         ring_bits=transport.ring_bits,
+        round_trips=transport.round_trips,
         cache=local.cache,
         pool_memory_mib=effort.pool_memory_mib,
     )

@@ -22,6 +22,7 @@ import typer
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import terminal
@@ -83,7 +84,7 @@ def network(
     overlap: Annotated[
         int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
     ] = 2,
-    masking: Maskings = "pad,pad/24/relay",
+    masking: Maskings = "pad,pad/two,pad/24/relay",
     effort: models.Effort = _FIVE_TIMES,
 ) -> Iterator[Row]:
     """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
@@ -107,10 +108,16 @@ def network(
     with ExitStack() as stack:
         link = stack.enter_context(open_link())
         providers = models.provide(
-            model, folder, threads=effort.threads, host=link.host, relay=models.relayed(maskings)
+            model,
+            folder,
+            threads=effort.threads,
+            host=link.host,
+            relay=models.relayed(maskings),
+            scope=models.composed(maskings),
         )
         local = stack.enter_context(providers)
-        groups, federation = WeightStore(model, cache=local.cache).manifest().groups, link.federation(local.federation)
+        store = WeightStore(model, cache=local.cache, scope=models.composed(maskings))
+        groups, federation = store.manifest().groups, link.federation(local.federation)
         found: dict[tuple[Condition, str], list[Row]] = {}
         free: dict[tuple[str, str], Measured] = {}  # over the link without limits, which comes first
         first: dict[
@@ -122,6 +129,8 @@ def network(
             remote = models.remote_config(local, name, effort, federation=federation)
             with Child("tenant", models.serve_tenant, model, remote, effort.threads) as tenant:
                 for what, task in work.items():
+                    if models.parsed(name).transport.round_trips == 2 and isinstance(task, models.Step):
+                        continue  # with gradients, a pass takes four
                     before = cpu_seconds([link.emulator])
                     costs = tenant.ask(task, timeout_s=TURN_S)
                     emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
@@ -174,6 +183,7 @@ def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: 
         "per_second": 1 / found.seconds,
         "round_trips": found.counted("executor_round_trips"),
         "round_trips_by_design": design.round_trips,
+        "turns": design.turns,
         "bytes_up": round(up),
         "bytes_up_by_design": design.up,
         "bytes_down": round(down),
@@ -225,11 +235,15 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
     """
     maskings = schemes(masking)
     for model, shape in MODELS.items():
-        config = replace(shape, layers=1).config()
+        config = replace(shape, layers=2).config()
         config.architectures = ["LlamaForCausalLM"]
-        groups = [GroupEntry(digest="", **vars(group)) for group in traced(config).groups] * shape.layers
+        found = traced(config, Scope(round_trips=2)).groups
+        blocks = [[group for group in found if f".{block}." in group.members[0]] for block in (0, 1)]
+        specs = [*blocks[0] * (shape.layers - 1), *blocks[1]]
+        groups = [GroupEntry(digest="", **vars(group)) for group in specs]
+        ordinary = [group for group in groups if group.composed is None]
         for work, (rows, directions) in _WORK.items():
-            plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in groups[d == BACKWARD :])
+            plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in ordinary[d == BACKWARD :])
             first = None
             for name in maskings:
                 transport = models.parsed(name).transport

@@ -13,7 +13,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.system.files import output_file
-from tenant.bench.measured_models import RELAY, check_width
+from tenant.bench.measured_models import RELAY, TWO, check_width
 from tenant.bench.report import Goal, Row, Table, number, this_run, write
 from tenant.cli.options import quiet, takes
 from tenant.masking.registry import session_scheme
@@ -31,7 +31,7 @@ Maskings = Annotated[
     typer.Option(
         "--masking",
         help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits, pad/24/relay with relayed "
-        "effects.",
+        "effects, pad/two with two round trips per block.",
     ),
 ]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
@@ -42,10 +42,10 @@ Show = Callable[[Sequence[Row]], None]
 
 
 def scheme(name: str) -> str:
-    """Parse the name of a masking scheme that has a session, such as `pad`, `pad/24` in a ring of 24 bits, or
-    `pad/24/relay` with relayed effects."""
+    """Parse the name of a masking scheme that has a session, such as `pad`, `pad/24` in a ring of 24 bits,
+    `pad/24/relay` with relayed effects, or `pad/two` with two round trips per block."""
     masking, *flags = name.strip().split("/")
-    known = (*map(str, get_args(RingBits)), RELAY)
+    known = (*map(str, get_args(RingBits)), RELAY, TWO)
     if unknown := set(flags) - set(known):
         raise ConfigError(f"{name!r}: {unknown.pop()!r} after a slash is not one of {', '.join(known)}")
     session_scheme(masking)

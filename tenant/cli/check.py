@@ -1,6 +1,7 @@
 """`tenant check`: what a split model keeps, what it sends, and how the ring's arithmetic changes its output."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,8 +41,15 @@ def check(
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
     ] = False,
+    two_round_trips: Annotated[
+        bool,
+        typer.Option(
+            "--two-round-trips", help="Also show two round trips per block (round_trips = 2), and their quality."
+        ),
+    ] = False,
     federation: Annotated[
-        Path | None, typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring and relay.")
+        Path | None,
+        typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring, relay and round trips."),
     ] = None,
     masking: Annotated[
         Masking | None, typer.Option(help="Also show what this masking costs here: lwe (experimental).")
@@ -75,9 +83,12 @@ def check(
             load_model,
             load_tokenizer,
         )
+        from tenant.options import MOST_ROWS
         from tenant.training import quantisation_error
 
-    terminal.console().print(_division_table(folder, tied_head=tied_head, federation=pinned))
+    two_round_trips |= pinned is not None and pinned.scope.round_trips == 2
+    table_of_parts = _division_table(folder, tied_head=tied_head, two_round_trips=two_round_trips, federation=pinned)
+    terminal.console().print(table_of_parts)
     if masking is not None and session_scheme(masking).keeps_hints:
         bits = weight_bits if pinned is None else pinned.weight_bits
         _show_hints(folder, tied_head=tied_head, bits=checked_hint_bits(hint_bits), weight_bits=bits)
@@ -99,9 +110,11 @@ def check(
         of = "hidden states"
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     splits: dict[str, Any] = {}
+    simulate = partial(RemoteConfig, masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
     for label, ring_bits in rings:
-        remote = RemoteConfig(masking="simulate", weight_bits=weight_bits, ring_bits=ring_bits, tied_head=tied_head)
-        splits[label] = load(remote=remote, dtype=torch.float32)
+        splits[label] = load(remote=simulate(ring_bits=ring_bits), dtype=torch.float32)
+    if two_round_trips and compare is quantisation_error.compare:
+        splits[_TWO] = load(remote=simulate(round_trips=2), dtype=torch.float32)
     reference = load(dtype=torch.float32)
     if text is not None:
         limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
@@ -111,17 +124,23 @@ def check(
     models: dict[str, Any] = {}
     for label, split in splits.items():
         with terminal.progress_bar(label) as progress:
-            models[label] = compare(reference, split, measured, progress=progress)
+            passes = {"most": MOST_ROWS} if label == _TWO else {}
+            models[label] = compare(reference, split, measured, progress=progress, **passes)
         backend_of(split).close()
     with terminal.progress_bar("bf16") as progress:
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
     terminal.console().print(_comparison(models, of=of))
 
 
-def _division_table(folder: Path, *, tied_head: bool, federation: Federation | None) -> Table:
+_TWO = "round_trips = 2"
+_PLACES = (("1 Gbit/s, a GPU", 1e9, 1e12), ("1 Gbit/s, a CPU", 1e9, 2e10), ("100 Mbit/s, a CPU", 1e8, 2e10))
+"""Bits per second of a network, and multiply-adds per second of an executor with one row: those of its memory."""
+
+
+def _division_table(folder: Path, *, tied_head: bool, two_round_trips: bool, federation: Federation | None) -> Table:
     from symbiosis_priv.checkpoints.discovery.skeleton import build, discover, load_config
     from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
-    from symbiosis_priv.checkpoints.manifest import GroupEntry
+    from symbiosis_priv.checkpoints.manifest import GroupEntry, price_of_composing
     from tenant.model.division import division
     from tenant.session.traffic import DIRECT, PredictedTraffic, Transport, of_token
 
@@ -141,6 +160,23 @@ def _division_table(folder: Path, *, tied_head: bool, federation: Federation | N
     table.add_row("round trips of a token", f"{token.turns:,}", "")
     table.add_row("sent and received for a token", f"{(token.up + token.down) / 1e6:,.3f} MB", "")
     table.add_row("effects from each helper (pad)", f"{token.effects / 1e6:,.3f} MB", "")
+    if two_round_trips:
+        composed = discover(folder, Scope(tied_head=tied_head, round_trips=2)).groups
+        entries = [GroupEntry(digest="", **vars(group)) for group in composed]
+        two = of_token(entries, replace(transport, round_trips=2))
+        memory, work = price_of_composing(entries)
+        extra = two.up + two.down + two.effects - token.up - token.down - token.effects
+        table.add_section()
+        table.add_row("with two round trips per block", "", "")
+        table.add_row("round trips of a token", f"{two.turns:,}", "")
+        table.add_row("sent and received for a token", f"{(two.up + two.down) / 1e6:,.3f} MB", "")
+        table.add_row("effects from each helper (pad)", f"{two.effects / 1e6:,.3f} MB", "")
+        table.add_row("weights that a provider holds", f"x{memory:.2f}", "")
+        table.add_row("multiply-adds of a token", f"x{work:.2f}", "")
+        added = (work - 1) * sum(group.inputs * sum(group.outputs) for group in groups)
+        for name, bits, rate in _PLACES:
+            pays_ms = 1e3 * (8 * extra / bits + added / rate) / (token.turns - two.turns)
+            table.add_row(f"pays from a round trip of ({name})", f"{pays_ms:.2g} ms", "")
     with_head = discover(folder, Scope(tied_head=True))
     for head in (group for group in with_head.groups if f"{group.members[0]}.weight" in with_head.tied):
         row = traffic([head])

@@ -29,7 +29,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from threading import local
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,10 @@ from symbiosis_priv.checkpoints.layers import AGAIN, THROUGH
 from tenant.masking.backend import Product
 from tenant.model.overlap import waiting
 from tenant.model.remote_linear import LayerGroup, RemoteLayer, output_dtype
+from tenant.options import MOST_ROWS
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS: Final = 16
-"""Most rows of a pass in two round trips per block."""
 _REST = 256  # passes in four round trips after a comparison has failed, before the next try
 _ROUNDINGS = 4  # of a norm or a sum in the model's dtype, for comparisons
 

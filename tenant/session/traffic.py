@@ -6,15 +6,16 @@ product is cut into parts that are sent over several connections at the same tim
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
-from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.layers import RoundTrips
+from symbiosis_priv.checkpoints.manifest import GroupEntry, while_decoding
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import PARALLEL_CHANNELS
-from tenant.options import SessionOptions
+from tenant.options import MOST_ROWS, SessionOptions
 from tenant.session.part_queue import part_rows
 
 
@@ -45,10 +46,13 @@ class Transport:
 
     Args:
         relay: helpers send effects to the executor. A request then names one block and confirms one answer.
+        round_trips: 2 if a pass of few rows uses composed groups. Such a group's product is under way together with
+            that of the group after it, and the two are one turn.
     """
 
     ring_bits: RingBits = DEFAULT_RING_BITS
     relay: bool = False
+    round_trips: RoundTrips = 4
 
 
 DIRECT = Transport()
@@ -68,11 +72,18 @@ def of_step(groups: Sequence[GroupEntry], rows: int, transport: Transport = DIRE
 def of_pass(
     groups: Sequence[GroupEntry], direction: Direction, rows: int, transport: Transport = DIRECT
 ) -> PredictedTraffic:
-    """Predict the traffic of rows through all groups in one direction.
+    """Predict the traffic of rows through all groups in one direction, without gradients if it is forward.
 
     The first group has no backward product, because the embeddings below it are frozen.
     """
-    products = [_of_product(group, i, direction, rows, transport) for i, group in enumerate(groups)]
+    two = transport.round_trips == 2 and direction == FORWARD and rows <= MOST_ROWS
+    used = while_decoding(groups) if two else [group for group in groups if group.composed is None]
+    products = [
+        replace(product, turns=0) if group.composed is not None else product
+        for i, group in enumerate(groups)
+        if group in used
+        for product in [_of_product(group, i, direction, rows, transport)]
+    ]
     return sum(products[direction == BACKWARD :], PredictedTraffic())
 
 

@@ -36,16 +36,22 @@ class Quality:
 
 @torch.no_grad()
 def compare(
-    reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
+    reference: Any,
+    model: Any,
+    blocks: Sequence[list[int]],
+    *,
+    most: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Run both models on blocks of token ids, each of at least two tokens, and compare every position. `progress` is
-    called with (blocks done, number of blocks)."""
+    """Run both models on blocks of token ids, each of at least two tokens, and compare every position. `most`: most
+    tokens of one pass of `model`, which then reads the block with its cache; None for a block in one pass. `progress`
+    is called with (blocks done, number of blocks)."""
     tokens = agree = 0
     nll = reference_nll = 0.0
     min_cosine = 1.0
     for done, block in enumerate(blocks, start=1):
         ids = torch.tensor([block], dtype=torch.long, device="cpu")
-        want, got = _logits(reference, ids), _logits(model, ids)
+        want, got = _logits(reference, ids), _logits(model, ids, most=most)
         target = ids[0, 1:]
         tokens += len(target)
         agree += int((want.argmax(-1) == got.argmax(-1)).sum())
@@ -63,10 +69,14 @@ def compare(
     )
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
+def _logits(model: Any, ids: Tensor, *, most: int | None = None) -> Tensor:
     """Return the logits of every position that has a next token: float64 `[tokens - 1, vocabulary]`."""
-    logits: Tensor = model(input_ids=ids.to(model.device)).logits[0, :-1]
-    return logits.to(device="cpu", dtype=torch.float64)
+    found, cache = list[Tensor](), dict[str, Any]()
+    for part in ids.to(model.device).split(most or ids.shape[1], dim=1):
+        output = model(input_ids=part, **cache)
+        found.append(output.logits[0])
+        cache = {"past_key_values": output.past_key_values} if most else {}
+    return torch.cat(found)[:-1].to(device="cpu", dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

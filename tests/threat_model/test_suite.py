@@ -111,6 +111,14 @@ def test_routes_tell_decoded_tokens_in_the_mode_that_shows_them_and_in_no_other(
         assert found[mode].outcome.at_chance
 
 
+def test_rows_of_composed_groups_are_read_without_a_mask_and_hidden_with_one(quick: Suite) -> None:
+    found = {(cell.scheme.name, cell.attack.name): cell for cell in quick.composed}
+    for attack in ("two-row distinguisher, forward", "uniformity of bytes"):
+        assert found["none", attack].verdict is Verdict.BROKEN
+        assert found["pad", attack].verdict is Verdict.HIDDEN
+    assert found["pad", "collusion, forward"].verdict is Verdict.BY_DESIGN
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_executor_and_all_helpers_together_read_pads_and_find_nothing_to_pool_on_local(
     quick: Suite, direction: str

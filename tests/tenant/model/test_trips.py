@@ -30,7 +30,7 @@ from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant import RemoteConfig, backend_of
 from tenant.masking.backend import Backend, Product
 from tenant.model.overlap import overlapped
-from tenant.model.trips import MOST_ROWS
+from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
 

@@ -38,7 +38,7 @@ class Tenant:
         rows: rows of each request.
         trains: True if it sends backward requests, too.
         layers: layers of the model, four layer groups each.
-        turns: seconds of each token of a batch, or of each step, after the start.
+        turns: seconds of each token of a batch, or of each step, after the first `warm_up` seconds.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Tenant:
     trains: bool = False
     layers: int = 1
     turns: list[float] = field(default_factory=list)
+    warm_up: float = WARM_UP
     _at: int = 0
     _begun: float = 0.0
 
@@ -77,7 +78,7 @@ class Tenant:
         """Receive an answer. Returns the seconds that the tenant computes before its next request."""
         group, _ = self._path[self._at]
         self._at = (self._at + 1) % len(self._path)
-        if self._at == 0 and now > WARM_UP:
+        if self._at == 0 and now > self.warm_up:
             self.turns.append(now - self._begun)
         return TENANT + VALUE * self.rows * sum(GROUPS[group % len(GROUPS)])
 

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Scheduler
+from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
 from tests.provider.scheduler.rehearsal import Outcome, Tenant, rehearse
 
@@ -500,3 +501,17 @@ def test_a_tenant_ahead_of_its_fair_share_is_not_first() -> None:
     subject.done(first, now=now + 0.01, seconds=0.01)
     subject.put(job("behind", group=2, arrival=now + 0.01))
     assert [p.job.tenant for p in subject.take(now + 0.01)] == ["ahead"]
+
+
+def test_a_swarm_shares_its_executors_fairly_and_recovers_from_a_loss() -> None:
+    """A smaller run of `python -m tests.provider.scheduler.swarm`."""
+    hardware = swarm.HARDWARE["8 GPUs (assumed)"]
+    alone, busy = (
+        swarm.simulate(hardware, tenants=tenants, executors=8, training=0.0, seconds=2.0) for tenants in (8, 40)
+    )
+    assert busy.tokens_per_s > 3 * alone.tokens_per_s
+    assert busy.fairness > 0.95
+    assert busy.slowest_s < 2 * busy.median_s
+    before, lost, *later = swarm.after_a_loss(60, lost=0.1)
+    assert lost < 0.75
+    assert later[-1] >= 0.75 or later[-1] >= before

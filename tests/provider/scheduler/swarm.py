@@ -1,0 +1,222 @@
+"""A thousand tenants and a hundred executors, simulated: `python -m tests.provider.scheduler.swarm` prints a table.
+
+Every executor runs the real scheduler on a simulated clock, and layers are placed by the real rule. The model is a
+Llama-2-7B of 32 layers; each executor serves 8 of them, as an executor of `layers = "auto"` does. Tenants generate one
+token after the other, one row per layer group, and a share of them trains. What a product, a request and the network
+cost is assumed (`Hardware`); docs/scale.md says from where the figures come.
+"""
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from provider.announce.placement import Placed, better, coverage, most_needed
+from provider.config.schema import AnnounceConfig, SchedulerConfig
+from provider.scheduler.jobs import Job
+from provider.scheduler.scheduler import Scheduler
+from tests.provider.scheduler.rehearsal import GROUPS, Tenant
+
+LAYERS, SERVED = 32, 8
+WARM_UP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What things cost, in seconds: to read a weight, a multiply-add, a product, a request of a product, a round trip,
+    and a tenant's own work between two requests."""
+
+    weight_s: float
+    row_s: float
+    product_s: float
+    request_s: float = 0.25e-3
+    trip_s: float = 2e-3
+    tenant_s: float = 0.6e-3
+
+
+HARDWARE = {
+    # measured, `bench kernels` and `bench provider`: two bytes a weight at 40 GB/s, 116 GMAC/s
+    "one core (measured)": Hardware(weight_s=50e-12, row_s=8.6e-12, product_s=0.6e-3),
+    # assumed: two bytes a weight at 8 x 3.35 TB/s, 8 x 1979 TOP/s in int8, 7 limb products; half of each is reached
+    "8 GPUs (assumed)": Hardware(weight_s=0.15e-12, row_s=0.9e-15, product_s=0.1e-3),
+}
+
+
+@dataclass
+class Executor:
+    """An executor with its scheduler; `free_at` is when its product ends."""
+
+    layers: range
+    scheduler: Scheduler[Job] = field(default_factory=lambda: Scheduler(SchedulerConfig()))
+    free_at: float = 0.0
+    busy_s: float = 0.0
+    rows: int = 0
+    wakes_at: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`fairness` is Jain's index of the generating tenants' tokens: 1 if all have equally many."""
+
+    tokens_per_s: float
+    median_s: float
+    slowest_s: float
+    fairness: float
+    rows_per_s: list[float]
+    busy: list[float]
+
+
+def placed(executors: int, *, rng: random.Random, operators: int) -> list[Placed]:
+    """Executors that join one after the other."""
+    there: list[Placed] = []
+    for number in range(executors):
+        where = most_needed(coverage(LAYERS, there), SERVED)
+        there.append(Placed(f"{number:04}", str(rng.randrange(operators)), where, 1.0))
+    return there
+
+
+def simulate(
+    hardware: Hardware, *, tenants: int, executors: int, training: float, seconds: float, seed: int = 0
+) -> Outcome:
+    """Let all tenants work; the figures begin after `WARM_UP_S`."""
+    rng, order = random.Random(seed), itertools.count()
+    fleet = [
+        Executor(range(one.layers.first, one.layers.last + 1))
+        for one in placed(executors, rng=rng, operators=max(2, executors // 2))
+    ]
+    count: Counter[int] = Counter()
+    people: dict[str, Tenant] = {}
+    routes: dict[str, list[Executor]] = {}
+    for number in range(tenants):
+        trains = number < training * tenants
+        tenant = Tenant(f"{number:04}", 256 if trains else 1, trains=trains, layers=LAYERS, warm_up=WARM_UP_S)
+        people[tenant.name] = tenant
+        route = []
+        for layer in range(LAYERS):  # the less used one of two that have the layer, and the same one while it has them
+            if not route or layer not in route[-1].layers:
+                able = [i for i, one in enumerate(fleet) if layer in one.layers]
+                chosen = min(rng.sample(able, min(2, len(able))), key=count.__getitem__)
+                count[chosen] += 1
+                route.append(fleet[chosen])
+            else:
+                route.append(route[-1])
+        routes[tenant.name] = route
+    events: list[tuple[float, int, Tenant | Executor]] = [
+        (rng.uniform(0, 0.5), next(order), tenant) for tenant in people.values()
+    ]
+    heapq.heapify(events)
+    end = WARM_UP_S + seconds
+
+    def work(executor: Executor, now: float) -> None:
+        pieces = executor.scheduler.take(now)
+        if not pieces:
+            deadline = executor.scheduler.next_deadline(now)
+            if deadline is not None and deadline < executor.wakes_at:
+                executor.wakes_at = deadline
+                heapq.heappush(events, (deadline, next(order), executor))
+            return
+        rows, weights = sum(piece.rows for piece in pieces), pieces[0].job.row_work
+        product = weights * max(hardware.weight_s, rows * hardware.row_s)
+        took = hardware.product_s + len(pieces) * hardware.request_s + product
+        executor.free_at = now + took
+        executor.scheduler.done(pieces, now=executor.free_at, seconds=product)
+        if now > WARM_UP_S:
+            executor.busy_s += took
+            executor.rows += rows
+        heapq.heappush(events, (executor.free_at, next(order), executor))
+        for piece in pieces:
+            if piece.last:
+                tenant = people[str(piece.job.tenant)]
+                tenant.hear(executor.free_at)
+                own = hardware.tenant_s * rng.uniform(0.7, 1.4) + hardware.trip_s
+                heapq.heappush(events, (executor.free_at + own, next(order), tenant))
+
+    while events and events[0][0] < end:
+        now, _, who = heapq.heappop(events)
+        if isinstance(who, Executor):
+            executor = who
+            executor.wakes_at = float("inf")
+        else:
+            job = who.ask(now)
+            executor = routes[who.name][job.key.group // len(GROUPS)]
+            executor.scheduler.put(job)
+        if executor.free_at <= now:
+            work(executor, now)
+    generating = [tenant for tenant in people.values() if not tenant.trains]
+    turns = sorted(turn for tenant in generating for turn in tenant.turns)
+    tokens = [len(tenant.turns) for tenant in generating]
+    return Outcome(
+        tokens_per_s=sum(tokens) / seconds,
+        median_s=turns[len(turns) // 2],
+        slowest_s=turns[int(0.99 * len(turns))],
+        fairness=sum(tokens) ** 2 / (len(tokens) * sum(n * n for n in tokens)),
+        rows_per_s=[executor.rows / seconds for executor in fleet],
+        busy=[executor.busy_s / seconds for executor in fleet],
+    )
+
+
+def after_a_loss(executors: int, *, lost: float, seed: int = 0) -> Iterator[float]:
+    """Capacity of the least served layer over the mean: at first, after a share of the executors has left (those of
+    the first layers), and after each of twelve periods of moves."""
+    rng = random.Random(seed)
+    there = placed(executors, rng=rng, operators=executors // 2)
+
+    def share() -> float:
+        served = [one.capacity for one in coverage(LAYERS, there)]
+        return min(served) / statistics.fmean(served)
+
+    yield share()
+    there = sorted(there, key=lambda one: one.layers.first)[round(lost * executors) :]
+    yield share()
+    for period in range(12):
+        for own in rng.sample(there, len(there)):
+            others = [one for one in there if one.key != own.key]
+            if (to := better(LAYERS, own, others, period=period)) is not None:
+                there = [*others, own._replace(layers=to)]
+        yield share()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--executors", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    arguments = parser.parse_args()
+    table = Table("hardware", "train", "tokens/s", "token p50", "p99", "fairness", "rows/s per executor", "busiest")
+    for name, hardware in HARDWARE.items():
+        for training in (0.0, 0.1):
+            found = simulate(
+                hardware,
+                tenants=arguments.tenants,
+                executors=arguments.executors,
+                training=training,
+                seconds=arguments.seconds,
+            )
+            table.add_row(
+                name,
+                f"{training:.0%}",
+                f"{found.tokens_per_s:,.0f}",
+                f"{found.median_s:.2f} s",
+                f"{found.slowest_s:.2f} s",
+                f"{found.fairness:.2f}",
+                f"{statistics.fmean(found.rows_per_s):,.0f}",
+                f"{max(found.busy):.0%}",
+            )
+    lifetime_s = AnnounceConfig().lifetime_s
+    console = Console()
+    console.print(table)
+    console.print(f"a registry gets {3 * arguments.executors / lifetime_s:.2f} announcements a second")
+    before, lost, *later = after_a_loss(arguments.executors, lost=0.1)
+    shares = " ".join(f"{share:.0%}" for share in later)
+    console.print(f"least served layer over the mean: {before:.0%}; a tenth lost: {lost:.0%}; then by period {shares}")
+
+
+if __name__ == "__main__":
+    main()

@@ -98,7 +98,7 @@ def simulate(
         trains = number < training * tenants
         tenant = Tenant(f"{number:04}", 256 if trains else 1, trains=trains, layers=LAYERS, warm_up=WARM_UP_S)
         people[tenant.name] = tenant
-        route = []
+        route: list[Executor] = []
         for layer in range(LAYERS):  # the less used one of two that have the layer, and the same one while it has them
             if not route or layer not in route[-1].layers:
                 able = [i for i, one in enumerate(fleet) if layer in one.layers]

@@ -56,7 +56,7 @@ class Llama:
 
     Args:
         heads: number of query heads; `width / HEAD` if None.
-        key_heads: number of key heads; a quarter of the query heads if None.
+        key_heads: number of key heads; if None, the divisor of the query heads that is nearest to a quarter of them.
     """
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]
@@ -73,12 +73,13 @@ class Llama:
     def config(self) -> LlamaConfig:
         """Return the configuration, with tied embeddings."""
         heads = self.heads or max(1, self.width // HEAD)
+        divisors = (number for number in range(1, heads + 1) if not heads % number)
         return LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
-            num_key_value_heads=self.key_heads or max(1, heads // 4),
+            num_key_value_heads=self.key_heads or min(divisors, key=lambda number: abs(number - heads / 4)),
             vocab_size=self.vocabulary,
             tie_word_embeddings=True,
         )

@@ -19,7 +19,16 @@ import msgspec
 
 from provider import logs
 from provider.config.schema import ProviderConfig
-from provider.executor.queues import Cancel, Envelope, ExecutorAnswer, ExecutorReport, ReportRequest, RequestChannel
+from provider.executor.queues import (
+    Cancel,
+    Envelope,
+    ExecutorAnswer,
+    ExecutorReport,
+    ProductRequest,
+    RepeatedProduct,
+    ReportRequest,
+    RequestChannel,
+)
 from provider.refusal import Refusal
 from symbiosis_priv.network import wire
 
@@ -117,6 +126,10 @@ class ExecutorRequester:
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
+
+    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
+        """Return what computes products like that of a request, in this thread; None if there is no fast way."""
+        return self._channel.repeat(like)
 
     def require_present(self) -> None:
         """Raises `Refusal` BUSY while the executor restarts."""

@@ -57,10 +57,11 @@ from provider.executor.queues import (
     row_load,
 )
 from provider.products.model import Operands, ServedModel, open_store
-from provider.scheduler.jobs import Job, Key, Piece
+from provider.scheduler.jobs import ARITHMETIC_ROWS, Job, Key, Piece
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.segments import Counts, clip, merge
 from symbiosis_priv.errors import CheckpointError, DeviceLostError, RankLostError
+from symbiosis_priv.kernels.kernel import PayloadProduct
 from symbiosis_priv.network import wire
 
 log = logs.EventLog(__name__)
@@ -81,6 +82,17 @@ class _Job(Job):
     made: memoryview = NOTHING  # keystream rows of an effect that are not multiplied yet: `ready - taken` rows
     ordered: int = 0  # number of keystream rows that were ordered from the `KeystreamMaker`
     result: memoryview | None = None  # all rows of the product, for a request that is multiplied piece by piece
+
+
+class _Repeated:
+    """A `RepeatedProduct` of one sender. One job serves all of its products: making one takes as long as a check."""
+
+    def __init__(self, executor: "Executor", job: _Job, product: PayloadProduct) -> None:
+        self._executor, self._job, self._product = executor, job, product
+        self.after = executor.after_answer
+
+    def multiply(self, payload: int, answer: int, *, arrival: float) -> bool:
+        return self._executor.multiply_at_once(self._job, arrival, self._product, payload, answer)
 
 
 class Executor:
@@ -110,7 +122,7 @@ class Executor:
             return row_load(request, entry.columns(key.direction), relayed=relayed)
 
         self._load_of = load_of
-        inbox.set_inline_handler(self._serve_inline)
+        inbox.set_inline_handler(self._serve_inline, self._repeat)
 
     def run(self) -> None:
         """Serve until `stop`. Every request that arrived before `stop` is answered."""
@@ -223,7 +235,50 @@ class Executor:
             self._turn.release()
         return True
 
-    def _after_answer(self) -> None:
+    def _repeat(self, like: ProductRequest) -> "_Repeated | None":
+        """See `queues.Repeat`: products of few rows in the ring, for inference, on weights that any thread may use."""
+        request, operands = like.request, self._model.operands
+        if isinstance(request, wire.Effect) or request.counts is not None or request.arithmetic != "ring":
+            return None
+        if like.stage != "inference" or request.rows > ARITHMETIC_ROWS or not operands.any_thread:
+            return None
+        product = operands.few(
+            group=request.group, direction=request.direction, count=request.rows, ring_bits=request.ring_bits
+        )
+        return None if product is None else _Repeated(self, self._job_of(None, like, NOTHING), product)
+
+    def multiply_at_once(self, job: _Job, arrival: float, product: PayloadProduct, payload: int, answer: int) -> bool:
+        """Compute a product in the thread of its sender: `_serve_inline` for a request that need not be queued, without
+        a message. Returns False, and changes nothing, unless the executor rests and nobody waits or is expected.
+
+        Args:
+            job: of an earlier request of the sender, whose product was answered.
+        """
+        if self._resting_since is None or not self._inbox.is_empty or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._resting_since is None:
+                return False
+            self._begin_turn()  # also records the job's earlier product
+            job.arrival, job.taken, job.left = arrival, 0, False
+            pieces = self._scheduler.take_alone(job)
+            if pieces:
+                begun = time.monotonic()
+                try:
+                    product(payload, answer)
+                except MemoryError:  # the usual way tries again, and answers
+                    pieces = []
+                else:
+                    self._unrecorded.append((pieces, job.rows, 1, begun, time.monotonic()))
+            self._resting_since = time.monotonic()  # until the same deadline: nothing waits in the scheduler
+            return bool(pieces)
+        except BaseException as error:
+            self._end_with(error)
+            raise
+        finally:
+            self._turn.release()
+
+    def after_answer(self) -> None:
         """Record the product of a request that was served in its sender's thread, after the answer was sent. Does
         nothing if another thread has the turn: that thread records the product."""
         if self._unrecorded and self._turn.acquire(blocking=False):
@@ -414,7 +469,7 @@ class Executor:
         del self._jobs[job.sender]
         job.payload = job.result = None
         job.made = NOTHING
-        return job.sender, ExecutorAnswer(failure, product, job.taken, self._after_answer)
+        return job.sender, ExecutorAnswer(failure, product, job.taken, self.after_answer)
 
 
 def _matrices(counts: Counts | None) -> int:

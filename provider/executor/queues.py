@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar, get_args
+from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
 
 import msgspec
 from torch import Tensor
@@ -177,12 +177,39 @@ InlineHandler = Callable[[InboxMessage], bool]
 """Serves a message in the thread of its sender. Returns False if the message must be queued."""
 
 
+class RepeatedProduct(Protocol):
+    """Computes products like one that the executor has accepted, in the thread of their sender."""
+
+    def multiply(self, payload: int, answer: int, *, arrival: float) -> bool:
+        """Compute a product at once. Returns False if the request must be sent to the executor, which is busy, or for
+        which others wait; nothing has then changed.
+
+        Args:
+            payload, answer: the addresses of the request's payload and of memory for the answer's.
+            arrival: see `ProductRequest`.
+        """
+
+    def after(self) -> None:
+        """Do the executor's work that the answer need not wait for. Call it after the answer was sent."""
+
+
+Repeat = Callable[[ProductRequest], RepeatedProduct | None]
+"""Returns what computes products like that of a request; None if there is no fast way."""
+
+
 class Inbox(ABC):
     """The executor's end of the queues. Only `post` can be called from any thread; the other methods belong to the
     executor's thread, or to the thread that runs the inline handler."""
 
-    def set_inline_handler(self, handler: InlineHandler) -> None:  # noqa: B027 - only senders in this process can use it
-        """Let senders in this process call `handler` before they queue a message."""
+    @property
+    def is_empty(self) -> bool:
+        """True if no message waits."""
+        return False
+
+    def set_inline_handler(  # noqa: B027 - only senders in this process can use it
+        self, handler: InlineHandler, repeat: Repeat
+    ) -> None:
+        """Let senders in this process call `handler` before they queue a message, and `repeat` for known requests."""
 
     @abstractmethod
     def arrived(self) -> Iterator[InboxMessage]:
@@ -212,6 +239,10 @@ class RequestChannel(ABC):
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         """Send a request, or cancel the last one. The answer may have arrived when this method returns."""
 
+    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
+        """Return what computes products like that of a request at once; None if the channel has no fast way."""
+        return None
+
     @abstractmethod
     def receive(self, seconds: float) -> ExecutorAnswer | None:
         """Return the answer, or None if no answer arrives within `seconds`."""
@@ -228,12 +259,17 @@ class LocalInbox(Inbox):
         self._queue: queue.SimpleQueue[InboxMessage] = queue.SimpleQueue()
         self._next: InboxMessage | None = None
         self._handler: InlineHandler = lambda _: False
+        self.repeat: Repeat = lambda _: None
         self._batches: queue.SimpleQueue[Sequence[AddressedAnswer]] = queue.SimpleQueue()
         self._deliverer = threading.Thread(target=self._run_deliveries, name="answers", daemon=True)
         self._deliverer.start()
 
-    def set_inline_handler(self, handler: InlineHandler) -> None:
-        self._handler = handler
+    @property
+    def is_empty(self) -> bool:
+        return self._queue.empty()
+
+    def set_inline_handler(self, handler: InlineHandler, repeat: Repeat) -> None:
+        self._handler, self.repeat = handler, repeat
 
     def open_channel(self) -> RequestChannel:
         return _LocalChannel(self)
@@ -293,6 +329,9 @@ class _LocalChannel(RequestChannel):
 
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         self._inbox.deliver(InboxMessage(self, message, payload))
+
+    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
+        return self._inbox.repeat(like)
 
     def receive(self, seconds: float) -> ExecutorAnswer | None:
         try:

@@ -21,6 +21,7 @@ from provider.executor.queues import ProductRequest
 from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
+from provider.gateway.repeated import Repeated, is_plain, key_of, nonce_of
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import LIFETIME_S, PERMIT_S, without_blocks
@@ -42,7 +43,7 @@ _Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int, bool]
 """The fields of a request without counts that decide its sizes. A connection has one role, so one class of requests."""
 
 
-class Connection(FrameLoop[wire.Request]):
+class Connection(FrameLoop[wire.Request | Repeated]):
     """Serves one tenant's connection, in its own thread.
 
     Args:
@@ -64,6 +65,8 @@ class Connection(FrameLoop[wire.Request]):
         self._tenant, self._executor = tenant, executor
         self._role: wire.Role | None = None
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
+        self._repeated: dict[bytes, Repeated] = {}  # of answered requests, by their headers
+        self._nonce = b""  # of the repeated request
 
     def serve(self) -> None:
         try:
@@ -72,6 +75,14 @@ class Connection(FrameLoop[wire.Request]):
             self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
+
+    def _known(self) -> Repeated | None:
+        frame = self._frames.arrived
+        if (key := key_of(frame)) is None or (repeated := self._repeated.get(key)) is None:
+            return None
+        self._nonce = nonce_of(frame)
+        self._frames.skip_header(repeated.head, repeated.sizes.received)
+        return repeated
 
     def _decode(self, header: memoryview) -> wire.Request:
         return wire.decode_request(header)
@@ -93,9 +104,15 @@ class Connection(FrameLoop[wire.Request]):
 
     # Requests
 
-    def _answer(self, request: wire.Request) -> None:
+    def _answer(self, request: wire.Request | Repeated) -> None:
+        if isinstance(request, Repeated):
+            self._executor.require_present()
+            self._answer_product(request.request(self._nonce), request.sizes, repeated=request)
+            return
         if isinstance(request, wire.Execute | wire.Effect):
-            self._answer_product(request)
+            if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
+                self._state.blocks.confirm(self._tenant, request.confirms)
+            self._answer_product(request, self._check(request))
             return
         self._frames.expect_payload(0)
         match request:
@@ -108,11 +125,11 @@ class Connection(FrameLoop[wire.Request]):
             case wire.FetchBlock():
                 self._answer_block(request)
 
-    def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
+    def _answer_product(
+        self, request: wire.Execute | wire.Effect, sizes: Sizes, *, repeated: Repeated | None = None
+    ) -> None:
+        """Answer a request whose header was checked, or is equal to one that was."""
         begun = time.perf_counter()
-        if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
-            self._state.blocks.confirm(self._tenant, request.confirms)
-        sizes = self._check(request)
         if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
@@ -128,7 +145,10 @@ class Connection(FrameLoop[wire.Request]):
         ):
             try:
                 # the deadlines start now: the tenant did not cause the wait for bytes
-                self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
+                if repeated is None or limit is not None or not self._answer_at_once(repeated):
+                    work = self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
+                    if work is not None and repeated is None:
+                        self._learn(work, sizes)
             except TimeoutError:
                 self._bill(UsageCounts(slow=1, bytes_received=self._frames.received))
                 raise
@@ -140,10 +160,45 @@ class Connection(FrameLoop[wire.Request]):
             asked = {"group": request.group, "direction": request.direction, "rows": request.rows}
             log.debug("request", tenant=str(self._tenant), ms=round(1000 * (time.perf_counter() - begun), 3), **asked)
 
+    def _answer_at_once(self, repeated: Repeated) -> bool:
+        """Answer a repeated request whose rows have arrived. Returns False, and takes no byte of them, if the executor
+        is busy, or if the tenant trains now: such requests are queued."""
+        arrival, rows, counts = time.monotonic(), self._frames.arrived, repeated.counts
+        if len(rows) < counts.bytes_received:
+            return False
+        if self._state.stages.of(self._tenant, repeated.like, arrival) != "inference":
+            return False
+        source, payload = np.frombuffer(rows, dtype=np.uint8), np.empty(counts.bytes_sent, dtype=np.uint8)
+        if not repeated.product.multiply(source.ctypes.data, payload.ctypes.data, arrival=arrival):
+            return False
+        self._frames.skip_payload()
+        self._state.register.count_request(self._tenant)
+        self._bill(counts)
+        before, after = repeated.answer
+        self._frames.send(before + self._nonce + after, payload.data)
+        repeated.product.after()
+        return True
+
+    def _learn(self, work: ProductRequest, sizes: Sizes) -> None:
+        """Keep what an answered request has shown, if requests with an equal header may follow and need no memory
+        beyond that of the connection."""
+        request = work.request
+        if not isinstance(request, wire.Execute) or not is_plain(request) or sizes.memory > self._limits.small_request:
+            return
+        if (product := self._executor.repeat(work)) is None:
+            return
+        _, outputs = entry_of(request, self._state.manifest).columns(request.direction)
+        sent = request.encoding.size(request.rows, outputs)
+        counts = UsageCounts(1, request.rows, sizes.cost, sizes.received, sent)
+        if key := key_of(wire.encode(request, payload_bytes=sizes.received)):
+            if len(self._repeated) == _KINDS:
+                self._repeated.clear()
+            self._repeated[key] = Repeated.of(request, sizes, counts, product)
+
     def _multiply(
         self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
-    ) -> None:
-        """Let the executor compute a product, and send it.
+    ) -> ProductRequest | None:
+        """Let the executor compute a product, and send it. Returns the request to the executor if it was answered.
 
         Args:
             limit: the quota limit that the request had to wait for; part of the answer.
@@ -169,7 +224,7 @@ class Connection(FrameLoop[wire.Request]):
             self._frames.refuse(refusal)
             rows = self._executor.settle()  # the executor may still hold the payload: keep its bytes
             self._bill(UsageCounts(rows=rows, work=sizes.cost * rows // request.rows))
-            return
+            return None
         if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
             self._state.register.count_request(self._tenant)
@@ -177,11 +232,12 @@ class Connection(FrameLoop[wire.Request]):
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
             self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)
             answer.after()
-            return
+            return work
         # rows that were multiplied before the request was late, failed or cancelled are billed
         cost, left = sizes.cost * answer.rows // request.rows, self._left()
         self._bill(UsageCounts(0, answer.rows, cost, sizes.received, abandoned=int(left), failed=int(not left)))
         self._frames.send(answer.failure)
+        return None
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
         """Finish a product, and relay an effect.

@@ -108,6 +108,22 @@ class Frames:
         self._head_end = self._stream.consumed
         return header
 
+    @property
+    def arrived(self) -> memoryview:
+        """The bytes that have arrived of the current frame, or of its payload, and beyond. Valid until more is read."""
+        return self._stream.arrived
+
+    def skip_header(self, head: int, payload: int) -> None:
+        """Take prefix and header, `head` bytes that have arrived, of a frame whose payload has `payload` bytes."""
+        self._deadline = time.monotonic() + self._limits.frame_timeout_s
+        self._stream.skip(head)
+        self._head_end, self.unread = self._stream.consumed, payload
+
+    def skip_payload(self) -> None:
+        """Take the payload, which has arrived."""
+        self._stream.skip(self.unread)
+        self.unread = 0
+
     def read(self, payload: memoryview) -> None:
         """Fill memory with the whole payload."""
         if len(payload) <= self._small:
@@ -183,6 +199,10 @@ class FrameLoop(ABC, Generic[M]):
         stream.on_scraps = lambda count: self._pause(count * _SCRAP_BYTES)
         self._slot, self._refusal = slot, refusal
 
+    def _known(self) -> M | None:
+        """Take the header that has arrived, if it needs no parsing; otherwise return None, and take no byte."""
+        return None
+
     @abstractmethod
     def _decode(self, header: memoryview) -> M:
         """Read the message of a header. Raises `ProtocolError`."""
@@ -211,7 +231,7 @@ class FrameLoop(ABC, Generic[M]):
             return False
         self._slot.idle_since = math.inf
         try:
-            message = self._decode(self._frames.read_header())
+            message = self._known() or self._decode(self._frames.read_header())
         except ProtocolError as error:
             too_large = isinstance(error, FrameTooLargeError)
             refusal = Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))

@@ -30,6 +30,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, DeviceLostError
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.kernels.kernel import PayloadProduct
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.wire import Arithmetic, Effect
 
@@ -60,6 +61,10 @@ class Operands(ABC):
         Rows are int32 `[r, inputs]`, the result is int32 `[r, outputs]`, contiguous, both on the CPU. With `counts`,
         each row is multiplied by its own expert's matrix (`RingMatrix.product`).
         """
+
+    def few(self, *, group: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        """The product of `count` rows as one compiled call, for any thread; None if there is none (`Kernel.few`)."""
+        return None
 
     @abstractmethod
     def warm_up(self) -> Iterator[None]:
@@ -97,6 +102,9 @@ class LocalOperands(Operands):
         if self._transfers:
             return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits)
         return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
+
+    def few(self, *, group: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        return self._matrix(group).few(direction, count, ring_bits)
 
     def warm_up(self) -> Iterator[None]:
         for group in self._store.served:

@@ -15,9 +15,10 @@ limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four b
           direction, and transposed block by block for the backward direction.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -29,7 +30,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
 from symbiosis_priv.limits import RingBits
-from symbiosis_priv.native import Isa, for_each_slice
+from symbiosis_priv.native import Isa, for_each_slice, slices_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Packed:
 
     def to(self, device: torch.device) -> Self:
         return replace(self, data=self.data.to(device))
+
+
+PayloadProduct = Callable[[int, int], None]
+"""Computes a product from the payload of a request, given its address, to the payload of the answer, given the address
+of its memory. Both are as `wire.Encoding` says. Raises `MemoryError`."""
 
 
 class Kernel(ABC):
@@ -110,6 +116,11 @@ class Kernel(ABC):
             rows: int32 `[r, d]` forward, `[r, o]` backward, r >= 1, contiguous, on the packed weights' device.
             out: int32 `[r, o]` or `[r, d]`, contiguous, overwritten.
         """
+
+    def few(self, packed: Packed, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        """Return the product of `count` rows as one compiled call; None if the kernel has none, or if several threads
+        should share this product."""
+        return None
 
 
 _PANEL = 64  # PANEL in common.h
@@ -181,10 +192,27 @@ class CompiledKernel(Kernel):
         def columns(begin: int, end: int) -> None:
             lib.ring_product(*arguments, *operands, begin, end)
 
-        panels = _padded(out.shape[1]) // _PANEL
-        panel_bytes = _PANEL * padded * weight_bytes * max(1, count // _SLICE_ROWS)
-        for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
+        for_each_slice(columns, **self._slices(packed, count, width, out.shape[1]))
         _unused_limbs.append(limbs)
+
+    def few(self, packed: Packed, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        lib = native.library()
+        assert lib is not None
+        if sys.byteorder == "big" or self.isa is Isa.AMX or slices_of(**self._slices(packed, count, *packed.columns(direction))) > 1:
+            return None
+        shape, ring = (packed.data.element_size(), packed.outputs, packed.inputs, count), (self.isa, ring_bits)
+
+        def multiply(payload: int, answer: int) -> None:
+            weights = packed.data.data_ptr()
+            if lib.ring_answer(*ring, direction == BACKWARD, weights, *shape, payload, answer) != count:
+                raise MemoryError
+
+        return multiply
+
+    def _slices(self, packed: Packed, count: int, width: int, columns: int) -> dict[str, int]:
+        """The arguments of `for_each_slice` for a product's panels."""
+        panel_bytes = _PANEL * _padded(width) * packed.data.element_size() * max(1, count // _SLICE_ROWS)
+        return {"total": _padded(columns) // _PANEL, "least": -(-_SLICE_BYTES // panel_bytes)}
 
 
 _CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 26  # weights that are converted at a time

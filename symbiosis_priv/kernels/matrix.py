@@ -17,7 +17,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Width
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.choice import KERNELS, ROW_CLASSES, Choice, choose, kernel_of, row_class
-from symbiosis_priv.kernels.kernel import Kernel, Packed
+from symbiosis_priv.kernels.kernel import Kernel, Packed, PayloadProduct
 from symbiosis_priv.limits import RingBits
 
 _CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
@@ -127,6 +127,13 @@ class RingMatrix:
             matrix = self.chosen(count).cut(self._packed, start, start + height)
             self._multiply(matrix, rows[segment], direction, out[segment], ring_bits)
         return out
+
+    def few(self, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        """Return the product of `count` rows as one compiled call; None if there is none (`Kernel.few`)."""
+        if self.device.type != "cpu" or not 0 < count <= _CPU_ROWS:
+            return None
+        direction = self._as_packed(direction)
+        return self.chosen(count, direction).few(self._packed, direction, count, ring_bits)
 
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
         """The kernel that products of `count` rows use, for a direction of the packed weights."""

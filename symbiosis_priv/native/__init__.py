@@ -173,6 +173,7 @@ def _declare(lib: ctypes.CDLL) -> None:
             ),
             None,
         ),
+        "ring_answer": ((*3 * (isa,), address, isa, *3 * (integer,), *2 * (address,)), integer),
         "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),
         "ring_decode": (
             (isa, *2 * (address,), *2 * (integer,), ctypes.c_int32, *7 * (address,), *2 * (integer,)),
@@ -205,7 +206,7 @@ def source_digest() -> str:
 
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
-_NO_MEMORY = -1  # as in passes.h
+_NO_MEMORY = -1  # as in common.h
 _SHARE = 1 << 18  # entries: fewer are not worth another thread
 
 
@@ -270,13 +271,18 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
+def slices_of(*, total: int, least: int) -> int:
+    """The number of slices into which `for_each_slice` divides its work."""
+    threads = torch.get_num_threads()
+    return 1 if threads == 1 else min(threads * _SLICES_PER_THREAD, total // least)
+
+
 def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) -> None:
     """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done. A slice
     of `least` is worth another thread; only the last slice may be smaller."""
     global _pool, _pool_size
-    threads = torch.get_num_threads()
-    slices = min(threads * _SLICES_PER_THREAD, total // least)
-    if threads == 1 or slices < 2:
+    threads, slices = torch.get_num_threads(), slices_of(total=total, least=least)
+    if slices < 2:
         work(0, total)
         return
     step = -(-total // slices)

@@ -1,6 +1,7 @@
 /* One translation unit: everything that symbiosis_priv compiles. See common.h for the rules. */
 #include "amx.h"
 #include "common.h"
+#include "few.h"
 #include "lattice.h"
 #include "local.h"
 #include "narrow.h"

@@ -202,6 +202,8 @@ T = TypeVar("T")
 SLICE_S: Final = 2.0
 """Seconds of one wait, before `waiting` is called."""
 _RECORD: Final = 1 << 14  # the most plaintext that a TLS record carries
+_AHEAD: Final = 1 << 16  # bytes that are read ahead: one row of most models, and a few rows of small ones
+_TOGETHER: Final = 1 << 15  # the most that is copied so that head and payload take one system call
 _SCRAP: Final = 1 << 16
 _SCRAP_RECORD: Final = 1 << 10
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
@@ -256,6 +258,15 @@ class FrameStream(RecordStream):
         except (OSError, ValueError):  # closed on this side
             return True
 
+    @property
+    def arrived(self) -> memoryview:
+        """The bytes that were read ahead. They are valid until more is read."""
+        return self._unread
+
+    def skip(self, size: int) -> None:
+        """Take `size` of the bytes that have `arrived`."""
+        self._unread = self._unread[size:]
+
     def begin(self, *, deadline: float) -> bool:
         """Wait for the first bytes of a frame. Returns False if the peer has left."""
         if not self._unread:
@@ -302,8 +313,9 @@ class FrameStream(RecordStream):
             size -= len(part)
 
     def send_frame(self, head: bytes, payload: memoryview, *, deadline: float) -> None:
-        """Send a frame. The head and the start of the payload form one TLS record; the rest is sent without a copy."""
-        beside = _RECORD - len(head)
+        """Send a frame. The head and the start of the payload go out together, all of it if it is small; the rest is
+        sent without a copy."""
+        beside = _TOGETHER - len(head) if len(head) + len(payload) <= _TOGETHER else _RECORD - len(head)
         for view in (memoryview(head + payload[:beside]), payload[beside:]):
             while view:
                 sent = within(deadline, partial(self.send, view), "it does not take the request", waiting=self.waiting)
@@ -326,7 +338,7 @@ class FrameStream(RecordStream):
 
     @cached_property
     def _ahead(self) -> memoryview:
-        return memoryview(bytearray(_RECORD))
+        return memoryview(bytearray(_AHEAD))
 
     def _read(self, view: memoryview, deadline: float) -> int:
         before = self.records

@@ -614,10 +614,10 @@ def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callabl
 def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = connection.Connection._answer_product
 
-    def refuse(self: connection.Connection, request: Any) -> None:
+    def refuse(self: connection.Connection, request: Any, sizes: Any, **how: Any) -> None:
         if not request.rows:
             raise Refusal(wire.ErrorCode.INTERNAL, "no rows")
-        answer(self, request)
+        answer(self, request, sizes, **how)
 
     monkeypatch.setattr(connection.Connection, "_answer_product", refuse)
     outcome = judge("row-counts")["row-counts"]
@@ -663,11 +663,11 @@ def test_a_provider_that_avoids_all_products_does_not_pass(
             raise Refusal(code, "not now")
         greet(self, hello)
 
-    def leave(self: connection.Connection, request: wire.Execute | wire.Effect) -> None:
+    def leave(self: connection.Connection, request: wire.Execute | wire.Effect, sizes: Any, **how: Any) -> None:
         if request.rows:
             asked.append(request)
             raise ConnectionLostError("left")
-        answer(self, request)
+        answer(self, request, sizes, **how)
 
     monkeypatch.setattr(connection.Connection, "_answer_hello", refuse)
     monkeypatch.setattr(connection.Connection, "_answer_product", leave)

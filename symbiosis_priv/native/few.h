@@ -1,0 +1,28 @@
+/* One call for the product of a few rows, from the bytes of a request's payload to those of the answer's. */
+#ifndef SYMBIOSIS_FEW_H
+#define SYMBIOSIS_FEW_H
+
+#include "narrow.h"
+#include "product.h"
+#include <stdlib.h>
+
+/* isa (not AMX) to inputs: as for ring_product. payload and answer: matrices of `count` rows as wire.py encodes them,
+ * little-endian, at any address. Returns `count`, or NO_MEMORY. */
+EXPORT int64_t ring_answer(int32_t isa, int32_t ring_bits, int32_t backward, const void *panels, int32_t weight_bytes,
+                           int64_t outputs, int64_t inputs, int64_t count, const uint8_t *payload, uint8_t *answer) {
+    int64_t width = backward ? outputs : inputs, columns = backward ? inputs : outputs;
+    int64_t entries = count * width, results = count * columns, limbs = count * tiles_of(width) * PANEL;
+    int32_t *space = malloc((size_t)(limbs + entries + results) * sizeof *space);
+    if (!space) return NO_MEMORY;
+    int32_t *rows = space + limbs, *out = rows + entries;
+    if (ring_bits == 32) memcpy(rows, payload, (size_t)entries * sizeof *rows);
+    else ring_unpack24(isa, payload, entries, rows);
+    ring_split(isa, ring_bits, weight_bytes, rows, count, width, space);
+    ring_product(isa, ring_bits, backward, panels, weight_bytes, outputs, inputs, space, count, out, 0, tiles_of(columns));
+    if (ring_bits == 32) memcpy(answer, out, (size_t)results * sizeof *out);
+    else ring_pack24(isa, out, results, answer);
+    free(space);
+    return count;
+}
+
+#endif

@@ -207,7 +207,7 @@ class Inbox(ABC):
         return False
 
     def set_inline_handler(  # noqa: B027 - only senders in this process can use it
-        self, handler: InlineHandler, repeat: Repeat
+        self, handler: InlineHandler, repeat: Repeat = lambda _: None
     ) -> None:
         """Let senders in this process call `handler` before they queue a message, and `repeat` for known requests."""
 
@@ -268,7 +268,7 @@ class LocalInbox(Inbox):
     def is_empty(self) -> bool:
         return self._queue.empty()
 
-    def set_inline_handler(self, handler: InlineHandler, repeat: Repeat) -> None:
+    def set_inline_handler(self, handler: InlineHandler, repeat: Repeat = lambda _: None) -> None:
         self._handler, self.repeat = handler, repeat
 
     def open_channel(self) -> RequestChannel:

@@ -235,16 +235,12 @@ class Executor:
             self._turn.release()
         return True
 
-    def _repeat(self, like: ProductRequest) -> "_Repeated | None":
-        """See `queues.Repeat`: products of few rows in the ring, for inference, on weights that any thread may use."""
-        request, operands = like.request, self._model.operands
-        if isinstance(request, wire.Effect) or request.counts is not None or request.arithmetic != "ring":
+    def _repeat(self, like: ProductRequest) -> _Repeated | None:
+        """See `queues.Repeat`: products of few rows, for inference, on weights that any thread may use."""
+        request = like.request
+        if isinstance(request, wire.Effect) or like.stage != "inference" or request.rows > ARITHMETIC_ROWS:
             return None
-        if like.stage != "inference" or request.rows > ARITHMETIC_ROWS or not operands.any_thread:
-            return None
-        product = operands.few(
-            group=request.group, direction=request.direction, count=request.rows, ring_bits=request.ring_bits
-        )
+        product = self._model.few(request) if self._model.operands.any_thread else None
         return None if product is None else _Repeated(self, self._job_of(None, like, NOTHING), product)
 
     def multiply_at_once(self, job: _Job, arrival: float, product: PayloadProduct, payload: int, answer: int) -> bool:

@@ -32,7 +32,7 @@ from symbiosis_priv.errors import ConfigError, DeviceLostError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.kernels.kernel import PayloadProduct
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from symbiosis_priv.network.wire import Arithmetic, Effect
+from symbiosis_priv.network.wire import Arithmetic, Effect, Execute
 
 
 class Operands(ABC):
@@ -313,6 +313,13 @@ class ServedModel:
             linear(rows, weight, bias if arithmetic == "float" else None) if direction == FORWARD else rows @ weight
         )
         return product.cpu()
+
+    def few(self, request: Execute) -> PayloadProduct | None:
+        """See `Operands.few`; None unless a request is for one matrix and the ring."""
+        if request.counts is not None or request.arithmetic != "ring":
+            return None
+        direction, ring_bits = request.direction, request.ring_bits
+        return self.operands.few(group=request.group, direction=direction, count=request.rows, ring_bits=ring_bits)
 
     def require_device(self) -> None:
         """Compute a small product, to test the device.

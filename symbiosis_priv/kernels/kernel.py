@@ -198,7 +198,8 @@ class CompiledKernel(Kernel):
     def few(self, packed: Packed, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
         lib = native.library()
         assert lib is not None
-        if sys.byteorder == "big" or self.isa is Isa.AMX or slices_of(**self._slices(packed, count, *packed.columns(direction))) > 1:
+        slices = slices_of(**self._slices(packed, count, *packed.columns(direction)))
+        if sys.byteorder == "big" or self.isa is Isa.AMX or slices > 1:
             return None
         shape, ring = (packed.data.element_size(), packed.outputs, packed.inputs, count), (self.isa, ring_bits)
 

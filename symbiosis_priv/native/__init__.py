@@ -219,12 +219,12 @@ def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
     fields = [FORMATS[matrices[0].dtype], count]
     for matrix in matrices:
         fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
-    return _fields(2 + 3 * count)(*fields)
+    return array_of(fields)
 
 
 def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
     """The addresses of matrices. The caller keeps the matrices alive."""
-    return _fields(len(matrices))(*[matrix.data_ptr() for matrix in matrices])
+    return array_of([matrix.data_ptr() for matrix in matrices])
 
 
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -237,6 +237,11 @@ def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
             matrix = (matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)).contiguous()
         found.append(matrix)
     return found
+
+
+def array_of(fields: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """A C array of int64."""
+    return _fields(len(fields))(*fields)
 
 
 @functools.cache

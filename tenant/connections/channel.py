@@ -85,13 +85,13 @@ class KnownFrames:
     """
 
     def __init__(self, like: wire.Execute, *, inputs: int, outputs: int) -> None:
-        self._like, self.outputs, self.encoding = like, outputs, like.encoding
+        self.like, self.outputs, self.encoding = like, outputs, like.encoding
         self.request = self._halves(like, inputs)
         self.answer = self._halves(wire.Result.answering(like), outputs)
 
     def message(self, nonce: bytes) -> wire.Execute:
         """The request with this nonce."""
-        return msgspec.structs.replace(self._like, nonce=nonce)
+        return msgspec.structs.replace(self.like, nonce=nonce)
 
     def _halves(self, message: wire.Binding, width: int) -> tuple[bytes, bytes]:
         frame = wire.encode(message, payload_bytes=self.encoding.size(message.rows, width))
@@ -381,12 +381,13 @@ class Channel:
         if self._wiretap:
             self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words))
         request, payload = frames.request[0] + nonce + frames.request[1], encoding.pack(words)
-        answer, entries = frames.answer[0] + nonce + frames.answer[1], np.empty((len(words), frames.outputs), np.int32)
-        space = encoding.payload_space(entries)
         try:
             stream.send_frame(request, payload, deadline=deadline)
             self.traffic.bytes_sent += len(request) + len(payload)
             meanwhile()
+            answer = frames.answer[0] + nonce + frames.answer[1]
+            entries = np.empty((frames.like.rows, frames.outputs), np.int32)
+            space = encoding.payload_space(entries)
             known = not self._wiretap and stream.receive_known(answer, space, deadline=deadline)
         except (OSError, ConnectionLostError) as error:
             raise connection.named(error) from error

@@ -65,7 +65,7 @@ class MaskedRows:
         assign = object.__setattr__
         assign(self, "masked_words", masked_words)
         assign(self, "pads", pads)
-        assign(self, "holders", tuple(dict.fromkeys(holders)))
+        assign(self, "holders", tuple(holders if len(holders) < 2 else dict.fromkeys(holders)))  # without hashing one
 
     def split(self, rows: int) -> list[MaskedRows]:
         """Split into matrices of at most `rows` rows. Each names all pads and all holders."""

@@ -33,7 +33,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
-from symbiosis_priv.native import FORMATS, layout, pointer
+from symbiosis_priv.native import FORMATS, array_of, pointer
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, row_range, with_first_rows
@@ -349,18 +349,28 @@ class Part:
 
 MOST_FEW = 16
 """Largest number of rows of `FewRows`."""
+_BRIEF = 1 << 14  # entries that take less time than reacquiring the GIL
 
 
-class Encoded(NamedTuple):
-    """Rows in the ring, int32 `[r, d]`, and R applied to their true product, int64 `[r]`."""
+class Space(NamedTuple):
+    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, and a flag for each row.
+    `numbers` holds the rows' scales, and the bits of R applied to their true product, int64."""
 
     words: Tensor
-    expected: Tensor
+    numbers: Tensor
+    refused: ctypes.Array[ctypes.c_uint8]
+    addresses: tuple[int, int, int]
+
+
+Layout = ctypes.Array[ctypes.c_int64]
+Effects = tuple[Sequence[Tensor], Layout]
+"""The effects of pads, and their addresses."""
 
 
 class FewRows:
     """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
-    direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic.
+    direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
+    `effects` prepare the rest, which does not depend on the rows, while another answer is awaited.
 
     The steps and their order are the same: quantise and compute the expected check; later subtract the effects, check,
     dequantise. The masking between them is `masked.mask`. Whenever anything is unusual, `part` makes the `Part` with
@@ -378,67 +388,66 @@ class FewRows:
         self.count, self.width, self.outputs = like.count, like.width, like.outputs
         self._place = like.index, like.direction
         self._column, self._second, self._bound = like.column, like.second, rows.bound
+        if like.count * like.widest <= _BRIEF:
+            library = native.brief_library()
         self._encode, self._decode, self._isa = library.ring_encode, library.ring_decode, int(native.best(library))
         self._kept = v, rows.fold, rows.channel_scale, rows.bias  # the library reads them through their addresses
         self._before = like.width, pointer(rows.fold), rows.bound.l1, rows.bound.l2, v.limbs.data_ptr()
-        self._check = DEFAULT_RING_BITS - rows.ring_bits, like.column.limbs.data_ptr()
+        self._check = self.outputs, DEFAULT_RING_BITS - rows.ring_bits, like.column.limbs.data_ptr()
         self._after = pointer(rows.channel_scale), pointer(rows.bias)
         self._flags = ctypes.c_uint8 * like.count
 
-    def takes(self, rows: FloatRows) -> bool:
-        """Returns True if these rows are like those that the arguments were prepared for, and are read in place. The
-        compiled code trusts their shapes."""
-        return (
-            rows.bound is self._bound and self._fits(rows.inputs, self.width) and self._fits(rows.outputs, self.outputs)
-        )
+    def takes(self, rows: FloatRows) -> tuple[Layout, Layout] | None:
+        """Return where these rows are read and their results written, if they are like those that the arguments were
+        prepared for; otherwise None. The compiled code trusts these shapes."""
+        if rows.bound is not self._bound:
+            return None
+        inputs, outputs = self._layout(rows.inputs, self.width), self._layout(rows.outputs, self.outputs)
+        return None if inputs is None or outputs is None else (inputs, outputs)
 
-    def _fits(self, matrices: Sequence[Tensor], width: int) -> bool:
+    def _layout(self, matrices: Sequence[Tensor], width: int) -> Layout | None:
         dtype, rows = matrices[0].dtype, self.count
+        fields = [FORMATS.get(dtype, -1), len(matrices)]
         for matrix in matrices:
-            if matrix.dtype is not dtype or matrix.dim() != 2 or len(matrix) != rows or matrix.stride(1) != 1:
-                return False
-            width -= matrix.shape[1]
-        return not width and dtype in FORMATS
+            shape = matrix.shape
+            if matrix.dtype is not dtype or len(shape) != 2 or shape[0] != rows or matrix.stride(1) != 1:
+                return None
+            width -= shape[1]
+            fields += matrix.data_ptr(), matrix.stride(0), shape[1]
+        return None if width or fields[0] < 0 else array_of(fields)
 
-    def encode(self, rows: FloatRows) -> Encoded:
-        """Quantise rows that `takes` accepts. Raises `NonFiniteError`: inf or nan among the rows."""
+    def space(self) -> Space:
+        """Allocate the memory of one product."""
         words = torch.empty((self.count, self.width), dtype=torch.int32, device="cpu")
-        expected = torch.empty(self.count, dtype=torch.int64, device="cpu")
-        rows.scale = torch.empty(self.count, dtype=torch.float64, device="cpu")
-        to = words.data_ptr(), rows.scale.data_ptr(), expected.data_ptr()
-        done = self._encode(self._isa, layout(rows.inputs), *self._before, *to, 0, self.count)
+        numbers = torch.empty((2, self.count), dtype=torch.float64, device="cpu")
+        scales = numbers.data_ptr()
+        return Space(words, numbers, self._flags(), (words.data_ptr(), scales, scales + 8 * self.count))
+
+    def effects(self, pads: Sequence[Pad]) -> Effects:
+        """Return the effects of pads, which have arrived."""
+        effects = [effect for pad in pads for effect in pad.effects()]
+        return effects, native.addresses(effects)
+
+    def encode(self, inputs: Layout, space: Space) -> None:
+        """Quantise rows that `takes` accepts. Raises `NonFiniteError`: inf or nan among the rows."""
+        done = self._encode(self._isa, inputs, *self._before, *space.addresses, 0, self.count)
         if done != self.count:
             raise MemoryError if done < 0 else NonFiniteError
-        return Encoded(words, expected)
 
-    def decode(self, rows: FloatRows, encoded: Encoded, answer: Tensor, pads: Sequence[Pad]) -> bool:
+    def decode(self, answer: Tensor, effects: Effects, space: Space, outputs: Layout) -> bool:
         """Unmask and check an answer, int32 `[r, o]`, and write the results. Returns False if a row failed the check:
         the results must then not be used."""
-        effects = [effect for pad in pads for effect in pad.effects()]
-        flags = self._flags()
-        done = self._decode(
-            self._isa,
-            answer.data_ptr(),
-            native.addresses(effects),
-            len(effects),
-            self.outputs,
-            *self._check,
-            encoded.expected.data_ptr(),
-            rows.scale.data_ptr(),
-            *self._after,
-            layout(rows.outputs),
-            flags,
-            0,
-            self.count,
-        )
-        if done != self.count:
+        _, scales, expected = space.addresses
+        matrices, addresses = effects
+        opened = answer.data_ptr(), addresses, len(matrices), *self._check, expected, scales, *self._after
+        if self._decode(self._isa, *opened, outputs, space.refused, 0, self.count) != self.count:
             raise MemoryError
-        return not any(flags)
+        return not any(space.refused)
 
-    def part(self, rows: FloatRows, encoded: Encoded, pads: Sequence[Pad], sent: MaskedRows | None) -> Part:
+    def part(self, rows: FloatRows, space: Space, pads: Sequence[Pad], sent: MaskedRows | None) -> Part:
         """The part with which the usual way goes on: masked already, or (`sent` is None) not yet."""
-        words, expected = encoded
-        part = Part(*self._place, rows, 0, words, self._column, expected, self._second, pads, self.outputs)
+        rows.scale, expected = space.numbers[0], space.numbers[1].view(torch.int64)
+        part = Part(*self._place, rows, 0, space.words, self._column, expected, self._second, pads, self.outputs)
         if sent is not None:
             part.sent = sent
             del part.encoded

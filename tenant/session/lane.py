@@ -3,7 +3,8 @@
 Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
 way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
 change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
-only the nonce changes. The steps, their order and every bit are the same: encode, burn pads, mask, gate, send, check.
+only the nonce changes. What the next product needs besides its rows (pads, their masks, memory) is made ready while an
+answer is awaited. The steps, their order and every bit are the same: encode, burn pads, mask, gate, send, check.
 
 Everything unusual goes back to the usual way, with rows, pads and bytes as they are: pads that do not fit or whose
 effects are not there, no free connection, an answer with another header, a failure, a row that fails the check. A lane
@@ -17,16 +18,17 @@ from typing import NamedTuple
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.errors import NonFiniteError
 from tenant.connections.channel import KnownFrames, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
 from tenant.core.masked import mask
 from tenant.core.pads import Pad
-from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Part
+from tenant.core.parts import MOST_FEW, Effects, FewRows, FloatRows, Part, Space
 from tenant.core.verifier import V
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.session import tally
-from tenant.session.supply import Supply
+from tenant.session.supply import Supply, has_effects
 from tenant.session.tally import Tally, clock
 
 
@@ -50,6 +52,14 @@ class Unfinished(NamedTuple):
 
     part: Part | None = None
     attempt: Attempt | None = None
+
+
+class _Ready(NamedTuple):
+    """What a product needs besides its rows."""
+
+    pads: Sequence[Pad]
+    effects: Effects
+    space: Space
 
 
 class Lane:
@@ -81,42 +91,55 @@ class Lane:
         self._place, self._size = (part.index, part.direction), part.size
         self._asked = next(iter(part.requests))
         self._version, self._welcome = routes.version, client.provider.welcome
+        self._ready: list[_Ready] = []  # popping is atomic, also with threads
 
     def multiply(self, rows: FloatRows) -> Unfinished | None:
         """Compute a product. Returns None if it is done."""
         few, routes, provider = self._few, self._routes, self._provider
         if not (routes.all_up and routes.version == self._version and provider.welcome == self._welcome):
             return Unfinished()
-        if not few.takes(rows):
+        if (places := few.takes(rows)) is None:
             return Unfinished()
+        inputs, outputs = places
         times = [clock()]
-        encoded = few.encode(rows)
+        try:
+            ready = self._ready.pop()
+        except IndexError:  # another thread has taken it, or no pad was there
+            ready = None
+        space = few.space() if ready is None else ready.space
+        try:
+            few.encode(inputs, space)
+        except NonFiniteError:
+            if ready is not None:
+                self._ready.append(ready)  # nothing was masked with its pads
+            raise
         times.append(clock())
-        pads = self._pads.take(*self._place, few.count)
+        if ready is not None:
+            pads, effects = ready.pads, ready.effects
+            self._pads.used(*self._place, few.count)
+        else:
+            pads = self._pads.take(*self._place, few.count)
+            if pads and not (len(pads) == 1 and has_effects(pads[0])):
+                return Unfinished(few.part(rows, space, pads, None))
+            effects = few.effects(pads)
         times.append(clock())
-        if pads and not _is_one_with_effects(pads):
-            return Unfinished(few.part(rows, encoded, pads, None))
-        sent = mask(encoded.words, pads)
+        sent = mask(space.words, pads)
         times.append(clock())
         since = time.monotonic()
         nonce = fresh_nonce()
         routes.taken(provider)
         try:
             answer = self._client.repeat(
-                self._frames,
-                nonce,
-                sent,
-                deadline=since + self._deadline_s,
-                meanwhile=lambda: self._prepare_next(pads),
+                self._frames, nonce, sent, deadline=since + self._deadline_s, meanwhile=self._prepare_next
             )
         except BaseException as error:
-            return self._unfinished(few.part(rows, encoded, pads, sent), nonce, since, error)
+            return self._unfinished(few.part(rows, space, pads, sent), nonce, since, error)
         if answer is None:
             routes.cancelled(provider)
-            return Unfinished(few.part(rows, encoded, pads, sent))
+            return Unfinished(few.part(rows, space, pads, sent))
         times.append(clock())
-        if not few.decode(rows, encoded, answer.words, pads):
-            return self._unfinished(few.part(rows, encoded, pads, sent), nonce, since, answer)
+        if not few.decode(answer.words, effects, space, outputs):
+            return self._unfinished(few.part(rows, space, pads, sent), nonce, since, answer)
         if tally.recording is not None:
             tally.record_steps([*times, clock()])
         routes.answered(provider, seconds=answer.seconds, size=self._size)
@@ -133,11 +156,15 @@ class Lane:
         part.requests[self._asked] = [self._frames.message(nonce)]  # a retry sends identical bytes (rule 3)
         return Unfinished(part, Attempt(self._provider, began, outcome))
 
-    def _prepare_next(self, pads: Sequence[Pad]) -> None:
+    def _prepare_next(self) -> None:
+        """Work while the answer is awaited: order pads, and make ready what the next product needs besides its rows."""
         self._pads.order(*self._place, self._few.count)
+        if self._ready or (pads := self._pads.take_ready(*self._place, self._few.count)) is None:
+            return
         for pad in pads:
             for share in pad.shares:
-                share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)
+                share.keystream.make_ahead(share.first_row, pad.rows)
+        self._ready.append(_Ready(pads, self._few.effects(pads), self._few.space()))
 
 
 def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:
@@ -151,8 +178,3 @@ def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:
         and [len(requests) for requests in part.requests.values()] == [1]
         and sum(provider.serves(part.index) for provider in routes.executors) == 1
     )
-
-
-def _is_one_with_effects(pads: Sequence[Pad]) -> bool:
-    """Returns True for one pad whose effects have arrived, and which opens answers by subtracting them."""
-    return len(pads) == 1 and type(pads[0]) is Pad and all(share.effect.kept is not None for share in pads[0].shares)

@@ -254,6 +254,6 @@ def test_a_lane_writes_results_of_the_right_shape_and_one_format(
     facts, few = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]._few
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
     first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
-    assert few.takes(FloatRows(facts, FORWARD, [x], [first, second])) == (not more)
+    assert bool(few.takes(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)
     mixed = [out.to(dtype) for out, dtype in zip((first, second), dtypes, strict=True)]
     assert not few.takes(FloatRows(facts, FORWARD, [x], mixed))

@@ -315,7 +315,7 @@ class FrameStream(RecordStream):
     def send_frame(self, head: bytes, payload: memoryview, *, deadline: float) -> None:
         """Send a frame. The head and the start of the payload go out together, all of it if it is small; the rest is
         sent without a copy."""
-        beside = _TOGETHER - len(head) if len(head) + len(payload) <= _TOGETHER else _RECORD - len(head)
+        beside = (_TOGETHER if len(head) + len(payload) <= _TOGETHER else _RECORD) - len(head)
         for view in (memoryview(head + payload[:beside]), payload[beside:]):
             while view:
                 sent = within(deadline, partial(self.send, view), "it does not take the request", waiting=self.waiting)

@@ -273,7 +273,7 @@ def test_a_row_calls_few_functions(connect: Connect, monkeypatch: pytest.MonkeyP
         """False if the executor's own thread has computed the product."""
         client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
         client.ask(wire.FetchHealth())  # so that the request before has returned
-        return "Executor.multiply_at_once" in called and len(called) <= 65
+        return "Executor.multiply_at_once" in called and len(called) <= 80
 
     until(fewest, within_s=30)
 

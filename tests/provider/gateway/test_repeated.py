@@ -1,0 +1,259 @@
+"""The provider's fast lane: which headers it takes for known, and that no tenant gains anything by it."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from provider.config.schema import QuotaConfig, UsageConfig
+from provider.executor.client import ExecutorHandle
+from provider.executor.executor import Executor
+from provider.gateway.connection import Connection
+from provider.gateway.credentials import Credentials
+from provider.gateway.repeated import is_plain, key_of, nonce_of
+from provider.gateway.usage import UsageCounters, read
+from provider.refusal import Refusal
+from provider.serve import Provider
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
+from tests.provider.clients import Client, execute, failure
+from tests.provider.conftest import Configure, Connect
+from tests.waiting import until
+
+WIDTH = 64
+CODE = wire.ErrorCode
+
+NONCES = st.binary(min_size=wire.NONCE_BYTES, max_size=wire.NONCE_BYTES)
+REQUESTS = st.builds(
+    wire.Execute,
+    nonce=NONCES,
+    group=st.integers(0, 300),
+    direction=st.sampled_from(DIRECTIONS),
+    arithmetic=st.sampled_from(["ring", "float", "float_bias_free"]),
+    rows=st.integers(0, 300),
+    ring_bits=st.sampled_from([32, 24]),
+    counts=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    confirms=st.lists(NONCES, max_size=2).map(tuple),
+)
+
+
+def like(request: wire.Execute) -> wire.Execute:
+    return msgspec.structs.replace(request, nonce=bytes(wire.NONCE_BYTES))
+
+
+@given(request=REQUESTS.filter(is_plain), other=REQUESTS, sizes=st.tuples(st.integers(0, 300), st.integers(0, 300)))
+def test_a_header_that_differs_in_its_nonce_only_is_the_same_request(
+    request: wire.Execute, other: wire.Execute, sizes: tuple[int, int]
+) -> None:
+    """A connection knows headers of plain requests. Nothing else that a tenant can send has such a key."""
+    first, second = (wire.encode(r, payload_bytes=size) for r, size in zip((request, other), sizes, strict=True))
+    same = like(request) == like(other) and sizes[0] == sizes[1]
+    key = key_of(first + b"rows")
+    assert key is not None
+    assert (key == key_of(second + b"other rows")) == same
+    assert nonce_of(first) == request.nonce
+
+
+@given(request=REQUESTS.filter(is_plain), at=st.integers(0, 10_000), change=st.integers(1, 255), cut=st.booleans())
+def test_a_header_with_another_byte_is_not_known(request: wire.Execute, at: int, change: int, cut: bool) -> None:
+    """Unless the byte belongs to the nonce: then the parser reads the request with that nonce."""
+    frame = bytearray(wire.encode(request, payload_bytes=8))
+    known = key_of(frame)
+    assert known is not None
+    if cut:
+        assert key_of(frame[: at % len(frame)]) is None
+        return
+    frame[at % len(frame)] ^= change
+    if key_of(frame) == known:
+        assert wire.decode_request(frame[wire.PREFIX.size :]) == msgspec.structs.replace(request, nonce=nonce_of(frame))
+        assert nonce_of(frame) != request.nonce
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each repeated request: whether it was answered at once."""
+    answered: list[bool] = []
+    answer = Connection._answer_at_once
+
+    def observed(self: Connection, *arguments: Any) -> bool:
+        answered.append(answer(self, *arguments))
+        return answered[-1]
+
+    monkeypatch.setattr(Connection, "_answer_at_once", observed)
+    return answered
+
+
+@pytest.fixture
+def served(configure: Configure, tmp_path: Path) -> Iterator[Provider]:
+    with Provider(configure(usage=UsageConfig(database=tmp_path / "usage.sqlite"))) as provider:
+        yield provider
+
+
+def ones(rows: int) -> Tensor:
+    return torch.ones(rows, WIDTH, dtype=torch.int32)
+
+
+def in_lane(client: Client, at_once: list[bool]) -> None:
+    """Repeat a request until it is answered at once."""
+
+    def answered() -> bool:
+        client.product(execute(0, 1), ones(1))
+        client.ask(wire.FetchHealth())  # so that the request before has returned
+        return at_once[-1:] == [True]
+
+    until(answered)
+
+
+@pytest.mark.parametrize("ring_bits", [32, 24])
+def test_repeated_requests_have_the_same_products_bills_and_records(
+    ring_bits: wire.RingBits,
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    tmp_path: Path,
+    at_once: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = [(group, rows) for group, rows in itertools.product((0, 1), (1, 3, 8, 9)) for _ in range(4)]
+    bills, records, products = [], [], []
+    for lane in (True, False):
+        database = tmp_path / f"{lane}.sqlite"
+        with monkeypatch.context() as patch, Provider(configure(usage=UsageConfig(database=database))) as provider:
+            if not lane:
+                patch.setattr(Connection, "_learn", lambda *_: None)
+            client = connect("alice", to=provider)
+            generator = torch.Generator().manual_seed(0)
+            for group, rows in sent:
+                x = torch.randint(-(1 << 23), 1 << 23, (rows, WIDTH), dtype=torch.int32, generator=generator)
+                request = msgspec.structs.replace(execute(group, rows), ring_bits=ring_bits)
+                products.append(client.product(request, x))
+                assert torch.equal(products[-1] << 32 - ring_bits, store.matrix(group).product(x) << 32 - ring_bits)
+            client.close()
+            until(lambda provider=provider: not provider.status().connections)
+            status = provider.status()
+            report = status.executor
+            assert report is not None
+            records.append((report.rows_by_group, report.batch_rows, report.batch_requests, report.late, report.failed))
+            records[-1] += ({stage: sum(waits.counts) for stage, waits in report.waits.items()},)
+            assert report.seconds > 0
+        bills.append(list(read(database)))
+    assert bills[0] == bills[1]
+    assert bills[0][0]["requests"] == len(sent)
+    assert records[0] == records[1]
+    assert all(map(torch.equal, products[: len(sent)], products[len(sent) :]))
+    assert at_once.count(True) >= len(sent) // 2  # all but the first of each kind, and those of nine rows
+
+
+def refused(*_: Any) -> Refusal:
+    return Refusal(CODE.REVOKED, "this certificate is not accepted any more")
+
+
+Break = Callable[[pytest.MonkeyPatch, Provider], None]
+REASONS: dict[str, tuple[Break, wire.ErrorCode]] = {
+    "revoked": (lambda patch, _: patch.setattr(Credentials, "refusal", refused), CODE.REVOKED),
+    "unbilled": (lambda patch, _: patch.setattr(UsageCounters, "unwritten_s", 1e9), CODE.BUSY),
+    "no executor": (lambda patch, _: patch.setattr(ExecutorHandle, "present", False), CODE.BUSY),
+    "quota": (
+        lambda patch, p: p._gateway.state.quotas.renew(lambda _: QuotaConfig(max_rows_in_flight=0)),  # type: ignore[union-attr]
+        CODE.TOO_LARGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_repeated_request_is_refused_for_every_reason_that_may_arise_meanwhile(
+    reason: str, served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile tenant first earns the lane, and then goes on although it may not."""
+    client = connect("alice", to=served)
+    in_lane(client, at_once)
+    count, (arise, code) = len(at_once), REASONS[reason]
+    with monkeypatch.context() as patch:
+        arise(patch, served)
+        for _ in range(1 if code is CODE.REVOKED else 3):
+            assert failure(client.ask(execute(0, 1), wire.RING32.pack(ones(1)))) == code
+    assert len(at_once) == count  # refused before the executor was asked
+    until(lambda: sum(each.refused for each in served._usage.totals().values()) == (1 if code is CODE.REVOKED else 3))
+
+
+def test_repeated_requests_keep_to_the_rate(configure: Configure, connect: Connect, at_once: list[bool]) -> None:
+    with Provider(configure(tenants={"alice": QuotaConfig(rows_per_s=20.0)})) as provider:
+        client = connect("alice", to=provider)
+        replies = [client.ask(execute(0, 8), bytes(8 * 4 * WIDTH)) for _ in range(1)]
+        for _ in range(5):
+            client.send(execute(0, 8), bytes(8 * 4 * WIDTH))
+            replies.append(client.receive()[0])
+        limits = [reply.limit for reply in replies if isinstance(reply, wire.Result | wire.Failure)]
+        assert limits[:3] == [None] * 3  # three requests leave the bucket in debt
+        assert all(limits[3:])  # the others wait, and are told so
+        assert len(at_once) <= 2
+        ((_, counts),) = provider._usage.totals().items()
+        assert counts.rows == 8 * sum(isinstance(reply, wire.Result) for reply in replies)
+
+
+def test_a_payload_of_another_size_is_refused(served: Provider, connect: Connect, at_once: list[bool]) -> None:
+    client = connect("alice", to=served)
+    in_lane(client, at_once)
+    for size in (0, 4 * WIDTH - 1, 4 * WIDTH + 1, 8 * WIDTH):
+        assert failure(client.ask(execute(0, 1), bytes(size))) == CODE.BAD_REQUEST
+    client.product(execute(0, 1), ones(1))  # the connection stays usable
+
+
+def test_rows_that_arrive_late_are_waited_for(served: Provider, connect: Connect, at_once: list[bool]) -> None:
+    client = connect("alice", to=served)
+    in_lane(client, at_once)
+    request, rows = execute(0, 1), bytes(wire.RING32.pack(ones(1)))
+    client.send(request, rows[:100], announced=len(rows))
+    until(lambda: at_once[-1] is False)
+    client.socket.sendall(rows[100:])
+    reply, _ = client.receive()
+    assert isinstance(reply, wire.Result)
+    assert reply.answers(request)
+
+
+def test_nobody_is_overtaken(
+    served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the executor is busy, or another tenant is expected, a repeated request is queued as any other."""
+    alice, bob = connect("alice", to=served), connect("bob", to=served)
+    in_lane(alice, at_once)
+    bob.product(execute(0, 1), ones(1))  # and is expected again
+    begun, go_on = threading.Event(), threading.Event()
+    run = Executor._run_batch
+
+    def slow(self: Executor, *arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        run(self, *arguments)
+
+    monkeypatch.setattr(Executor, "_run_batch", slow)
+    bob.send(execute(0, 20), wire.RING32.pack(ones(20)))
+    assert begun.wait(20)
+    count = len(at_once)
+    alice.send(execute(0, 1), wire.RING32.pack(ones(1)))
+    until(lambda: len(at_once) > count)
+    assert at_once[-1] is False
+    go_on.set()
+    assert isinstance(bob.receive()[0], wire.Result)
+    assert isinstance(alice.receive()[0], wire.Result)
+
+
+def test_a_tenant_that_trains_is_queued(
+    served: Provider, connect: Connect, store: WeightStore, at_once: list[bool]
+) -> None:
+    """Also if it trains on another connection: fine-tuning must not take the turn of inference."""
+    client, trains = connect("alice", to=served), connect("alice", to=served)
+    in_lane(client, at_once)
+    outputs, _ = store.manifest().groups[0].columns("backward")
+    trains.product(execute(0, 1, direction="backward"), torch.ones(1, outputs, dtype=torch.int32))
+    client.product(execute(0, 1), ones(1))
+    client.ask(wire.FetchHealth())
+    assert at_once[-1] is False

@@ -5,9 +5,9 @@ the usual way (`connection`) has answered a request of few rows, a `Repeated` ke
 model, layers and limits do not change while a connection lasts, so an equal header needs no second check.
 
 A header is equal if all its bytes are, but for the nonce. The bytes are those of `wire.encode`, in which the nonce of a
-plain request has one place (`test_a_header_that_differs_in_its_nonce_only_is_the_same_request`). A tenant that encodes otherwise is
-served the usual way. What may change between two requests is checked for every request, here as there, by the same
-code: certificate, stop, executor, bill, quota, bytes in flight, stage, and whose turn it is.
+plain request has one place (`test_a_header_that_differs_in_its_nonce_only_is_the_same_request`). A tenant that encodes
+otherwise is served the usual way. What may change between two requests is checked for every request, here as there, by
+the same code: certificate, stop, executor, bill, quota, bytes in flight, stage, and whose turn it is.
 """
 
 import sys

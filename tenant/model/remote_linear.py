@@ -115,7 +115,7 @@ class LayerGroup:
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute each member's output, in `dtype`, with one backend call."""
-        if self.adapter_rows.data and (
+        if len(self.adapter_rows) and (
             sent := [(r, extra) for r in self.adapter_rows if (extra := r.rows()) is not None]
         ):
             return self._forward_with(sent, x, dtype)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def ones(rows: int) -> Tensor:
     return torch.ones(rows, WIDTH, dtype=torch.int32)
 
 
+def has_no_connections(provider: Provider) -> bool:
+    return not provider.status().connections
+
+
 def in_lane(client: Client, at_once: list[bool]) -> None:
     """Repeat a request until it is answered at once."""
 
@@ -137,12 +142,12 @@ def test_repeated_requests_have_the_same_products_bills_and_records(
                 products.append(client.product(request, x))
                 assert torch.equal(products[-1] << 32 - ring_bits, store.matrix(group).product(x) << 32 - ring_bits)
             client.close()
-            until(lambda provider=provider: not provider.status().connections)
-            status = provider.status()
-            report = status.executor
+            until(partial(has_no_connections, provider))
+            report = provider.status().executor
             assert report is not None
-            records.append((report.rows_by_group, report.batch_rows, report.batch_requests, report.late, report.failed))
-            records[-1] += ({stage: sum(waits.counts) for stage, waits in report.waits.items()},)
+            waits = {stage: sum(histogram.counts) for stage, histogram in report.waits.items()}
+            counted = report.rows_by_group, report.batch_rows, report.batch_requests, report.late, report.failed
+            records.append((counted, waits))
             assert report.seconds > 0
         bills.append(list(read(database)))
     assert bills[0] == bills[1]

@@ -138,6 +138,17 @@ def last_sections(suite: Suite) -> list[Section]:
         (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))
         for p in suite.planted
     ]
+    masks = [
+        (
+            g.attack,
+            g.fault or "none",
+            f"{2 * g.outcome.trials:,}",
+            f"{g.outcome.success:.1%}",
+            "50.0%",
+            _yes(g.expected),
+        )
+        for g in suite.masks
+    ]
     about_routes, routes = ("experts", "success", "chance", "99 % interval", "promised", "as promised"), []
     for cell in suite.routes:
         outcome, interval = cell.outcome, cell.outcome.interval
@@ -151,6 +162,11 @@ def last_sections(suite: Suite) -> list[Section]:
     ]
     return [
         Section("Planted faults", ("fault", "breaks", "attack", "success", "chance", "found"), planted),
+        Section(
+            "Masks of lwe: which of two chosen rows was masked",
+            ("attack", "planted fault", "rows", "success", "chance", "as promised"),
+            masks,
+        ),
         Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
         Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
@@ -259,6 +275,10 @@ def to_json(suite: Suite) -> str:
             "aborts": [asdict(x) for x in suite.active.leaks],
             "forgeries": [{**asdict(f), "theory": f.theory} for f in suite.active.forgeries],
         },
+        "masks": [
+            {"attack": g.attack, "fault": g.fault, **_outcome_json(g.outcome), "as_expected": g.expected}
+            for g in suite.masks
+        ],
         "routes": [
             {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
             for c in suite.routes

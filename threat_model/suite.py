@@ -16,6 +16,7 @@ import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from tenant.options import Experts
+from threat_model.active.lattice_masks import ROWS, MaskGame, play_masks
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.attacks.collusion import Collusion
@@ -95,6 +96,7 @@ class Suite:
     schemes: tuple[AttackedScheme, ...]
     cells: tuple[Cell, ...]
     planted: tuple[PlantedFault, ...]
+    masks: tuple[MaskGame, ...]
     active: ActiveReport
     routes: tuple[RouteCell, ...]
     composed: tuple[Cell, ...]
@@ -106,6 +108,7 @@ class Suite:
         wrong = [f"{c.attack.name} on {c.scheme.name}: {c.verdict}" for c in self.cells if not c.expected]
         wrong += [f"planted fault not found: {p.fault}" for p in self.planted if not p.found]
         wrong += [f"{c.attack.name} on composed groups, {c.scheme.name}" for c in self.composed if not c.expected]
+        wrong += [f"{g.attack} on masks of lwe, fault: {g.fault}" for g in self.masks if not g.expected]
         wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
         return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
 
@@ -140,7 +143,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 7
+    total = len(schemes) * (1 + len(attacks)) + 8
     done = 0
 
     def step(what: str) -> None:
@@ -162,12 +165,15 @@ def run_suite(
     planted = tuple(plant(lab, kept[True], kept[False], step))
     step("active adversaries")
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))
+    step("masks of lwe on chosen rows")
+    masks = tuple(play_masks(ROWS // 10 if quick else ROWS))
     step("routes of a mixture of experts")
     routes = attack_routes(60 if quick else 240)
     step("composed groups")
     composed = attack_composed(workload)
     on_progress("done", total, total)
-    return Suite(quick, tuple(schemes), tuple(cells), planted, active, routes, composed, time.monotonic() - started)
+    passed = tuple(schemes), tuple(cells), planted, masks, active, routes, composed
+    return Suite(quick, *passed, time.monotonic() - started)
 
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:

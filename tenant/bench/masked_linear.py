@@ -3,7 +3,8 @@
 Every repetition measures each quantity once, so that other work on the machine affects all quantities alike. "masked"
 is a call whose pads were drawn ahead: the clock starts when the pool has pads for this call and the next, so that no
 pads are made on the same cores meanwhile. "back to back" is a call that directly follows another one, while the helper
-makes pads for the next call. Such calls are measured after the other quantities.
+makes pads for the next call. Such calls are measured after the other quantities. "pad" is the time to draw a pad and
+its effects, which is otherwise spent ahead; "float32" is the same linear with the weights here.
 """
 
 import contextlib
@@ -25,17 +26,20 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
-from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.limits import DEFAULT_HINT_BITS, GroupIndex
 from symbiosis_priv.network.tls import check_pin, server_context
 from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, Repeat, parsed, provide, relayed
 from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, scheme, widths
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.blame import DEFAULT_COLUMNS
+from tenant.core.pads import PadOrder
 from tenant.masking.backend import RingBackend
+from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.session.session import Session
+from tenant.session.supply import Supply
 from tenant.session.tally import SPANS, recorded
 
 _WARM_UP = 3
@@ -82,9 +86,11 @@ def linear(
             preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
             key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
             masking_scheme, transport = parsed(name)
+            named = session_scheme(masking_scheme)
+            named.prepare(preparation, store, bits=DEFAULT_HINT_BITS, training=False)
             options = SessionOptions(masking=masking_scheme, ring_bits=transport.ring_bits)
             session = Session(federation, preparation, options=options, store=store)
-            backend = RingBackend(preparation.facts, session)
+            backend = RingBackend(named.facts(preparation, transport.ring_bits), session)
             with contextlib.closing(backend), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
                 connect = partial(echo_connection, federation, executor, port=echo.ask(None, timeout_s=_ECHO_S))
                 for count in counts:
@@ -107,19 +113,23 @@ def _measured(
     x = torch.randn(rows, width, dtype=torch.float32, device="cpu")
     xq, matrix = probe_rows(rows, width), store.matrix(index)
     call = partial(backend.linear, index, FORWARD, x)
-    call()  # makes the connection, whose hello is not counted
+    weight = torch.cat([layer.weight.to(torch.float32) for layer in store.layers(index)])
+    plain = partial(torch.nn.functional.linear, x, weight)
+    error = float((call() - plain()).norm() / plain().norm())  # the call makes the connection, which is not counted
     before = session.ledger()
     call()
     after = session.ledger()
     up = after.bytes_to_executors - before.bytes_to_executors  # of one request
     down = after.bytes_from_executors - before.bytes_from_executors
-    names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *SPANS)
+    names: tuple[str, ...] = ("echo", "product", "float32", "pad", "masked", "back to back", *SPANS)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turns = _WARM_UP + repeat
     with connect(up=up, down=down, repetitions=turns) as exchange:
         for _ in range(turns):
             seconds["echo"].append(_seconds(exchange))
             seconds["product"].append(_seconds(partial(matrix.product, xq)))
+            seconds["float32"].append(_seconds(plain))
+            seconds["pad"].append(_seconds(partial(_draw, session.runtime.pads, GroupIndex(index), rows)))
             # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
             session.runtime.pads.order(GroupIndex(index), FORWARD, 2 * rows)
             deadline = time.monotonic() + _PREFETCH_DEADLINE_S
@@ -138,13 +148,23 @@ def _measured(
         "echo_p50_us": p50["echo"],
         "echo_p99_us": p99["echo"],
         "product_p50_us": p50["product"],
+        "float32_p50_us": p50["float32"],
+        "pad_p50_us": p50["pad"],
         "masked_p50_us": p50["masked"],
         "masked_p99_us": p99["masked"],
         "back_to_back_p50_us": p50["back to back"],
         **{f"{span}_us": p50[span] for span in SPANS},
+        "relative_error": error,
         "masked_over_echo": p50["masked"] / p50["echo"],
         "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
     }
+
+
+def _draw(pads: Supply, index: GroupIndex, rows: int) -> None:
+    """Draw a pad, if the scheme has pads, and wait for its effects."""
+    if pads.source is not None:
+        for share in pads.draw(PadOrder(index, FORWARD, rows)).shares:
+            share.effect.result()
 
 
 def _seconds(run: Callable[[], object]) -> float:

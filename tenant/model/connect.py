@@ -31,9 +31,8 @@ def open_backend(options: Options, model: str | Path) -> Backend:
     """
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
-        scheme.check(
-            opening.federation, ring_bits=opening.ring_bits
-        )  # before the checkpoint is read and before any provider is contacted
+        # before the checkpoint is read and before any provider is contacted
+        scheme.check(opening.federation, ring_bits=opening.ring_bits)
         if options.tied_head and not opening.federation.scope.tied_head:
             raise ConfigError(
                 f"{options.option('tied_head')} asks for the product of a tied LM head, which the providers of "

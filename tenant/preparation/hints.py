@@ -263,7 +263,7 @@ def make_hints(
     entries, hints = preparation.manifest.groups, Hints(preparation, bits)
     # a stack of experts has no hints, because its rows are not masked in this way
     groups = [GroupIndex(index) for index, entry in enumerate(entries) if entry.experts == 1]
-    places = [(index, direction) for index in groups for direction in directions]
+    places = [(i, way) for i in groups for way in directions if way == FORWARD or entries[i].composed is None]
     path = _folder_of(preparation) / _name(bits)
     with storing(path), _opened(preparation) as parent:
         for other in set(get_args(HintBits)) - {bits}:

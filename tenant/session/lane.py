@@ -174,6 +174,7 @@ def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:
         and type(part.rows) is FloatRows
         and part.counts is None
         and pads.relays is None
+        and all(type(pad) is Pad for pad in part.pads)
         and native.library() is not None
         and [len(requests) for requests in part.requests.values()] == [1]
         and sum(provider.serves(part.index) for provider in routes.executors) == 1

@@ -244,3 +244,10 @@ def test_the_picture_of_every_distinguisher_shows_every_scheme(quick: Suite) -> 
         for scheme in (NONE, PAD, PADS, LOCAL):
             assert f">{scheme.name}</text>" in picture
         assert picture.count(">pool ") == 1
+
+
+def test_masks_of_lwe_give_nothing_away_and_each_planted_fault_does(quick: Suite) -> None:
+    sound, planted = ([g.outcome for g in quick.masks if (g.fault is None) == one] for one in (True, False))
+    assert len(sound) == len(planted) == 4
+    assert not any(outcome.broken for outcome in sound)
+    assert all(outcome.success > 0.99 for outcome in planted)

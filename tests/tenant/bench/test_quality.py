@@ -21,15 +21,20 @@ def test_rings_and_weight_bits_beside_bfloat16(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(40))))
     files = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--json", str(tmp_path / "report.json")]
-    shown = CliRunner().invoke(app, ["bench", "quality", *files, "--tokens", "30", "--weight-bits", "10"])
+    shown = CliRunner().invoke(
+        app, ["bench", "quality", *files, "--tokens", "30", "--weight-bits", "10", "--hint-bits", "16"]
+    )
     assert shown.exception is None, shown.output
     rows = read(tmp_path / "report.json").rows
-    assert [(row["arithmetic"], row["ring_bits"]) for row in rows] == [("bfloat16", None), ("ring", 32), ("ring", 24)]
+    assert [(row["arithmetic"], row["ring_bits"]) for row in rows] == [
+        *[("bfloat16", None), ("ring", 32), ("ring", 24)],
+        ("lwe, hints of 16 bits", 32),
+    ]
     assert rows[0]["error_over_bfloat16"] == 1
     assert all(
         0 < number(row["one_minus_mean_cosine"]) <= number(row["one_minus_smallest_cosine"]) < 0.01 for row in rows
     )
     # 4 groups, forward, and forward and backward; the pooler has one row, forward
-    assert [row["rows"] for row in rows[1:]] == [30 * 4 * 3 + 2] * 2
+    assert [row["rows"] for row in rows[1:3]] == [30 * 4 * 3 + 2] * 2
     assert rows[2]["repeated_per_million"] == 0  # narrow layers never wrap
     assert len(list(goals(rows))) == 2

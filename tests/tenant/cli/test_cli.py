@@ -317,6 +317,26 @@ def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
     assert "round trips" in generate(slim, "--temperature", "0.7", "--top-p", "0.9")
 
 
+def test_hints_are_shown_made_and_used(
+    model: Path, local: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path / "cache"))
+    where = ("--model", str(model), "--federation", str(local.federation))
+    shown = tenant("check", *where, "--masking", "lwe")
+    forecast = re.search(r"hints, on disk and in memory\W+([\d.]+) GB\W+([\d.]+) GB", shown)
+    assert forecast
+    assert "does not pay here" in shown
+    assert not (tmp_path / "cache").exists()
+    made = tenant("prepare", *where, "--masking", "lwe", "--training")
+    size = sum(file.stat().st_size for file in tmp_path.glob("cache/tenant/v*/lwe-16/*"))
+    assert float(forecast[2]) == pytest.approx(size / 1e9, rel=0.05, abs=0.005)
+    assert "of hints in" in made
+    shown = tenant("generate", *where, "--masking", "lwe", "--prompt", "The weather", "--max-new-tokens", "3")
+    assert "0 answers rejected" in shown
+    with pytest.raises(ConfigError, match="--hint-bits 17: choose one of 16, 20, 24, 32"):
+        tenant("prepare", *where, "--masking", "lwe", "--hint-bits", "17")
+
+
 def test_another_model_is_refused_with_an_existing_preparation(
     model: Path, local: LocalFederation, tmp_path: Path
 ) -> None:

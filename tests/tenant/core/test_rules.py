@@ -1,4 +1,4 @@
-"""The twelve rules of the design that must never be broken. Each rule has a checker. The code passes the checker, and
+"""The thirteen rules of the design that must never be broken. Each rule has a checker. The code passes the checker, and
 the same code with a planted breach fails it, which proves that the checker works.
 
     1  masks come from a CSPRG keystream                  7  replies are bound to requests and compared exactly
@@ -7,12 +7,14 @@ the same code with a planted breach fails it, which proves that the checker work
     4  siblings share a mask, nothing else does          10  nothing in a folder overrides the tenant
     5  no scale, loss, label or token id leaves          11  parties are pairwise distinct, seeds bound to them
     6  verify before anything is used                    12  a secret lives in one process; forks are noticed
+   13  P and hints of `lwe` come from the tenant, and nothing of c or e outlives its row
 """
 
 import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import json
 import os
 import pickle
@@ -21,6 +23,7 @@ import shutil
 import signal
 import struct
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,8 +55,11 @@ from tenant.core.pads import Pad, SessionSecret
 from tenant.core.parts import Rows, UncheckedProduct
 from tenant.core.verifier import VerificationKeys
 from tenant.masking.backend import RingBackend
+from tenant.masking.lwe import LweRows
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.remote_linear import LayerGroup, _Pending
+from tenant.preparation.hints import Hints, make_hints
+from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.session import Session
@@ -970,3 +976,62 @@ def test_rule_12_a_child_does_not_touch_its_parents_connections(
     assert in_a_fork(close) == b"closed"
     session.product(QKV, FORWARD, xq)
     assert len(executor.hellos) == 1
+
+
+@pytest.fixture
+def hinted(store: WeightStore, tmp_path: Path) -> tuple[Preparation, Preparation]:
+    """Two tenants' preparations of one model, with hints."""
+    made = [prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / name) for name in "ab"]
+    for preparation in made:
+        make_hints(preparation, store, bits=16)
+    return made[0], made[1]
+
+
+def rows_under_anothers_hint(
+    hinted: tuple[Preparation, Preparation], new_session: Callable[..., Session], executor: ScriptedProvider
+) -> int:
+    """The rows that an executor sees of a tenant whose hint was replaced by that of another tenant, for another P."""
+    own, other = hinted
+    assert own.folder is not None
+    assert other.folder is not None
+    shutil.copy(other.folder / "lwe-16" / f"{QKV}.forward", own.folder / "lwe-16")
+    session = new_session("lwe", prepared=own)
+    with pytest.raises(errors.SymbiosisError):
+        session.product(QKV, FORWARD, ring_rows(own) // 2)
+    return sum(len(heard.rows) for heard in executor.executed)
+
+
+def test_rule_13_hints_are_the_tenants_own(
+    hinted: tuple[Preparation, Preparation], new_session: Callable[..., Session], executor: ScriptedProvider
+) -> None:
+    assert rows_under_anothers_hint(hinted, new_session, executor) == 0
+
+
+def test_rule_13_breach_a_seal_that_is_not_checked(
+    hinted: tuple[Preparation, Preparation],
+    new_session: Callable[..., Session],
+    executor: ScriptedProvider,
+    monkeypatch: Patch,
+) -> None:
+    monkeypatch.setattr(Hints, "_is_sealed", lambda *_: True)
+    assert rows_under_anothers_hint(hinted, new_session, executor) > 0
+
+
+def test_rule_13_nothing_of_c_or_e_outlives_its_row(
+    hinted: tuple[Preparation, Preparation], new_session: Callable[..., Session], monkeypatch: Patch
+) -> None:
+    drawn: list[weakref.ref[LweRows]] = []
+    make = LweRows.__init__
+
+    def watched(rows: LweRows, *arguments: Any) -> None:
+        drawn.append(weakref.ref(rows))
+        make(rows, *arguments)
+
+    monkeypatch.setattr(LweRows, "__init__", watched)
+    session = new_session("lwe", prepared=hinted[0], pool_memory=0)
+    for _ in range(3):
+        session.product(QKV, FORWARD, ring_rows(hinted[0], count=1) // 2)
+        session.product(QKV, FORWARD, ring_rows(hinted[0]) // 2)
+    gc.collect()
+    assert len(drawn) == 6
+    assert [rows for rows in drawn if rows() is not None] == []

@@ -3,7 +3,7 @@
 A kernel packs a weight matrix once and multiplies in both directions with that one copy. The copy takes 1 byte per
 weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
 
-    native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (kernel)
+    native-*   compiled code for one instruction set: int8 limbs on AMX, int16 limbs on others (kernel)
     int32      torch's integer matmul, which wraps (kernel)
     fp64       float64 matmul on integers below 2^53 (kernel)
     triton     int8 tensor cores of a GPU, one fused pass (triton_kernel)

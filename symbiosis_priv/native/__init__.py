@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _LIBRARY = _FOLDER / "libring.so"
 _AMX_PROBE = "import ctypes, sys, symbiosis_priv; sys.exit(ctypes.CDLL(sys.argv[1]).ring_amx_works() != 1)"
-_AMX_PROBE_SECONDS = 10
+_AMX_PROBE_SECONDS = 30
 
 
 class Switches(NamedTuple):

@@ -48,7 +48,7 @@ def succeeds_in_child(script: str, *arguments: str, seconds: float) -> bool:
 
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script, *arguments],
+            [sys.executable, "-P", "-c", script, *arguments],  # -P: imports nothing from the current folder
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

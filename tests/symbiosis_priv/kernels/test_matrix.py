@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from logging import Logger
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -40,6 +41,7 @@ NAMES = [
 ]
 RING_BITS: tuple[RingBits, ...] = (32, 24)
 NATIVE_NAMES = [name for name in NAMES if getattr(name, "values", None) != ("triton",)]  # its interpreter is slow
+COMPILED_NAMES = [name for name in NATIVE_NAMES if str(getattr(name, "values", (name,))[0]).startswith("native-")]
 # For Triton, one width for each number of digits. `test_kernels_are_exact_at_the_corners` draws from all widths.
 EVERY_DIGIT = [
     pytest.param(*getattr(name, "values", (name,)), bits, marks=getattr(name, "marks", ()))
@@ -103,9 +105,7 @@ def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None
                 assert_equal(got, oracle(rows, weight, direction), ring_bits)
 
 
-@pytest.mark.parametrize(
-    "kernel", [name for name in NATIVE_NAMES if str(getattr(name, "values", name)).count("native-")]
-)
+@pytest.mark.parametrize("kernel", COMPILED_NAMES)
 @given(
     direction=testing.directions(),
     bits=st.sampled_from([8, 10, 15]),
@@ -205,6 +205,26 @@ def test_layout_and_threads_change_nothing(kernel: str, set_threads: Callable[[i
         strided = uniform((48, 128), bits=32)[::2, ::2]
         got = RingMatrix(weight, weight_bits=10, kernel=kernel).product(strided)
         assert torch.equal(got, oracle(strided, weight, FORWARD))
+
+
+@pytest.mark.parametrize("kernel", COMPILED_NAMES)
+def test_slices_and_products_run_at_the_same_time(
+    kernel: str, set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("symbiosis_priv.kernels.kernel._SLICE_BYTES", 1)  # a slice per panel
+    set_threads(4)
+    weight, rows = uniform((1000, 300), bits=10), uniform((50, 300), bits=32)
+    matrix, want = RingMatrix(weight, weight_bits=10, kernel=kernel), oracle(rows, weight, FORWARD)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(torch.equal(got, want) for got in pool.map(matrix.product, [rows] * 6))
+
+
+@pytest.mark.parametrize("kernel", ["native-amx"])
+@pytest.mark.parametrize(("bits", "some"), [(8, "native-amx"), (10, "native-avx512")])
+def test_amx_is_probably_the_fastest_for_many_rows(kernel: str, bits: int, some: str) -> None:
+    found = choose((70, 31), weight_bits=bits, device=CPU)
+    names = [found.kernel(direction, count).name for direction in DIRECTIONS for count in (1, 16, 64)]
+    assert names == ["native-avx512", some, kernel] * 2
 
 
 class Pages(NamedTuple):

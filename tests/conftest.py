@@ -154,23 +154,13 @@ def vouching(tmp_path_factory: pytest.TempPathFactory) -> "Vouching":
 def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`save_llama(...)` writes a Llama with grouped queries and an untied head: 2 blocks of 4 layer groups, and the
     head."""
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.compatibility.families import build
 
     def save(**changes: Any) -> Path:
         path = tmp_path_factory.mktemp("llama")
-        torch.manual_seed(0)
-        sizes = {
-            "vocab_size": 97,
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": False,
-        }
-        LlamaForCausalLM(LlamaConfig(**(sizes | changes))).save_pretrained(path)
+        tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048}
+        sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "head_dim": None}
+        build("LlamaForCausalLM", **tokens | sizes | changes).save_pretrained(path)
         return path
 
     return save

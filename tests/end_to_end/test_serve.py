@@ -5,9 +5,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tenant.model.loading import load_adapter, load_language_model, load_tokeniz
 from tests.adapters import write_adapter
 from tests.end_to_end.comparing import Killer, adapter_of, config_for, equal
 from tests.end_to_end.conftest import Open, Train
+from tests.waiting import beside
 from tests.warm import Popen
 
 SECRET = "zyxwvut"
@@ -88,11 +89,8 @@ def test_tokens_are_those_of_generate_and_a_stream_outlives_sigterm(
             found[name] = answer.choices[0].text
             assert answer.usage.ledger["answers_verified"] >= answer.usage.ledger["rows"] > 0
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with beside(*(partial(ask, name) for name in expected)):
+            pass
         assert found == expected
 
         pieces = client.completions.create(model="lora", stream=True, **asked)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import KERNELS, choice
+from tests.compatibility.families import build
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,27 +35,14 @@ def _slow_self_test_is_run_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llama() -> PreTrainedModel:
     """A Llama with grouped queries and an untied LM head."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=64,
-        tie_word_embeddings=False,
-    )
-    model: PreTrainedModel = LlamaForCausalLM(config)
-    model.eval()
+    model: PreTrainedModel = build("LlamaForCausalLM")
     return model
 
 
 @pytest.fixture(scope="session")
 def gpt2() -> PreTrainedModel:
     """A GPT-2: Conv1D, biases that are not zero, a tied LM head."""
-    torch.manual_seed(1)
-    model: PreTrainedModel = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64))
-    model.eval()
+    model: PreTrainedModel = build("GPT2LMHeadModel")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):

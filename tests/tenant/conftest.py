@@ -200,7 +200,11 @@ NewSession = Callable[..., Session]
 
 @pytest.fixture
 def new_session(
-    preparation: Preparation, new_federation: NewFederation, store: WeightStore, request: pytest.FixtureRequest
+    preparation: Preparation,
+    new_provider: NewProvider,  # so that sessions are closed before their providers
+    new_federation: NewFederation,
+    store: WeightStore,
+    request: pytest.FixtureRequest,
 ) -> Iterator[NewSession]:
     """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. The masking "relay" is "pad"
     with relayed effects. Without providers, it has those that the masking needs: `executor` and `helper`."""
@@ -241,6 +245,36 @@ def new_session(
 def session(new_session: NewSession) -> Session:
     """A session with masking "pad", one executor and one helper."""
     return new_session("pad")
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Scripted providers, and federations and sessions with them: the fixtures of these names."""
+
+    new_provider: NewProvider
+    new_federation: NewFederation
+    new_session: NewSession
+    request: pytest.FixtureRequest
+
+    @property
+    def executor(self) -> ScriptedProvider:
+        provider: ScriptedProvider = self.request.getfixturevalue("executor")
+        return provider
+
+    @property
+    def helper(self) -> ScriptedProvider:
+        provider: ScriptedProvider = self.request.getfixturevalue("helper")
+        return provider
+
+
+@pytest.fixture
+def scripted(
+    new_provider: NewProvider,
+    new_federation: NewFederation,
+    new_session: NewSession,
+    request: pytest.FixtureRequest,
+) -> Scripted:
+    return Scripted(new_provider, new_federation, new_session, request)
 
 
 # Observers

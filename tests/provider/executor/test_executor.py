@@ -86,8 +86,10 @@ def running(
     executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy, **scheduling))
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
-        yield inbox, ended
-        executor.stop()
+        try:
+            yield inbox, ended
+        finally:
+            executor.stop()
 
 
 def find_it_at_rest(asker: Asker, model: Watched) -> None:

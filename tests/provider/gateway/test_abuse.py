@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import Client, Service, effect, execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.waiting import beside, until
 
 MIB = 1 << 20
 WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
@@ -68,10 +70,7 @@ class Culprit:
 
     def must_have(self, **least: int) -> None:
         """Wait until these counters have increased by at least these amounts."""
-        deadline = time.monotonic() + 20
-        while any(self._grown(name) < count for name, count in least.items()):
-            assert time.monotonic() < deadline, {name: self._grown(name) for name in least}
-            time.sleep(0.05)
+        until(lambda: all(self._grown(name) >= count for name, count in least.items()))
 
     def _grown(self, name: str) -> int:
         return self._counts()[name] - self._before[name]
@@ -92,15 +91,9 @@ def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
     """Wait until the counters do not change any more after earlier tests."""
 
     def blame(tenant: str) -> Culprit:
-        deadline = time.monotonic() + 20
         with contextlib.closing(connect(tenant, role=None, to=victim)) as only:
-            while True:
-                report = only.ask(wire.FetchHealth())
-                assert isinstance(report, wire.HealthReport)
-                if report.connections == 1:
-                    return Culprit(bills, tenant)
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: getattr(only.ask(wire.FetchHealth()), "connections", None) == 1)
+            return Culprit(bills, tenant)
 
     return blame
 
@@ -227,16 +220,8 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, blame: 
             with contextlib.closing(connect("bob", to=victim)) as attacker:
                 attacker.send(execute(GATE_UP, ROWS), matrix)
 
-    with watching(victim) as watch:
-        threads = [threading.Thread(target=attack) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            assert longest_wait(honest, seconds=1.5) <= PATIENCE_S
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
+    with watching(victim) as watch, beside(*[attack] * 3, over=over):
+        assert longest_wait(honest, seconds=1.5) <= PATIENCE_S
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
     culprit.must_have(abandoned=1)
 
@@ -258,19 +243,12 @@ def test_requests_that_come_too_late(
                 attacker.send(execute(GATE_UP, ROWS), matrix)
                 attacker.receive()
 
-    with watching(service) as watch:
-        threads = [threading.Thread(target=attack, args=(tenant,)) for tenant in ("bob", "carol") for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            end = time.monotonic() + 1.5
-            while (begun := time.monotonic()) < end:
-                honest.until_served(execute(GATE_UP, 1), row, within=20)
-                assert time.monotonic() - begun <= PATIENCE_S
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
+    attacks = [partial(attack, tenant) for tenant in ("bob", "carol") for _ in range(3)]
+    with watching(service) as watch, beside(*attacks, over=over):
+        end = time.monotonic() + 1.5
+        while (begun := time.monotonic()) < end:
+            honest.until_served(execute(GATE_UP, 1), row, within=20)
+            assert time.monotonic() - begun <= PATIENCE_S
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib"]
     late = {tenant: Counter[str]() for tenant in ("alice", "bob", "carol")}
     for line in read(bills):
@@ -354,18 +332,13 @@ def test_silent_unauthenticated_connections(victim: Service, keys: Keys) -> None
             opened.append(connection)
             over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
 
-    thread = threading.Thread(target=flood)
-    with watching(victim) as watch:
-        thread.start()
-        try:
+    with watching(victim) as watch, contextlib.ExitStack() as connections:
+        with beside(flood, over=over):
             time.sleep(0.5)  # 200 of them are open
             for _ in range(3):
                 FarClient(victim.address, keys.context("alice"), delay=0.3).health()
-        finally:
-            over.set()
-            thread.join()
-            for connection in opened:
-                connection.close()
+        for connection in opened:
+            connections.enter_context(connection)
     assert watch.grown_mib <= 32
     named = [line for line in victim.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
     assert len(named) < 50
@@ -390,17 +363,9 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
                         tls = keys.context("bob").wrap_socket(connection, server_hostname="127.0.0.1")
                         stack.enter_context(tls).sendall(wire.encode(wire.FetchHealth()))
 
-    with watching(victim) as watch:
-        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+    with watching(victim) as watch, beside(*[come_and_go] * 4):
         assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
-        for thread in threads:
-            thread.join()
-    deadline = time.monotonic() + 20
-    while any(now > then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)):
-        assert time.monotonic() < deadline, (held(victim.process.pid), before)
-        time.sleep(0.05)
+    until(lambda: all(now <= then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)))
     assert watch.grown_mib <= 32
 
 

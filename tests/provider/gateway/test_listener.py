@@ -25,7 +25,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
-from tests.waiting import until
+from tests.waiting import beside, until
 
 SHARE = 0.02  # share for about twenty handshakes a second
 # A step of a handshake starts while there is time left, and may exceed it by its own time: 5 ms, and some tens of
@@ -45,15 +45,8 @@ def crowd(address: str, keys: Keys, *, source: str, threads: int) -> Iterator[No
                 with raw, keys.context("bob").wrap_socket(raw, server_hostname="127.0.0.1"):
                     pass
 
-    running = [threading.Thread(target=come_and_go) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    try:
+    with beside(*[come_and_go] * threads, over=over):
         yield
-    finally:
-        over.set()
-        for thread in running:
-            thread.join()
 
 
 def test_many_handshakes_take_their_share_and_delay_no_other_network(
@@ -119,10 +112,8 @@ def test_a_new_share_applies_while_the_provider_runs(configure: Configure, launc
         text = text.replace("handshake_share_serving = 0.05", "handshake_share_serving = 0.2")
         service.config_file.write_text(text.replace("handshake_share = 0.01", "handshake_share = 1.0"))
         service.process.send_signal(signal.SIGHUP)
-        before, deadline = accepted(), time.monotonic() + 20
-        while accepted() < before + 200:  # the previous share would take twenty seconds
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        before = accepted()
+        until(lambda: accepted() >= before + 200, within_s=20)  # the previous share would take twenty seconds
     (reloaded,) = (line for line in service.logged() if line["event"] == "reloaded")
     assert reloaded["needs_restart"] is None
 

@@ -32,7 +32,9 @@ from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tests.provider.clients import Client, failure
 from tests.provider.relay.conftest import configured
-from tests.waiting import until
+from tests.waiting import beside, until
+
+Patch = pytest.MonkeyPatch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +70,7 @@ def test_an_answer_without_blocks_is_opened_with_the_second_keystream(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: Patch) -> None:
     """The executor waits for missing blocks only briefly."""
     monkeypatch.setattr("provider.gateway.connection._BLOCK_WAIT_S", 0.02)
 
@@ -130,9 +132,7 @@ def test_blocks_are_billed(new_tenant: NewTenant, pair: Pair) -> None:
         assert billed(pair.executor) == (size, number * size)
 
 
-def test_the_second_keystream_is_charged_and_billed(
-    new_tenant: NewTenant, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_keystream_is_charged_and_billed(new_tenant: NewTenant, pair: Pair, monkeypatch: Patch) -> None:
     """The helper's second keystream has the columns of the product, as its first one has the columns of the rows."""
     tenant, put, charged = new_tenant(), Scheduler.put, list[int]()
 
@@ -190,9 +190,7 @@ def test_a_missing_block_gives_the_plain_product(new_tenant: NewTenant, pair: Pa
     assert failure(tenant.helper.ask(known)) == wire.ErrorCode.ROLE_REFUSED
 
 
-def test_a_block_that_arrives_after_the_request_is_waited_for(
-    new_tenant: NewTenant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_arrives_after_the_request_is_waited_for(new_tenant: NewTenant, monkeypatch: Patch) -> None:
     monkeypatch.setattr("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
     tenant = new_tenant()
     effect = tenant.order(GROUP, 2, first_row=54321)
@@ -302,7 +300,7 @@ def test_bad_deposits_are_refused_and_the_link_stays_open(new_tenant: NewTenant,
 
 
 def test_a_block_with_a_wrong_signature_is_paid_for_and_billed(
-    new_tenant: NewTenant, link: Link, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    new_tenant: NewTenant, link: Link, pair: Pair, monkeypatch: Patch
 ) -> None:
     """Its bytes count against the helper's rate, and are on the bill of the tenant that has chosen the helper."""
     tenant, paid, pause = new_tenant(), list[int](), QuotaGate.pause
@@ -424,7 +422,7 @@ def test_a_link_that_is_not_allowed_any_more_is_closed(
 
 
 def test_a_helper_brings_no_blocks_for_a_tenant_whose_certificate_was_revoked(
-    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    new_tenant: NewTenant, link: Link, pair: Pair, keys: Keys, monkeypatch: Patch
 ) -> None:
     """The helper may not have the list yet, and the tenant's permit lasts for an hour."""
     tenant = new_tenant("alice")
@@ -461,7 +459,7 @@ def test_only_listed_providers_may_connect(pair: Pair, keys: Keys, tmp_path: Pat
 
 
 def test_a_certificate_that_cannot_connect_is_an_error_that_says_so(
-    pair: Pair, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, keys: Keys, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """OpenSSL would refuse it in the handshake, without a reason that an operator understands."""
     tls = pair.executor.config.tls
@@ -526,9 +524,7 @@ def an_effect(order: wire.RelayOrder) -> wire.Effect:
     )
 
 
-def test_a_tenant_does_not_take_all_connections_to_an_executor(
-    keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_does_not_take_all_connections_to_an_executor(keys: Keys, pair: Pair, monkeypatch: Patch) -> None:
     """A tenant with many large blocks, or an executor that takes long with them, delays no other tenant's block."""
     sent, let_go = threading.Semaphore(0), threading.Event()
 
@@ -577,7 +573,7 @@ def test_a_block_that_is_too_large_for_the_executor_costs_no_other_tenant_the_li
         assert (counts.up, counts.deposits, counts.refused, counts.failed) == (True, 3, 1, 0)
 
 
-def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: Patch) -> None:
     """A tenant without a permit asks for blocks over many connections. They are sent before the executor refuses them:
     only one at a time, and no more during the pause that follows."""
     sending, let_go = threading.Semaphore(0), threading.Event()
@@ -598,13 +594,8 @@ def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: p
     def deposit() -> None:
         outcomes.append(own.deposit(TenantIdentity("greedy", "authority"), effect, order, memoryview(b"block")))
 
-    threads = [threading.Thread(target=deposit) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    assert sending.acquire(timeout=60)
-    let_go.set()
-    for thread in threads:
-        thread.join()
+    with beside(*[deposit] * 8, over=let_go):
+        assert sending.acquire(timeout=60)
     assert outcomes == 8 * [False]
     assert not sending.acquire(blocking=False)
     counts = own.counts()[0]
@@ -613,7 +604,7 @@ def test_blocks_that_are_refused_do_not_fill_the_line(pair: Pair, monkeypatch: p
 
 @pytest.mark.parametrize("fault", ["nothing listens", "no handshake", "another certificate"])
 def test_an_executor_that_cannot_be_reached_gives_the_effect_and_the_link_comes_back(
-    fault: str, new_tenant: NewTenant, configure: Configure, keys: Keys, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    fault: str, new_tenant: NewTenant, configure: Configure, keys: Keys, pair: Pair, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(links, "_CONNECT_S", 0.3)
     monkeypatch.setattr(links, "_FIRST_PAUSE_S", 0.01)

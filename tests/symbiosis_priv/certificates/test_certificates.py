@@ -129,20 +129,20 @@ def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
 
 
 @pytest.mark.parametrize("taken", ["alice.pem", "alice.key"])
-def test_existing_files_are_never_overwritten(tmp_path: Path, taken: str) -> None:
-    (tmp_path / taken).write_bytes(b"precious")
-    with pytest.raises(CertificateError, match=rf"{taken} exists and is never overwritten"):
-        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice")
-    assert [path.name for path in tmp_path.iterdir()] == [taken]
-    assert (tmp_path / taken).read_bytes() == b"precious"
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (tmp_path / "alice.key").symlink_to(elsewhere)
-    with pytest.raises(CertificateError, match="never overwritten"):
-        issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice")
-    assert not elsewhere.exists()
+def test_existing_files_are_never_overwritten_and_links_are_not_followed(tmp_path: Path, taken: str) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "keys"
+    folder.mkdir()
+    for link in (False, True):
+        if link:
+            (folder / taken).symlink_to(elsewhere)
+        else:
+            (folder / taken).write_bytes(b"precious")
+        with pytest.raises(CertificateError, match=rf"{taken} exists and is never overwritten"):
+            issuing.issue(folder, authority=None, kind=Kind.TENANT, name="alice")
+        assert [path.name for path in folder.iterdir()] == [taken]
+        assert not elsewhere.exists()
+        assert link or (folder / taken).read_bytes() == b"precious"
+        (folder / taken).unlink()
 
 
 def _encrypt(identity: Identity) -> None:
@@ -317,9 +317,6 @@ def test_unreadable_certificates(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(CertificateError, match=r"broken\.pem holds no PEM certificate"):
         reading.fingerprint(path)
-
-
-def test_missing_certificate_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match=r"cannot read .*missing\.pem.*symbiosis-priv keys"):
         reading.describe(tmp_path / "missing.pem")
 

@@ -87,20 +87,11 @@ def copies(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel, gpt
     return copy
 
 
-@given(st.data(), st.sampled_from(["llama", "gpt2"]))
-@settings(max_examples=settings().max_examples // 2)
-def test_config_json(copies: Callable[[str], Path], data: st.DataObject, name: str) -> None:
-    folder = copies(name)
-    path = folder / "config.json"
-    path.write_text(json.dumps(data.draw(damaged(json.loads(path.read_bytes())))))
-    survives(folder)
-
-
-@given(st.data())
-@settings(max_examples=settings().max_examples // 4)
-def test_the_index(copies: Callable[[str], Path], data: st.DataObject) -> None:
-    folder = copies("llama")
-    path = folder / INDEX
+@given(st.data(), st.sampled_from([("llama", "config.json"), ("gpt2", "config.json"), ("llama", INDEX)]))
+@settings(max_examples=settings().max_examples * 3 // 4)
+def test_config_json_and_the_index(copies: Callable[[str], Path], data: st.DataObject, place: tuple[str, str]) -> None:
+    folder = copies(place[0])
+    path = folder / place[1]
     path.write_text(json.dumps(data.draw(damaged(json.loads(path.read_bytes())))))
     survives(folder)
 

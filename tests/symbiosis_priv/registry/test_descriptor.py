@@ -134,13 +134,6 @@ def test_any_bytes_are_accepted_or_an_error_of_the_tree(world: World, data: byte
         verify(data, world.trust, now=world.began)
 
 
-def test_an_additional_field_is_refused_even_if_it_is_signed(world: World) -> None:
-    """If readers ignored unknown fields, they would accept less than the executor has signed."""
-    body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), "role": "helper"})
-    with pytest.raises(DescriptorError, match="malformed"):
-        verify(signed(body, world.gamma), world.trust, now=world.began)
-
-
 def test_another_encoding_of_the_same_values_is_refused_even_if_it_is_signed(world: World) -> None:
     fields = msgspec.structs.asdict(world.said())
     body = msgspec.msgpack.encode(dict(reversed(fields.items())))
@@ -155,13 +148,10 @@ def test_certificates_that_the_authority_has_not_issued_are_refused(world: World
             verify(forged, world.trust, now=world.began)
 
 
-def test_a_signature_by_another_key_is_refused(world: World) -> None:
+def test_a_signature_by_another_key_or_with_another_domain_is_refused(world: World) -> None:
     forged = sign(world.said(world.gamma), world.delta.private_key())
     with pytest.raises(DescriptorError, match="not signed by the key of its certificate"):
         verify(forged, world.trust, now=world.began)
-
-
-def test_a_signature_with_another_domain_is_refused(world: World) -> None:
     body = msgspec.msgpack.encode(world.said())
     verify(signed(body, world.gamma), world.trust, now=world.began)
     for domain in (b"", b"symbiosis-priv descriptor 2\0", b"descriptor 1\0"):
@@ -218,9 +208,10 @@ def test_an_expired_certificate_is_refused(world: World) -> None:
         {"weight_bits": 40},
         {"model_digest": "sha256:0"},
         {"last_layer": 1 << 40},
+        {"role": "helper"},  # if readers ignored unknown fields, they would accept less than the executor has signed
     ],
 )
-def test_values_out_of_their_bounds_are_refused_even_if_they_are_signed(world: World, changes: dict[str, Any]) -> None:
+def test_other_fields_and_values_are_refused_even_if_they_are_signed(world: World, changes: dict[str, Any]) -> None:
     body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), **changes})
     with pytest.raises(DescriptorError, match="malformed"):
         verify(signed(body, world.gamma), world.trust, now=world.began)

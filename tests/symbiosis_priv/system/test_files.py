@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from provider.config.schema import ProviderConfig
 from symbiosis_priv.errors import ConfigError, StorageError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.system.cache import app
 from symbiosis_priv.system.files import (
     PrivateFolder,
     check_unused,
@@ -23,15 +27,17 @@ from symbiosis_priv.system.files import (
 )
 from symbiosis_priv.system.toml import load_toml
 
+Patch = pytest.MonkeyPatch
 
-def test_the_tests_do_not_use_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_the_tests_do_not_use_the_users_cache(monkeypatch: Patch) -> None:
     assert not default_cache().is_relative_to(Path.home() / ".cache")
     monkeypatch.delenv("SYMBIOSIS_PRIV_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert default_cache() == Path("/xdg/symbiosis-priv")
 
 
-def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "deep" / "file"
     write_atomically(file, b"old", mode=0o600)
     assert file.stat().st_mode & 0o777 == 0o600
@@ -150,7 +156,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_away(path: Path, monkeypatch: Patch) -> None:
     """Make `path` belong to another user, or pretend to be another user."""
     if os.geteuid() == 0:
         os.chown(path, STRANGER, -1)
@@ -170,15 +176,13 @@ def test_no_other_user_may_write_to_any_folder_of_the_path(folder: Path, level: 
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_no_folder_of_the_path_may_belong_to_another_user(
-    folder: Path, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_folder_of_the_path_may_belong_to_another_user(folder: Path, level: int, monkeypatch: Patch) -> None:
     give_away((folder, *folder.parents)[level], monkeypatch)
     with pytest.raises(ConfigError, match="other users can change"):
         PrivateFolder.open(folder)
 
 
-def test_a_sticky_folder_is_safe_only_for_entries_of_this_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sticky_folder_is_safe_only_for_entries_of_this_user(folder: Path, monkeypatch: Patch) -> None:
     """In a folder like /tmp, no user can rename another user's entries, but any user could create the entry first."""
     folder.parent.chmod(0o1777)
     PrivateFolder.open(folder).close()
@@ -212,9 +216,7 @@ def test_subfolders_and_files_are_made_exclusively_and_are_private(folder: Path)
 
 
 @pytest.mark.parametrize("what", ["link", "writable", "stranger"])
-def test_a_subfolder_that_others_made_or_can_change_is_refused(
-    folder: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_subfolder_that_others_made_or_can_change_is_refused(folder: Path, what: str, monkeypatch: Patch) -> None:
     (folder / "real").mkdir()
     with PrivateFolder.open(folder) as parent:
         if what == "link":
@@ -230,9 +232,7 @@ def test_a_subfolder_that_others_made_or_can_change_is_refused(
 
 
 @pytest.mark.parametrize("what", ["readable", "stranger", "pipe"])
-def test_a_file_that_others_can_read_or_made_is_refused(
-    folder: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_others_can_read_or_made_is_refused(folder: Path, what: str, monkeypatch: Patch) -> None:
     path = folder / "file"
     if what == "pipe":
         os.mkfifo(path, 0o600)
@@ -256,3 +256,58 @@ def test_the_checked_folder_is_the_one_that_is_used(folder: Path) -> None:
             sub.write("file", b"content")
     assert not [path for path in folder.rglob("*") if path.is_file()]
     assert (moved / "file").read_bytes() == (moved / "sub" / "file").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("nme = 1", "did you mean name? known are name, listen, "),
+        ("[executor]\nkernl = 1", "kernel, threads"),
+        ("[tenants.alice]\nrows = 1", "rows_per_s"),
+    ],
+)
+def test_an_unknown_field_comes_with_the_known_ones(text: str, known: str, tmp_path: Path) -> None:
+    (tmp_path / "provider.toml").write_text(text)
+    with pytest.raises(ConfigError, match="unknown field") as raised:
+        load_toml(tmp_path / "provider.toml", ProviderConfig, made_by="provider init")
+    assert known in str(raised.value)
+
+
+def test_an_unknown_field_in_a_list(tmp_path: Path) -> None:
+    (tmp_path / "federation.toml").write_text('[[provider]]\nnme = "alpha"\n')
+    with pytest.raises(ConfigError, match=r"known are .*operator.*certificate"):
+        load_federation(tmp_path / "federation.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('roles = ["exec"]', "'executor', 'helper'"),
+        ('log_level = "all"', "'debug', 'info', 'warning'"),
+        ('[executor]\nsharding = "rows"', "'auto', 'columns', 'gathered'"),
+    ],
+)
+def test_an_unknown_value_comes_with_the_allowed_ones(text: str, allowed: str, tmp_path: Path) -> None:
+    (tmp_path / "provider.toml").write_text(f'name = "alpha"\n{text}')
+    with pytest.raises(ConfigError) as raised:
+        load_toml(tmp_path / "provider.toml", ProviderConfig, made_by="provider init")
+    assert sorted(allowed.split(", ")) == sorted(str(raised.value).partition("choose one of ")[2].split(", "))
+
+
+def test_a_missing_file_comes_with_the_command_that_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="federation init"):
+        load_federation(tmp_path / "federation.toml")
+
+
+def test_only_the_programs_own_parts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path))
+    (tmp_path / "tenant").mkdir()
+    (tmp_path / "tenant" / "keys").write_bytes(bytes(1 << 20))
+    (tmp_path / "thesis").touch()
+    shown = CliRunner().invoke(app, ["show"]).output
+    assert "1.0 MiB" in shown
+    assert "SECRET" in shown
+    assert CliRunner().invoke(app, ["clear"], input="n\n").exit_code == 0
+    assert (tmp_path / "tenant").is_dir()
+    assert "removed" in CliRunner().invoke(app, ["clear", "--yes"]).output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]

@@ -14,6 +14,7 @@ import pytest
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, SymbiosisError
 from tenant.bench import processes
 from tenant.bench.processes import Child
+from tests.waiting import until
 
 TIMEOUT_S = 60.0
 
@@ -89,10 +90,7 @@ def test_no_child_outlives_its_parent(number: signal.Signals, tmp_path: Path) ->
         child = Path("/proc") / process.stdout.readline().strip()
         assert child.name != "proc"
         process.send_signal(number)
-    deadline = time.monotonic() + TIMEOUT_S
-    while child.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not child.exists())
 
 
 _LOWER = """

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli as root_cli
@@ -38,6 +37,7 @@ from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
 from tenant.training.trainer import Step
+from tests.compatibility.families import build
 from tests.warm import Popen
 
 
@@ -557,14 +557,8 @@ def test_an_error_during_generation_is_on_a_separate_line(model: Path, capsys: p
 def test_no_more_tokens_than_the_models_context(model: Path) -> None:
     """Rotary positions have no table, and a text beyond the context is of no use either."""
     tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40)
-    small: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    rotary = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=16, max_position_embeddings=32))
-    for loaded in (GPT2LMHeadModel(GPT2Config(**small, n_positions=32)), rotary):
+    for name, positions in (("GPT2LMHeadModel", "n_positions"), ("LlamaForCausalLM", "max_position_embeddings")):
+        loaded = build(name, vocab_size=len(tokenizer), **{positions: 32})
         with pytest.raises(ConfigError, match=r"2 tokens of prompt and 40 new tokens .* context of 32; shorten"):
             generate(loaded, tokenizer, "a", decoding=decoding)
         loaded.generation_config.eos_token_id = None

@@ -30,7 +30,7 @@ from tenant.core.parts import Part, UncheckedProduct
 from tenant.masking.backend import RingRows
 from tenant.routing.routes import Routes
 from tenant.worker import Promise
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Scripted
 from tests.tenant.scripted import ScriptedProvider, frame
 
 Patch = pytest.MonkeyPatch
@@ -74,19 +74,17 @@ def test_a_connection_refuses_a_raw_tensor(executor: ScriptedProvider, new_sessi
     assert len(executor.heard) == before
 
 
-def test_a_tensor_handed_past_the_masking_code_is_found(
-    executor: ScriptedProvider, new_session: NewSession, monkeypatch: Patch
-) -> None:
+def test_a_tensor_handed_past_the_masking_code_is_found(scripted: Scripted, monkeypatch: Patch) -> None:
     """Planted: a part that sends its encoded rows. Nothing reaches the executor."""
 
     def forget_to_mask(self: Part) -> None:
         self.sent = self.encoded  # type: ignore[assignment]
 
-    session = new_session("local")
+    session = scripted.new_session("local")
     monkeypatch.setattr(Part, "mask", forget_to_mask)
     with pytest.raises((TypeError, AttributeError)):
         session.product(GroupIndex(1), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
-    assert executor.executed == []
+    assert scripted.executor.executed == []
 
     class Tensors(Tensor):  # the same, with all attributes of rows that later code uses
         holders = pads = ()
@@ -102,11 +100,11 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
     rows = torch.arange(64, dtype=torch.int32).view(1, 64)
     with pytest.raises(TypeError, match="MaskedRows"):
         session.product(GroupIndex(1), FORWARD, rows)
-    assert executor.executed == []
+    assert scripted.executor.executed == []
     monkeypatch.setattr("tenant.connections.channel.MaskedRows", Tensors)  # without the check it would be sent
     monkeypatch.setattr(Part, "open", lambda self, answer, **_: [])
     session.product(GroupIndex(1), FORWARD, rows)
-    assert torch.equal(executor.executed[0].rows, rows)
+    assert torch.equal(scripted.executor.executed[0].rows, rows)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +299,10 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
         gate.check(executor, mask(zeros(2), [pad_of(2)]))
 
 
-def test_routing_cannot_overrule_the_gate(
-    new_provider: NewProvider, new_session: NewSession, monkeypatch: Patch
-) -> None:
+def test_routing_cannot_overrule_the_gate(scripted: Scripted, monkeypatch: Patch) -> None:
     """Planted: routing ignores rule 8 and chooses an executor of the helper's company. Nothing is sent to it."""
-    executor, other, helper, spare = (new_provider() for _ in range(4))
-    session = new_session(
+    executor, other, helper, spare = (scripted.new_provider() for _ in range(4))
+    session = scripted.new_session(
         "pad",
         [executor.peer("executor", operator="A"), other.peer("executor", operator="D")],
         [helper.peer("helper", operator="A"), spare.peer("helper", operator="C")],

@@ -64,7 +64,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.session import Session
 from tenant.session.supply import Supply
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession, Tape
+from tests.tenant.conftest import NewFederation, NewSession, Scripted, Tape
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, spoil
 from tests.waiting import until
 
@@ -134,23 +134,21 @@ def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvid
     return repeats(masks_of(executor.executed, xq)) > 0
 
 
-def test_rule_1_a_training_seed_says_nothing_about_masks(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
+def test_rule_1_a_training_seed_says_nothing_about_masks(scripted: Scripted, monkeypatch: Patch) -> None:
     state = torch.get_rng_state()
     np_state = np.random.get_state(legacy=False)
-    session = new_session("local")
+    session = scripted.new_session("local")
     session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert torch.equal(torch.get_rng_state(), state)
     assert repr(np.random.get_state(legacy=False)) == repr(np_state)
-    assert not masks_repeat_with_the_seed(new_session, executor)
+    assert not masks_repeat_with_the_seed(scripted.new_session, scripted.executor)
 
     def torchs_generator(cipher: Any, words: NDArray[np.int32]) -> None:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
 
     monkeypatch.setattr(keystream, "_encrypt", torchs_generator)
-    assert masks_repeat_with_the_seed(new_session, executor)
+    assert masks_repeat_with_the_seed(scripted.new_session, scripted.executor)
 
 
 def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
@@ -210,9 +208,7 @@ def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_2_a_forked_session_continues_with_its_own_secret(
-    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
-) -> None:
+def test_rule_2_a_forked_session_continues_with_its_own_secret(scripted: Scripted, session: Session) -> None:
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def go_on() -> bytes:
@@ -220,9 +216,9 @@ def test_rule_2_a_forked_session_continues_with_its_own_secret(
 
     in_child = in_a_fork(go_on)
     assert in_child == go_on()
-    assert len(executor.executed) == 3
-    assert repeats(masks_of(executor.executed, xq)) == 0
-    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+    assert len(scripted.executor.executed) == 3
+    assert repeats(masks_of(scripted.executor.executed, xq)) == 0
+    assert len({h.request.seed for h in scripted.helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
 def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
@@ -285,10 +281,8 @@ def test_rule_3_a_row_is_used_once(executor: ScriptedProvider, monkeypatch: Patc
     assert masks_repeat(session, executor)
 
 
-def test_rule_3_breach_a_pad_handed_out_twice(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    session = new_session("local")
+def test_rule_3_breach_a_pad_handed_out_twice(scripted: Scripted, monkeypatch: Patch) -> None:
+    session = scripted.new_session("local")
     kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
     take = Supply.take
 
@@ -297,9 +291,9 @@ def test_rule_3_breach_a_pad_handed_out_twice(
 
     monkeypatch.setattr(Supply, "take", take_again)
     with pytest.raises(errors.BurntRowError, match="twice"):
-        masks_repeat(session, executor)
+        masks_repeat(session, scripted.executor)
     monkeypatch.setattr(Pad, "_use", lambda self: None)
-    assert masks_repeat(session, executor)
+    assert masks_repeat(session, scripted.executor)
 
 
 def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) -> bool:
@@ -326,13 +320,11 @@ def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) 
     return repeats(lost + masks_of(executor.executed, xq)) > 0
 
 
-def test_rule_3_rows_are_burnt_before_they_leave(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    assert not a_row_survives_a_crash(new_session, executor)
-    executor.heard.clear()
+def test_rule_3_rows_are_burnt_before_they_leave(scripted: Scripted, monkeypatch: Patch) -> None:
+    assert not a_row_survives_a_crash(scripted.new_session, scripted.executor)
+    scripted.executor.heard.clear()
     monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
-    assert a_row_survives_a_crash(new_session, executor)
+    assert a_row_survives_a_crash(scripted.new_session, scripted.executor)
 
 
 def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool:
@@ -350,10 +342,8 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool
     return len({heard.header + heard.payload for heard in executor.heard}) > 1
 
 
-def test_rule_3_a_retry_resends_identical_bytes(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    assert not a_retry_differs(new_session, executor)
+def test_rule_3_a_retry_resends_identical_bytes(scripted: Scripted, monkeypatch: Patch) -> None:
+    assert not a_retry_differs(scripted.new_session, scripted.executor)
     send = ClientConnection.send
 
     def send_with_another_mask(
@@ -363,7 +353,7 @@ def test_rule_3_a_retry_resends_identical_bytes(
         send(self, message, other, deadline=deadline)
 
     monkeypatch.setattr(ClientConnection, "send", send_with_another_mask)
-    assert a_retry_differs(new_session, executor)
+    assert a_retry_differs(scripted.new_session, scripted.executor)
 
 
 def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
@@ -478,16 +468,12 @@ def secrets_of_a_step(split: Any, monkeypatch: Patch) -> dict[str, list[bytes]]:
     }
 
 
-def test_rule_5_no_secret_leaves(
-    secrets_of_a_step: dict[str, list[bytes]], executor: ScriptedProvider, helper: ScriptedProvider
-) -> None:
-    assert len(secrets_of_a_step["scale"]) == sum(h.request.rows for h in executor.executed)
-    assert leaks([executor, helper], secrets_of_a_step) == set()
+def test_rule_5_no_secret_leaves(secrets_of_a_step: dict[str, list[bytes]], scripted: Scripted) -> None:
+    assert len(secrets_of_a_step["scale"]) == sum(h.request.rows for h in scripted.executor.executed)
+    assert leaks([scripted.executor, scripted.helper], secrets_of_a_step) == set()
 
 
-def test_rule_5_breach_a_scale_in_a_nonce(
-    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
-) -> None:
+def test_rule_5_breach_a_scale_in_a_nonce(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
     scales: list[float] = []
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
@@ -500,12 +486,10 @@ def test_rule_5_breach_a_scale_in_a_nonce(
         "tenant.connections.executor_client.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8)
     )
     train_a_step(split)
-    assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
+    assert leaks([scripted.executor, scripted.helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 
 
-def test_rule_5_breach_token_ids_in_a_payload(
-    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
-) -> None:
+def test_rule_5_breach_token_ids_in_a_payload(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
     send = ClientConnection.send
 
     def send_ids(self: ClientConnection, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
@@ -516,20 +500,18 @@ def test_rule_5_breach_token_ids_in_a_payload(
     monkeypatch.setattr(ClientConnection, "send", send_ids)
     with pytest.raises(errors.VerificationError):  # the answer is not a product of the row, but the row was sent
         split(input_ids=IDS)
-    assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
+    assert leaks([scripted.executor, scripted.helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
 
 
-def test_rule_5_breach_unmasked_rows(
-    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
-) -> None:
+def test_rule_5_breach_unmasked_rows(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: [])
     with torch.no_grad(), pytest.raises(errors.BurntRowError):
         split(input_ids=IDS)
-    assert executor.executed == []
+    assert scripted.executor.executed == []
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
     with torch.no_grad():
         split(input_ids=IDS)
-    assert leaks([executor, helper], {}) == {"format"}
+    assert leaks([scripted.executor, scripted.helper], {}) == {"format"}
 
 
 # Rule 6. Verify before unmasking is used for anything; an abort carries no detail to the provider.
@@ -550,11 +532,9 @@ def a_lie_is_believed(session: Session) -> bool:
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_rule_6_no_lie_is_used(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, liar: str
-) -> None:
-    {"executor": executor, "helper": helper}[liar].behaviour = spoil
-    session = new_session("pad", pool_memory=0)
+def test_rule_6_no_lie_is_used(scripted: Scripted, monkeypatch: Patch, liar: str) -> None:
+    {"executor": scripted.executor, "helper": scripted.helper}[liar].behaviour = spoil
+    session = scripted.new_session("pad", pool_memory=0)
     assert not a_lie_is_believed(session)
     nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
     monkeypatch.setattr(VerificationKeys, "__getitem__", lambda *place: nods, raising=False)
@@ -592,15 +572,13 @@ def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
     return len(provider.heard) - before + len(provider.hellos) - 1
 
 
-def test_rule_6_an_abort_tells_the_provider_nothing(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    executor.behaviour = spoil
-    assert heard_after_an_abort(new_session("local"), executor) == 0
-    executor.heard.clear()
-    executor.hellos.clear()
+def test_rule_6_an_abort_tells_the_provider_nothing(scripted: Scripted, monkeypatch: Patch) -> None:
+    scripted.executor.behaviour = spoil
+    assert heard_after_an_abort(scripted.new_session("local"), scripted.executor) == 0
+    scripted.executor.heard.clear()
+    scripted.executor.hellos.clear()
     monkeypatch.setattr(Routes, "quarantine", lambda self, *suspects: None)
-    assert heard_after_an_abort(new_session("local"), executor) > 0
+    assert heard_after_an_abort(scripted.new_session("local"), scripted.executor) > 0
 
 
 def test_rule_6_every_kind_of_lie_has_the_same_end(new_session: NewSession, executor: ScriptedProvider) -> None:
@@ -644,17 +622,12 @@ def believes(session: Session) -> bool:
     ids=str,
 )
 def test_rule_7_a_reply_answers_one_request(
-    new_session: NewSession,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    monkeypatch: Patch,
-    fields: dict[str, Any],
-    masking: str,
+    scripted: Scripted, monkeypatch: Patch, fields: dict[str, Any], masking: str
 ) -> None:
     """An executor's reply, and (with pads) a helper's."""
-    liar = executor if masking == "local" else helper
+    liar = scripted.executor if masking == "local" else scripted.helper
     liar.behaviour = stranger(**fields)
-    session = new_session(masking, pool_memory=0)
+    session = scripted.new_session(masking, pool_memory=0)
     assert not believes(session)
     monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
     assert believes(session)
@@ -705,11 +678,9 @@ def test_rule_8_one_party_in_both_roles_is_refused(
 
 
 @pytest.mark.parametrize("failover", [False, True])
-def test_rule_8_no_party_gets_seed_and_row(
-    new_session: NewSession, new_provider: NewProvider, monkeypatch: Patch, failover: bool
-) -> None:
+def test_rule_8_no_party_gets_seed_and_row(scripted: Scripted, monkeypatch: Patch, failover: bool) -> None:
     """The second executor, which is asked after the first one lied, has the same operator as the helper."""
-    first, second, helper = new_provider(), new_provider(), new_provider()
+    first, second, helper = scripted.new_provider(), scripted.new_provider(), scripted.new_provider()
     if failover:
         first.behaviour = spoil
     else:
@@ -721,7 +692,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     parties = [("Alpha" if failover else "Beta", first), ("Beta", second), ("Beta", helper)]
 
     def use() -> None:
-        session = new_session("pad", executors, helpers)
+        session = scripted.new_session("pad", executors, helpers)
         session.product(QKV, FORWARD, ring_rows(session.preparation))
 
     with pytest.raises(errors.RoleConflictError, match="same operator"):
@@ -733,17 +704,15 @@ def test_rule_8_no_party_gets_seed_and_row(
     assert someone_knows_both(parties)
 
 
-def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
-    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
-) -> None:
-    helper.behaviour = spoil
+def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(scripted: Scripted, session: Session) -> None:
+    scripted.helper.behaviour = spoil
     xq = ring_rows(session.preparation)
     with pytest.raises(errors.VerificationError):
         session.product(QKV, FORWARD, xq)
     with pytest.raises(errors.QuarantinedError):
         session.product(QKV, FORWARD, xq)
-    assert executor.effects == []
-    assert helper.executed == []
+    assert scripted.executor.effects == []
+    assert scripted.helper.executed == []
 
 
 # Rule 9. What stays visible is what the documentation names: layer, direction, row count, order.
@@ -800,16 +769,14 @@ def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedPro
     assert all(len(seen) == 1 for seen in sizes.values())
 
 
-def test_rule_9_a_bucket_hides_exact_row_counts(
-    executor: ScriptedProvider, new_session: Any, store: WeightStore
-) -> None:
-    session = new_session("pad", row_bucket=16)
+def test_rule_9_a_bucket_hides_exact_row_counts(scripted: Scripted, store: WeightStore) -> None:
+    session = scripted.new_session("pad", row_bucket=16)
     weight = store.group(1).weight.to(torch.int64)
     for count in (1, 15, 16, 17, 40):
         rows = torch.arange(count * weight.shape[1], dtype=torch.int32).view(count, -1) % 97 - 48
         expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
-        assert torch.equal(session.product(1, "forward", rows), expected)
-    assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
+        assert torch.equal(session.product(OUT, FORWARD, rows), expected)
+    assert [heard.request.rows for heard in scripted.executor.executed] == [16, 16, 16, 32, 48]
 
 
 # Rule 10. What the tenant asked for is final: a checkpoint folder decides nothing.
@@ -867,35 +834,31 @@ def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
     return not bool(((rows - xq) & 1).any())
 
 
-def test_rule_11_two_helpers_never_expand_one_stream(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
-) -> None:
+def test_rule_11_two_helpers_never_expand_one_stream(scripted: Scripted, monkeypatch: Patch) -> None:
     """Even if the check of distinct parties is removed: two entries have two seeds."""
-    twins = [helper.peer("helper", name=name) for name in ("one", "other")]
-    refused = new_session("pad", helpers=twins)
+    twins = [scripted.helper.peer("helper", name=name) for name in ("one", "other")]
+    refused = scripted.new_session("pad", helpers=twins)
     with pytest.raises(
         errors.ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"
     ):
-        masks_are_even(refused, executor)
-    assert executor.heard == helper.heard == []
+        masks_are_even(refused, scripted.executor)
+    assert scripted.executor.heard == scripted.helper.heard == []
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
-    assert not masks_are_even(new_session("pad", helpers=twins), executor)
+    assert not masks_are_even(scripted.new_session("pad", helpers=twins), scripted.executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
-    assert masks_are_even(new_session("pad", helpers=twins), executor)
+    assert masks_are_even(scripted.new_session("pad", helpers=twins), scripted.executor)
 
 
-def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
-    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
-) -> None:
-    executor.behaviour = spoil
-    twins = [executor.peer("executor", name=name) for name in ("one", "other")]
+def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(scripted: Scripted, monkeypatch: Patch) -> None:
+    scripted.executor.behaviour = spoil
+    twins = [scripted.executor.peer("executor", name=name) for name in ("one", "other")]
 
     def asked() -> int:
-        session = new_session("local", twins)
+        session = scripted.new_session("local", twins)
         with pytest.raises((errors.ConfigError, errors.VerificationError)):
             session.product(QKV, FORWARD, ring_rows(session.preparation))
-        return len(executor.executed)
+        return len(scripted.executor.executed)
 
     assert asked() == 0
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
@@ -934,11 +897,9 @@ def test_rule_12_a_fork_with_the_same_process_id_is_detected(
     assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
-def test_rule_12_a_fork_by_c_code_is_detected(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
-) -> None:
+def test_rule_12_a_fork_by_c_code_is_detected(scripted: Scripted) -> None:
     """libc's fork does not run Python's hook. The child uses none of its parent's pads or connections."""
-    session = new_session("pad", pool_memory=1 << 20)
+    session = scripted.new_session("pad", pool_memory=1 << 20)
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     until(lambda: session.ledger().pads_ready)
 
@@ -951,8 +912,8 @@ def test_rule_12_a_fork_by_c_code_is_detected(
         if in_child != NO_ANSWER:
             break
     assert in_child == product()
-    assert repeats(masks_of(executor.executed, xq)) == 0
-    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) >= 2
+    assert repeats(masks_of(scripted.executor.executed, xq)) == 0
+    assert len({h.request.seed for h in scripted.helper.effects if isinstance(h.request, wire.Effect)}) >= 2
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -963,10 +924,8 @@ def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_12_a_child_does_not_touch_its_parents_connections(
-    new_session: NewSession, executor: ScriptedProvider
-) -> None:
-    session = new_session("local")
+def test_rule_12_a_child_does_not_touch_its_parents_connections(scripted: Scripted) -> None:
+    session = scripted.new_session("local")
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def close() -> bytes:
@@ -975,7 +934,7 @@ def test_rule_12_a_child_does_not_touch_its_parents_connections(
 
     assert in_a_fork(close) == b"closed"
     session.product(QKV, FORWARD, xq)
-    assert len(executor.hellos) == 1
+    assert len(scripted.executor.hellos) == 1
 
 
 @pytest.fixture

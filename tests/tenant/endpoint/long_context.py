@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
@@ -30,6 +29,7 @@ from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Sampling, Token
 from tenant.model.loading import load_language_model, load_tokenizer
+from tests.compatibility.families import build
 
 _SHORT = 24  # tokens of the prompts beside
 _DIFFERENCE = "largest difference to transformers' pass, of the largest logit"
@@ -59,19 +59,10 @@ class Answers:
 
 def small_model(context: int) -> Any:
     """A Llama with random weights, two layers, 8 query heads and 2 heads of keys, for `context` tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    random = {"rope_parameters": rope, "initializer_range": 0.2}
+    return build("LlamaForCausalLM", max_position_embeddings=context, **sizes, **random)
 
 
 def read_beside_others(engine: ContinuousEngine, prompt: tuple[int, ...]) -> tuple[Answers, list[float], float, int]:

@@ -26,7 +26,7 @@ from tenant.federation.probe import Finding, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
-from tests.tenant.conftest import Identities, NewFederation, NewProvider
+from tests.tenant.conftest import Identities, NewFederation, NewProvider, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
 
@@ -39,15 +39,9 @@ def only(federation: Federation, preparation: Preparation | None, *, timeout: fl
     return finding
 
 
-def test_both_roles_are_measured_and_their_products_compared(
-    new_federation: NewFederation,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_provider: NewProvider,
-    preparation: Preparation,
-) -> None:
-    second = new_provider(layers="1")
-    federation = new_federation([executor, second], [helper])
+def test_both_roles_are_measured_and_their_products_compared(scripted: Scripted, preparation: Preparation) -> None:
+    second = scripted.new_provider(layers="1")
+    federation = scripted.new_federation([scripted.executor, second], [scripted.helper])
     for finding in probe_all(federation, preparation, timeout=TIMEOUT_S):
         assert finding.failure is None
         assert finding.warnings == []
@@ -62,43 +56,34 @@ def test_both_roles_are_measured_and_their_products_compared(
         assert 0 < finding.round_trip_s < 1
         assert finding.rows_per_s is not None
         assert finding.rows_per_s > 0
-    for provider in (executor, second, helper):
+    for provider in (scripted.executor, second, scripted.helper):
         assert {heard.request.direction for heard in provider.heard if heard.request.rows == 1} == set(DIRECTIONS)
         assert max(heard.request.rows for heard in provider.heard) == 64
-    sent = [heard for heard in executor.executed if heard.request.rows == 1]
+    sent = [heard for heard in scripted.executor.executed if heard.request.rows == 1]
     assert len({bytes(heard.payload) for heard in sent}) == len(sent)
-    assert len({heard.request.seed for heard in helper.effects}) == len(helper.effects)  # type: ignore[union-attr]
+    assert len({heard.request.seed for heard in scripted.helper.effects}) == len(scripted.helper.effects)  # type: ignore[union-attr]
 
 
-def test_without_keys_nothing_is_compared_and_no_row_is_sent(
-    new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider
-) -> None:
-    for finding in probe_all(new_federation([executor], [helper]), None, timeout=TIMEOUT_S):
+def test_without_keys_nothing_is_compared_and_no_row_is_sent(scripted: Scripted) -> None:
+    for finding in probe_all(scripted.new_federation([scripted.executor], [scripted.helper]), None, timeout=TIMEOUT_S):
         assert finding.failure is None
         assert finding.round_trip_s is not None
         assert (finding.verified, finding.rows_per_s) == (0, None)
-    assert all(heard.request.rows == 0 for heard in (*executor.heard, *helper.heard))
+    assert all(heard.request.rows == 0 for heard in (*scripted.executor.heard, *scripted.helper.heard))
 
 
-def test_an_executor_that_takes_no_blocks_is_reported(
-    new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider
-) -> None:
-    federation = new_federation([executor], [helper], relay=True)
-    for executor.takes_blocks in (True, False):
+def test_an_executor_that_takes_no_blocks_is_reported(scripted: Scripted) -> None:
+    federation = scripted.new_federation([scripted.executor], [scripted.helper], relay=True)
+    for scripted.executor.takes_blocks in (True, False):
         first, second = probe_all(federation, None, timeout=TIMEOUT_S)
         assert first.failure is second.failure is None
-        assert ["relay" in warning for warning in first.warnings] == [True] * (not executor.takes_blocks)
+        assert ["relay" in warning for warning in first.warnings] == [True] * (not scripted.executor.takes_blocks)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_product_is_found_in_either_role_and_direction(
-    new_federation: NewFederation,
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    preparation: Preparation,
-    role: str,
-    direction: str,
+    scripted: Scripted, preparation: Preparation, role: str, direction: str
 ) -> None:
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if heard.request.rows and heard.request.direction == direction and heard.request.group == GROUPS - 1:
@@ -106,10 +91,12 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
             answer[0, -1] += 1
         return frame(reply, answer)
 
-    (executor if role == "executor" else helper).behaviour = lie
+    (scripted.executor if role == "executor" else scripted.helper).behaviour = lie
     forgotten: list[bool] = []
     watched = dataclasses.replace(preparation, forget_keys=lambda: forgotten.append(True))
-    for finding in probe_all(new_federation([executor], [helper]), watched, timeout=TIMEOUT_S):
+    for finding in probe_all(
+        scripted.new_federation([scripted.executor], [scripted.helper]), watched, timeout=TIMEOUT_S
+    ):
         if finding.peer.role == role:
             assert finding.failure is not None
             assert f"not that of the pinned weights (lm_head, {direction})" in finding.failure
@@ -119,27 +106,23 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
     assert forgotten == [True]
 
 
-def test_a_direction_that_is_refused_is_not_served(
-    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
-) -> None:
+def test_a_direction_that_is_refused_is_not_served(scripted: Scripted, preparation: Preparation) -> None:
     def one_way(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         if heard.request.direction == BACKWARD:
             return frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="no training here"))
         return frame(reply, answer)
 
-    executor.behaviour = one_way
-    finding = only(new_federation([executor]), preparation)
+    scripted.executor.behaviour = one_way
+    finding = only(scripted.new_federation([scripted.executor]), preparation)
     assert finding.groups == {FORWARD: range(GROUPS), BACKWARD: range(0)}
     assert "backward: " in finding.warnings[0]
     assert "no training here" in finding.warnings[0]
 
 
-def test_different_clocks_are_a_warning_with_a_reason(
-    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
-) -> None:
+def test_different_clocks_are_a_warning_with_a_reason(scripted: Scripted, preparation: Preparation) -> None:
     for ahead, word in ((400.0, "ahead of"), (-400.0, "behind")):
-        executor.clock_ahead_s = ahead
-        finding = only(new_federation([executor]), preparation)
+        scripted.executor.clock_ahead_s = ahead
+        finding = only(scripted.new_federation([scripted.executor]), preparation)
         assert finding.failure is None
         assert f"{word} yours: each side checks the validity" in finding.warnings[0]
 
@@ -236,17 +219,15 @@ def registry(tmp_path: Path) -> Iterator[tuple[Vouching, LyingRegistry]]:
 
 
 def test_executors_from_a_registry_are_probed_too(
-    new_federation: NewFederation,
+    scripted: Scripted,
     federation_file: Callable[[Federation], Path],
     registry: tuple[Vouching, LyingRegistry],
     identities: Identities,
-    helper: ScriptedProvider,
-    new_provider: NewProvider,
     llama: Path,
 ) -> None:
     """Executors from a registry: one for missing layers, one of the helper's operator, and one that is down."""
     vouching, lists = registry
-    federation = new_federation([new_provider(layers="0")], [helper])
+    federation = scripted.new_federation([scripted.new_provider(layers="0")], [scripted.helper])
     store = WeightStore(llama, layers=LayerRange(1, 1))
     gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority, {})
     vouching.identity("own", operator=federation.helpers[0].operator)
@@ -275,24 +256,20 @@ def check(path: Path) -> Any:
 
 
 def test_the_command_prints_gaps_and_ends_with_status_1(
-    new_federation: NewFederation,
-    federation_file: Callable[[Federation], Path],
-    helper: ScriptedProvider,
-    new_provider: NewProvider,
-    llama: Path,
+    scripted: Scripted, federation_file: Callable[[Federation], Path], llama: Path
 ) -> None:
     """`--model` makes the keys; at the second run the keys exist."""
-    first, second = new_provider(layers="0"), new_provider(layers="1")
-    path = federation_file(new_federation([first], [helper]))
+    first, second = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
+    path = federation_file(scripted.new_federation([first], [scripted.helper]))
     arguments = ["check", "-f", str(path), "--timeout", "20", "--model", str(llama)]
     result = CliRunner().invoke(federation_cli.app, arguments, env={"COLUMNS": "250"})
     assert result.exit_code == 1, result.output
     for direction in DIRECTIONS:
         assert f"layer 1 {direction}: no executor; list, start or repair an executor" in result.output
-    result = check(federation_file(new_federation([first, second], [helper])))
+    result = check(federation_file(scripted.new_federation([first, second], [scripted.helper])))
     assert result.exit_code == 0, result.output
     assert "every layer is served in both directions; 12 products match the pinned weights" in result.output
-    absent = dataclasses.replace(helper.peer("helper", name="absent"), port=1, certificate=first.certificate)
-    result = check(federation_file(new_federation([second], [helper, absent])))
+    absent = dataclasses.replace(scripted.helper.peer("helper", name="absent"), port=1, certificate=first.certificate)
+    result = check(federation_file(scripted.new_federation([second], [scripted.helper, absent])))
     assert result.exit_code == 1
     assert "no pads without helper 'absent'" in result.output

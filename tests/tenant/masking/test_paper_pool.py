@@ -22,7 +22,7 @@ from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
 from tenant.preparation.prepared import Preparation
-from tests.tenant.conftest import NewFederation, NewProvider, Tape
+from tests.tenant.conftest import NewFederation, NewProvider, Scripted, Tape
 from tests.tenant.scripted import ScriptedProvider
 
 UNIT = 2.0**-24  # relative rounding error of float32
@@ -77,11 +77,9 @@ def open_backend(
         backend.close()
 
 
-def test_one_executor_with_all_layers_is_asked(
-    new_provider: NewProvider, new_federation: NewFederation, preparation: Preparation
-) -> None:
-    part, whole, other = new_provider(), new_provider(), new_provider()
-    federation = new_federation([part, whole, other])
+def test_one_executor_with_all_layers_is_asked(scripted: Scripted, preparation: Preparation) -> None:
+    part, whole, other = scripted.new_provider(), scripted.new_provider(), scripted.new_provider()
+    federation = scripted.new_federation([part, whole, other])
     first, *others = federation.executors
     split = replace(first, layers=LayerRange(0, 0))
     options = PaperPoolOptions(pool_size=1)

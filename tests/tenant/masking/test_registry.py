@@ -27,7 +27,7 @@ from tenant.masking.registry import LocalSource, register, registered, scheme_na
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.conftest import NewSession, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
 from threat_model.evidence.schemes import SCHEMES, variant
 
@@ -61,15 +61,10 @@ def borrowed() -> Iterator[Borrowed]:
 
 
 def test_a_registered_scheme_works_everywhere_by_its_name(
-    borrowed: Borrowed,
-    executor: ScriptedProvider,
-    new_federation: NewFederation,
-    federation_file: object,
-    store: WeightStore,
-    tmp_path: Path,
+    borrowed: Borrowed, scripted: Scripted, federation_file: object, store: WeightStore, tmp_path: Path
 ) -> None:
     assert callable(federation_file)
-    path = federation_file(new_federation([executor]))
+    path = federation_file(scripted.new_federation([scripted.executor]))
     config = RemoteConfig(federation=path, masking="borrowed", cache=tmp_path / "cache", deadline_s=20)
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with_room = open_backend(config, store.path)
@@ -106,18 +101,16 @@ def test_names_are_unique_and_mistakes_list_them(borrowed: Borrowed) -> None:
         session_scheme("simulate")
 
 
-def test_a_session_uses_the_roles_of_its_scheme(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, preparation: Preparation
-) -> None:
+def test_a_session_uses_the_roles_of_its_scheme(scripted: Scripted, preparation: Preparation) -> None:
     with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
-        new_session("pad", helpers=())
-    session = new_session("local", helpers=[helper])
+        scripted.new_session("pad", helpers=())
+    session = scripted.new_session("local", helpers=[scripted.helper])
     for direction in DIRECTIONS:
         session.product(
             GroupIndex(0), direction, torch.ones(2, preparation.facts[0].inputs(direction), dtype=torch.int32)
         )
-    assert executor.executed
-    assert helper.hellos == []
+    assert scripted.executor.executed
+    assert scripted.helper.hellos == []
 
 
 def test_the_attacks_cover_every_scheme_that_shows_anything_to_a_provider() -> None:
@@ -187,15 +180,13 @@ def test_unmasked_rows_are_warned_about_if_a_helper_exists(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("listed", "k"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 3)])
-def test_the_sum_over_all_helpers_is_exact(
-    new_session: NewSession, new_provider: NewProvider, store: WeightStore, listed: int, k: int | None
-) -> None:
+def test_the_sum_over_all_helpers_is_exact(scripted: Scripted, store: WeightStore, listed: int, k: int | None) -> None:
     """n = sum n_j masks every row, and e = sum e_j is its product: the opened answer has the plain product's bits.
 
     With `[pads] helpers = k`, k of the listed helpers share each pad, and the others get no request for it.
     """
-    executor, helpers = new_provider(), [new_provider() for _ in range(listed)]
-    session = new_session("pad", [executor], helpers, pad_helpers=k, pool_memory=0)
+    executor, helpers = scripted.new_provider(), [scripted.new_provider() for _ in range(listed)]
+    session = scripted.new_session("pad", [executor], helpers, pad_helpers=k, pool_memory=0)
     entries = store.manifest().groups
 
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -296,17 +287,15 @@ def _rounding() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_rounding")
-def test_a_scheme_opens_answers_in_its_own_way(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
-) -> None:
+def test_a_scheme_opens_answers_in_its_own_way(scripted: Scripted, store: WeightStore) -> None:
     """Pads may be split, and a bucket may add rows of zeros."""
 
     def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
         return frame(reply, answer + error.to(torch.int32))
 
-    executor.behaviour = err_a_little
-    session = new_session("rounding", row_bucket=4)
+    scripted.executor.behaviour = err_a_little
+    session = scripted.new_session("rounding", row_bucket=4)
     for count in (1, 3, 8, 2):
         rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
         assert torch.equal(session.product(GroupIndex(1), FORWARD, rows), product_of(store, 1, FORWARD, rows))

@@ -25,7 +25,7 @@ from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
 from tests.compatibility.families import build
-from tests.tenant.conftest import NewFederation, NewProvider, Tape
+from tests.tenant.conftest import Scripted, Tape
 from tests.tenant.scripted import ScriptedProvider
 
 Write = Callable[[Federation], Path]
@@ -328,12 +328,7 @@ def head_of(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("classifier", CLASSIFIERS, indirect=True)
 def test_a_classification_head_stays_with_the_tenant_and_is_trained(
-    load: Load,
-    classifier: Path,
-    new_provider: NewProvider,
-    new_federation: NewFederation,
-    federation_file: Write,
-    tmp_path: Path,
+    load: Load, classifier: Path, scripted: Scripted, federation_file: Write, tmp_path: Path
 ) -> None:
     """Served by real providers, which find the same groups; saved here, and loaded into a plain model."""
     kind = architecture(load_config(classifier))
@@ -341,8 +336,8 @@ def test_a_classification_head_stays_with_the_tenant_and_is_trained(
     members = {member for entry in store.manifest().groups for member in entry.members}
     assert members
     assert all(member.startswith(kind.base_model_prefix + ".") for member in members)
-    providers = [new_provider(store=store) for _ in range(2)]
-    federation = federation_file(new_federation(providers[:1], providers[1:], digest=store.manifest().digest))
+    providers = [scripted.new_provider(store=store) for _ in range(2)]
+    federation = federation_file(scripted.new_federation(providers[:1], providers[1:], digest=store.manifest().digest))
     task = "TOKEN_CLS" if "Token" in kind.__name__ else "SEQ_CLS"
     labels = IDS % 3 if task == "TOKEN_CLS" else torch.tensor([1, 2])
     outcomes = []
@@ -453,9 +448,7 @@ def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, ca
     assert "base model cannot be saved here" in caplog.text
 
 
-def test_a_model_that_is_dropped_closes_its_connections(
-    llama: Path, federation: Path, executor: ScriptedProvider, helper: ScriptedProvider
-) -> None:
+def test_a_model_that_is_dropped_closes_its_connections(llama: Path, federation: Path, scripted: Scripted) -> None:
     """No call of `close` is needed. (pytest fails if a socket is garbage collected without being closed.)"""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         llama, quantization_config=RemoteConfig(federation=federation, masking="pad")
@@ -463,8 +456,8 @@ def test_a_model_that_is_dropped_closes_its_connections(
     before = set(threading.enumerate())
     model(input_ids=IDS)
     started = set(threading.enumerate()) - before  # the session's connections, and the providers' ends of them
-    assert len(executor.hellos) == 1
-    assert len(helper.hellos) in range(2, 5)  # pads that are needed now, and pads ahead: two connections each
+    assert len(scripted.executor.hellos) == 1
+    assert len(scripted.helper.hellos) in range(2, 5)  # pads that are needed now, and pads ahead: two connections each
     assert len(started) > 3
     del model
     gc.collect()
@@ -489,13 +482,8 @@ def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
 
 
 def test_a_provider_of_the_wrong_model_is_named(
-    load: Load,
-    llama: Path,
-    gpt2_store: WeightStore,
-    new_provider: NewProvider,
-    new_federation: NewFederation,
-    federation_file: Write,
+    load: Load, llama: Path, gpt2_store: WeightStore, scripted: Scripted, federation_file: Write
 ) -> None:
-    federation = federation_file(new_federation([new_provider(store=gpt2_store)]))
+    federation = federation_file(scripted.new_federation([scripted.new_provider(store=gpt2_store)]))
     with pytest.raises(SymbiosisError, match="does not serve the pinned model"):
         load(llama, federation=federation, masking="none")(input_ids=IDS)

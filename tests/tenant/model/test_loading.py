@@ -59,6 +59,8 @@ from tenant.tasks import Tasks
 from tests.compatibility.families import build
 from tests.tenant.scripted import ScriptedProvider
 
+Patch = pytest.MonkeyPatch
+
 IDS = torch.arange(1, 21).view(2, 10)
 SIMULATE = RemoteConfig(masking="simulate")
 Write = Callable[[Federation], Path]
@@ -199,9 +201,7 @@ def test_no_kernel_is_fetched_for_a_folder(key: str, hostile: Hostile, federatio
         AutoModelForCausalLM.from_pretrained(hostile(**{key: "somebody/kernel"}), quantization_config=remote)
 
 
-def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_takes_too_long_to_build_is_refused_before_it_is_built(tmp_path: Path, monkeypatch: Patch) -> None:
     built = 0
 
     class Counted(modeling_albert.AlbertLayerGroup):
@@ -284,7 +284,7 @@ def test_config_json_cannot_point_to_another_folder(hostile: Hostile, llama: Pat
         AutoModelForCausalLM.from_pretrained(path, quantization_config=SIMULATE)
 
 
-def test_files_that_are_replaced_during_loading_are_refused(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_replaced_during_loading_are_refused(hostile: Hostile, monkeypatch: Patch) -> None:
     """The files that are checked are the files that are loaded."""
     path = hostile()
 
@@ -358,7 +358,7 @@ def test_custom_generation_is_not_loaded(hostile: Hostile, marker: Path) -> None
 
 
 def test_the_hub_gets_no_request_about_local_folders(
-    hostile: Hostile, federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hostile: Hostile, federation: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     asked: list[str] = []
 
@@ -418,9 +418,7 @@ def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
 
 
-def test_tensors_that_peft_makes_and_drops_do_not_add_up(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_peft_makes_and_drops_do_not_add_up(llama: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """PEFT makes every tensor of GLoRA and moves it to the meta device. The allocator keeps most of what is freed."""
     monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 32 << 20)
     adapted: Any = peft.get_peft_model(load_model(llama), peft.GloraConfig(target_modules="all-linear"))
@@ -578,7 +576,7 @@ SLOW = r"([\w.]+)+!"
     ],
 )
 def test_a_pattern_of_an_adapter_does_not_hang_the_load(
-    entries: dict[str, Any], adapter: Hostile, llama: Path, monkeypatch: pytest.MonkeyPatch
+    entries: dict[str, Any], adapter: Hostile, llama: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(adapter_limits, "_PATIENCE_S", 0.5)
     path = adapter(**entries)
@@ -750,9 +748,7 @@ def test_an_adapter_may_take_as_much_memory_for_a_split_model_as_for_a_whole_one
     multiply.assert_not_called()
 
 
-def test_every_tensor_of_one_size_counts_and_its_size_is_computed_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_tensor_of_one_size_counts_and_its_size_is_computed_once(monkeypatch: Patch, tmp_path: Path) -> None:
     file = tmp_path / "adapter_model.safetensors"
     save_file({"a": torch.zeros(1)}, file)
     monkeypatch.setattr(adapter_limits, "_SPARE_BYTES", 3 << 20)

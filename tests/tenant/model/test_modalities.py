@@ -19,7 +19,7 @@ from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.cli import app as cli
 from tenant.model.loading import check_runs_on_text
 from tests.compatibility.families import build, inputs_of
-from tests.tenant.conftest import NewFederation, NewProvider
+from tests.tenant.conftest import Scripted
 
 CLOSE = 1e-4
 """Relative; the two models differ by the rounding of activations."""
@@ -91,17 +91,14 @@ def test_a_split_model_answers_and_learns_as_the_plain_one_with_rounded_weights(
 
 
 def test_a_masked_tower_gives_the_same_bits(
-    new_provider: "NewProvider",
-    new_federation: "NewFederation",
-    federation_file: Callable[[Federation], Path],
-    tmp_path: Path,
+    scripted: Scripted, federation_file: Callable[[Federation], Path], tmp_path: Path
 ) -> None:
     """Forward and backward, with an executor and a helper."""
     kind, checkpoint = transformers.AutoModelForImageTextToText, tmp_path / "checkpoint"
     build("Qwen2_5_VLForConditionalGeneration").save_pretrained(checkpoint)
     store = WeightStore(checkpoint)
-    executor, helper = new_provider(store=store), new_provider(store=store)
-    federation = federation_file(new_federation([executor], [helper], digest=store.manifest().digest))
+    executor, helper = scripted.new_provider(store=store), scripted.new_provider(store=store)
+    federation = federation_file(scripted.new_federation([executor], [helper], digest=store.manifest().digest))
     found = []
     for model in (
         load(kind, checkpoint, masking="simulate"),

@@ -477,21 +477,15 @@ def test_methods_that_read_the_base_weight_are_refused_by_name(llama: Path, titl
         peft.get_peft_model(load_split(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
 
 
-@pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter"])
+@pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter", "unmerge"])
 def test_merging_is_refused_by_name(llama: Path, verb: str) -> None:
-    model = peft.get_peft_model(load_split(llama), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(load_split(llama), lora)
+    if verb == "unmerge":
+        model = model.base_model.model.model.layers[0].self_attn.q_proj
+        model.merged_adapters.append("default")  # as if it had been merged
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
         getattr(model, verb)()
-
-
-def test_unmerging_is_refused_by_name(llama: Path) -> None:
-    model: Any = peft.get_peft_model(
-        load_split(llama), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    layer.merged_adapters.append("default")  # as if it had been merged
-    with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
-        layer.unmerge()
 
 
 def test_resizing_the_head_is_refused_by_name(llama: Path) -> None:

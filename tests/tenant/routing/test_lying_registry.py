@@ -22,7 +22,7 @@ from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config
-from tests.tenant.conftest import NewFederation, NewProvider
+from tests.tenant.conftest import NewFederation, NewProvider, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.vouching import Vouching
 
@@ -85,19 +85,13 @@ def is_exact(session: Session, store: WeightStore) -> bool:
 
 
 def test_a_lying_registry_can_only_deny_service(
-    vouching: Vouching,
-    liar: LyingRegistry,
-    opened: Open,
-    new_provider: NewProvider,
-    helper: ScriptedProvider,
-    store: WeightStore,
-    tmp_path: Path,
+    vouching: Vouching, liar: LyingRegistry, opened: Open, scripted: Scripted, store: WeightStore, tmp_path: Path
 ) -> None:
     stranger = Vouching.in_folder(tmp_path)
-    good = new_provider(identity=vouching.identity("gamma"))
-    ally = new_provider(identity=vouching.identity("ally", operator="Beta  AG"))
-    foe = new_provider(identity=stranger.identity("gamma"))
-    impostor = new_provider(identity=vouching.identity("beta", operator="other AG"))
+    good = scripted.new_provider(identity=vouching.identity("gamma"))
+    ally = scripted.new_provider(identity=vouching.identity("ally", operator="Beta  AG"))
+    foe = scripted.new_provider(identity=stranger.identity("gamma"))
+    impostor = scripted.new_provider(identity=vouching.identity("beta", operator="other AG"))
     lies = [
         says(stranger, "gamma", foe, store),
         says(vouching, "ally", ally, store),
@@ -108,7 +102,7 @@ def test_a_lying_registry_can_only_deny_service(
     with pytest.raises(UncoveredError, match="no executor serves layers 0-1"):
         opened().product(GroupIndex(0), FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert not good.hellos
-    assert not helper.effects
+    assert not scripted.helper.effects
 
     honest = says(vouching, "gamma", good, store)
     for listing in ([*lies, honest], [honest, *lies], [honest]):

@@ -1,7 +1,6 @@
 """The choice of providers by coverage, admissibility, health and measured cost. No sockets; the test sets the clock."""
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from tenant.routing.known_provider import USUAL, KnownProvider, State
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
 from tests.tenant.conftest import Identities, NewFederation
+from tests.waiting import beside
 
 GROUP = GroupIndex(0)
 
@@ -200,48 +200,34 @@ TRICKS = st.lists(st.sampled_from(["quick", "in time", "hangs", "refuses in time
 PRODUCTS = 1000
 
 
+@pytest.mark.parametrize("helper", [False, True], ids=["executor", "helper"])
 @settings(max_examples=15)
 @given(tricks=TRICKS)
-def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
+def test_a_provider_that_is_slow_on_purpose_costs_a_tenth(helper: bool, tricks: list[str]) -> None:
     clock, adversary = Clock(), SlowOnPurpose(tricks)
-    routes, began = bare_routes(clock, executors=2), clock.now
+    routes, began = bare_routes(clock, executors=2 - helper, helpers=2 * helper), clock.now
     for _ in range(PRODUCTS):
         done = False
         while not done:
             probe(routes)
-            provider = routes.choose(GROUP, SMALL, holders=())
-            assert provider is not None
-            patience = routes.patience_s(provider, GROUP, SMALL, left_s=120.0)
-            evil = provider is routes.executors[0]
+            if helper:
+                [provider] = routes.holders(GROUP)
+                patience = routes.patience_with_helpers_s(GROUP, [provider.peer], SMALL, left_s=120.0)
+            else:
+                chosen = routes.choose(GROUP, SMALL, holders=())
+                assert chosen is not None
+                provider, patience = chosen, routes.patience_s(chosen, GROUP, SMALL, left_s=120.0)
+            evil = provider is (routes.helpers if helper else routes.executors)[0]
             done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
             clock.now += seconds
             if done:
                 routes.answered(provider, seconds=seconds, size=SMALL)
+            elif helper:
+                routes.late([provider.peer], waited_s=seconds)
             else:
                 routes.failed(provider, "whatever it says", waited_s=seconds)
-    assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
-
-
-@settings(max_examples=15)
-@given(tricks=TRICKS)
-def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
-    clock, adversary = Clock(), SlowOnPurpose(tricks)
-    routes, began = bare_routes(clock, executors=1, helpers=2), clock.now
-    for _ in range(PRODUCTS):
-        done = False
-        while not done:
-            probe(routes)
-            [provider] = routes.holders(GROUP)
-            patience = routes.patience_with_helpers_s(GROUP, [provider.peer], SMALL, left_s=120.0)
-            evil = provider is routes.helpers[0]
-            done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
-            clock.now += seconds
-            if done:
-                routes.answered(provider, seconds=seconds, size=SMALL)
-            else:
-                routes.late([provider.peer], waited_s=seconds)
             # one honest helper is enough
-            assert routes.replacements(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
+            assert not helper or routes.replacements(GROUP, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
@@ -404,11 +390,8 @@ def test_each_part_is_taken_once_by_many_threads() -> None:
         while (part := queue.take(provider, only_if_faster=True)) is not None:
             taken.append(part)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with beside(*[work] * 8):
+        pass
     assert {id(part) for part in taken} == {id(part) for part in parts}
     assert len(taken) == 500
 

@@ -26,7 +26,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of
-from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, store_of
 
 COUNTS: Counts = (3, 0, 1, 2)
@@ -64,14 +64,11 @@ def is_exact(session: Session, index: GroupIndex, direction: Direction, counts: 
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2), ("relay", 2)])
 def test_products_by_expert_are_exact_with_every_scheme(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    stacks: list[GroupIndex],
-    masking: str,
-    helpers: int,
+    scripted: Scripted, store: WeightStore, stacks: list[GroupIndex], masking: str, helpers: int
 ) -> None:
-    session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
+    session = scripted.new_session(
+        masking, [scripted.new_provider()], [scripted.new_provider() for _ in range(helpers)]
+    )
 
     @given(counts=expert_counts().filter(any))
     @settings(max_examples=8, suppress_health_check=list(HealthCheck))
@@ -118,11 +115,9 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
     assert ledger.answers_rejected == 0
 
 
-def test_a_row_that_is_sent_again_does_not_show_its_expert(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
-) -> None:
+def test_a_row_that_is_sent_again_does_not_show_its_expert(scripted: Scripted, stacks: list[GroupIndex]) -> None:
     """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
-    session = new_session("pad", ring_bits=24)
+    session = scripted.new_session("pad", ring_bits=24)
     facts = [crowded(group) for group in session.preparation.facts]
     counts, rows = (4, 4, 4, 4), torch.zeros(16, facts[stacks[0]].for_rows((4,) * 4).inputs(FORWARD))
     rows[5:7] = torch.randn(2, rows.shape[1], generator=torch.Generator().manual_seed(5))  # of the second expert
@@ -133,7 +128,7 @@ def test_a_row_that_is_sent_again_does_not_show_its_expert(
             RingBackend(facts, products).multiply(stacks[0], FORWARD, [rows], [out], counts=counts)
         assert torch.equal(got, want)
     assert session.ledger().rows_repeated > 0
-    for seen in (executor.executed, helper.effects):
+    for seen in (scripted.executor.executed, scripted.helper.effects):
         assert all(len(set(heard.request.counts or ())) == 1 for heard in seen)
 
 
@@ -164,10 +159,8 @@ def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, st
     assert product(stacks[0], FORWARD, x[:0].new_empty(0, facts[stacks[0]].inputs(FORWARD)), (0,) * 4).shape[0] == 0
 
 
-def test_wrong_counts_and_counts_for_linears_send_nothing(
-    executor: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
-) -> None:
-    session = new_session("none")
+def test_wrong_counts_and_counts_for_linears_send_nothing(scripted: Scripted, stacks: list[GroupIndex]) -> None:
+    session = scripted.new_session("none")
     facts = session.preparation.facts
     backend = RingBackend(facts, session)
     x = torch.zeros(3, facts[stacks[0]].inputs(FORWARD))
@@ -178,7 +171,7 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(
     linear = next(index for index in range(len(facts)) if facts[index].by_expert is None)
     with pytest.raises(RangeError, match="not a stack"):
         backend.multiply(linear, FORWARD, [x], [y], counts=(3,))
-    assert not executor.heard
+    assert not scripted.executor.heard
 
 
 def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
@@ -194,12 +187,10 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
         assert [sum(column) for column in zip(*[c for c in counts if c], strict=True)] == [5, 0, 1, 9]
 
 
-def test_rows_of_a_bucket_belong_to_the_last_expert(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[GroupIndex]
-) -> None:
-    session = new_session("pad", row_bucket=8)
+def test_rows_of_a_bucket_belong_to_the_last_expert(scripted: Scripted, stacks: list[GroupIndex]) -> None:
+    session = scripted.new_session("pad", row_bucket=8)
     assert is_exact(session, stacks[0], FORWARD, COUNTS)
-    assert executor.executed[0].request.counts == helper.effects[0].request.counts == (3, 0, 1, 4)
+    assert scripted.executor.executed[0].request.counts == scripted.helper.effects[0].request.counts == (3, 0, 1, 4)
 
 
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(
@@ -247,18 +238,13 @@ def other_counts(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire
 @pytest.mark.parametrize("lie", [wrong_entry, other_expert, other_counts])
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_lying_provider_is_named_and_another_one_takes_over(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    preparation: Preparation,
-    stacks: list[GroupIndex],
-    lie: Lie,
-    role: str,
+    scripted: Scripted, preparation: Preparation, stacks: list[GroupIndex], lie: Lie, role: str
 ) -> None:
-    providers = [new_provider() for _ in range(4)]
+    providers = [scripted.new_provider() for _ in range(4)]
     liar = providers[0 if role == "executor" else 2]
     liar.behaviour = lambda heard, reply, answer: frame(*lie(heard, reply, answer))
     prepared = replace(preparation, forget_keys=lambda: None)
-    session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
+    session = scripted.new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     for index, direction in itertools.product(stacks, DIRECTIONS):
         for counts in (COUNTS, (0, 0, 0, 2)):
             assert is_exact(session, index, direction, counts)
@@ -266,12 +252,7 @@ def test_a_lying_provider_is_named_and_another_one_takes_over(
 
 
 def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
-    new_provider: NewProvider,
-    new_session: NewSession,
-    store: WeightStore,
-    tmp_path: Path,
-    stacks: list[GroupIndex],
-    preparation: Preparation,
+    scripted: Scripted, store: WeightStore, tmp_path: Path, stacks: list[GroupIndex], preparation: Preparation
 ) -> None:
     """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""
     copy = Path(shutil.copytree(store.path, tmp_path / "model"))
@@ -279,8 +260,8 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
         WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, columns=16, cache=tmp_path
     )
     (copy / "model.safetensors").unlink()
-    providers: list[Any] = [new_provider() for _ in range(4)]
+    providers: list[Any] = [scripted.new_provider() for _ in range(4)]
     providers[0].behaviour = lambda heard, reply, answer: frame(*wrong_entry(heard, reply, answer))
-    session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
+    session = scripted.new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     assert is_exact(session, stacks[0], FORWARD, COUNTS)
     assert len(quarantined(session)) == 2

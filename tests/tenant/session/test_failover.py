@@ -23,7 +23,7 @@ from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.routing.known_provider import State, Tolerance
 from tenant.session.session import Session
-from tests.tenant.conftest import Identities, NewProvider, NewSession
+from tests.tenant.conftest import Identities, NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
 from tests.waiting import until
 
@@ -84,26 +84,22 @@ def test_another_executor_gets_the_same_bytes(
 
 
 @pytest.mark.parametrize("code", ["busy", "stopping"])
-def test_a_single_executor_is_asked_again_with_identical_requests(
-    executor: ScriptedProvider, new_session: NewSession, code: str
-) -> None:
+def test_a_single_executor_is_asked_again_with_identical_requests(scripted: Scripted, code: str) -> None:
     def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        if len(executor.executed) < 4:
+        if len(scripted.executor.executed) < 4:
             return frame(wire.Failure(code=wire.ErrorCode(code), detail="later"))
         return frame(reply, answer)
 
-    executor.behaviour = busy
-    session = new_session("local")
+    scripted.executor.behaviour = busy
+    session = scripted.new_session("local")
     assert is_right(session, OUT, FORWARD, 3, 0)
-    assert len({heard.header + heard.payload for heard in executor.executed}) == 1
+    assert len({heard.header + heard.payload for heard in scripted.executor.executed}) == 1
 
 
-def test_a_connection_that_was_closed_between_requests_is_no_failure(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
+def test_a_connection_that_was_closed_between_requests_is_no_failure(scripted: Scripted) -> None:
     """Connections close between requests if a provider restarts or closes an idle connection."""
-    providers = [new_provider(), new_provider()]
-    session = new_session("local", providers)
+    providers = [scripted.new_provider(), scripted.new_provider()]
+    session = scripted.new_session("local", providers)
     for _ in range(3):
         assert all_right(session)
         for provider in providers:
@@ -122,12 +118,10 @@ def every_channel_taken(session: Session) -> Iterator[None]:
         yield
 
 
-def test_connections_in_use_are_not_a_failure_of_an_executor(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
+def test_connections_in_use_are_not_a_failure_of_an_executor(scripted: Scripted) -> None:
     """However long it takes: patience begins once a connection is free."""
     tolerance = dataclasses.replace(IMPATIENT, least_patience_s=2.0)
-    session = new_session("local", [new_provider(), new_provider()], tolerance=tolerance)
+    session = scripted.new_session("local", [scripted.new_provider(), scripted.new_provider()], tolerance=tolerance)
     assert all_right(session)
     with ThreadPoolExecutor(1) as thread:
         with every_channel_taken(session):
@@ -166,11 +160,9 @@ def test_all_executors_are_away_and_one_comes_back(new_provider: NewProvider, ne
         assert waiting.result(20)
 
 
-def test_a_returning_executor_is_asked_immediately_without_others(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    providers = [new_provider(), new_provider()]
-    session = new_session("local", providers, deadline_s=20.0, tolerance=RESENTFUL)
+def test_a_returning_executor_is_asked_immediately_without_others(scripted: Scripted) -> None:
+    providers = [scripted.new_provider(), scripted.new_provider()]
+    session = scripted.new_session("local", providers, deadline_s=20.0, tolerance=RESENTFUL)
     assert all_right(session)
     lost = iter(range(2))
 
@@ -182,15 +174,13 @@ def test_a_returning_executor_is_asked_immediately_without_others(
     assert all_right(session)
 
 
-def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
+def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(scripted: Scripted) -> None:
     """The spare helper has failed before. It is probed while the product waits for the other helper, which stays
     away."""
-    helpers = [new_provider(), new_provider()]
-    session = new_session(
+    helpers = [scripted.new_provider(), scripted.new_provider()]
+    session = scripted.new_session(
         "pad",
-        [new_provider()],
+        [scripted.new_provider()],
         helpers,
         pad_helpers=1,
         pool_memory=0,
@@ -218,13 +208,11 @@ def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSessi
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_a_refusal_by_all_providers_of_a_role_is_reported(
-    new_provider: NewProvider, new_session: NewSession, role: str
-) -> None:
-    pair, single = [new_provider(), new_provider()], [new_provider()]
+def test_a_refusal_by_all_providers_of_a_role_is_reported(scripted: Scripted, role: str) -> None:
+    pair, single = [scripted.new_provider(), scripted.new_provider()], [scripted.new_provider()]
     for provider in pair:
         provider.behaviour = fails("internal", provider)
-    session = new_session("pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1)
+    session = scripted.new_session("pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1)
     with pytest.raises(errors.ProviderError, match="answered internal: not now"):
         is_right(session, OUT, FORWARD, 3, 0)
 
@@ -345,17 +333,15 @@ def test_layers_split_over_executors(new_provider: NewProvider, new_session: New
     assert all_right(session)
 
 
-def test_unserved_layers_are_an_error_before_anything_is_sent(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    low, gone = new_provider(layers="0"), new_provider(layers="1")
+def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted) -> None:
+    low, gone = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
     gone.close()
-    session = new_session("pad", [low, gone], [helper := new_provider()], deadline_s=0.5)
+    session = scripted.new_session("pad", [low, gone], [helper := scripted.new_provider()], deadline_s=0.5)
     with pytest.raises(
         errors.UncoveredError, match=r"no executor serves layers 1 .*executor .* serves 0; executor .* has not answered"
     ):
         is_right(session, QKV, FORWARD, 1, 0)
-    other = new_session("pad", [low], [helper])
+    other = scripted.new_session("pad", [low], [helper])
     with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(other, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
@@ -364,11 +350,9 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
 # Coming and going
 
 
-def test_an_executor_joins_with_the_layers_that_were_missing(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    low, high = new_provider(layers="0"), new_provider(layers="1")
-    session = new_session("pad", [low], [new_provider()])
+def test_an_executor_joins_with_the_layers_that_were_missing(scripted: Scripted) -> None:
+    low, high = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
+    session = scripted.new_session("pad", [low], [scripted.new_provider()])
     with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(session, QKV, FORWARD, 1, 0)
     session.routes.update([high.peer("executor")])
@@ -395,11 +379,9 @@ def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
     assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
 
 
-def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    helper, stranger = new_provider(), new_provider()
-    session = new_session("pad", helpers=[helper.peer("helper", operator="Beta")])
+def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(scripted: Scripted) -> None:
+    helper, stranger = scripted.new_provider(), scripted.new_provider()
+    session = scripted.new_session("pad", helpers=[helper.peer("helper", operator="Beta")])
     session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
     for _ in range(3):
         assert all_right(session)
@@ -422,15 +404,13 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
 # Splitting large products
 
 
-def test_parts_of_one_product_go_to_all_replicas(
-    new_provider: NewProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_one_product_go_to_all_replicas(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer comes before four parts have arrived, two at each replica."""
     monkeypatch.setattr(
         "tenant.routing.known_provider.ProviderHealth.seconds_for", lambda self, size: 1e-3
     )  # equally fast
-    providers = [new_provider(), new_provider()]
-    session = new_session("pad", providers, [new_provider()], part_bytes=1024)
+    providers = [scripted.new_provider(), scripted.new_provider()]
+    session = scripted.new_session("pad", providers, [scripted.new_provider()], part_bytes=1024)
     assert all_right(session)
 
     for provider in providers:
@@ -440,11 +420,9 @@ def test_parts_of_one_product_go_to_all_replicas(
     assert sum(len(provider.executed) for provider in providers) == 8
 
 
-def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    providers = [new_provider(), new_provider()]
-    session = new_session("pad", providers, [new_provider()], part_bytes=1024)
+def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(scripted: Scripted) -> None:
+    providers = [scripted.new_provider(), scripted.new_provider()]
+    session = scripted.new_session("pad", providers, [scripted.new_provider()], part_bytes=1024)
     assert all_right(session)
 
     def leave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -513,12 +491,10 @@ def test_a_helper_that_answers_only_probes_is_not_tried_repeatedly(
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 @pytest.mark.parametrize("max_rows", [0, 1])
-def test_one_providers_limits_do_not_change_requests_to_others(
-    new_provider: NewProvider, new_session: NewSession, role: str, max_rows: int
-) -> None:
-    small, other, single = new_provider(max_rows=max_rows), new_provider(), new_provider()
+def test_one_providers_limits_do_not_change_requests_to_others(scripted: Scripted, role: str, max_rows: int) -> None:
+    small, other, single = scripted.new_provider(max_rows=max_rows), scripted.new_provider(), scripted.new_provider()
     executors, helpers = ([small, other], [single]) if role == "executor" else ([single], [small, other])
-    session = new_session("pad", executors, helpers, pad_helpers=1, pool_memory=0)
+    session = scripted.new_session("pad", executors, helpers, pad_helpers=1, pool_memory=0)
     for seed in range(6):
         assert is_right(session, OUT, FORWARD, 64, seed)
     for provider in (other, single):
@@ -544,16 +520,14 @@ def test_without_spares_a_helper_is_waited_for(new_provider: NewProvider, new_se
         is_right(session, OUT, FORWARD, 1, 0)
 
 
-def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
+def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(scripted: Scripted) -> None:
     """The pads are replaced if the only remaining executor belongs to a helper's company."""
-    first, second = new_provider(), new_provider()
-    one, other = new_provider(), new_provider()
+    first, second = scripted.new_provider(), scripted.new_provider()
+    one, other = scripted.new_provider(), scripted.new_provider()
     executors = [first.peer("executor", name="first"), second.peer("executor", name="second")]
     helpers = [one.peer("helper", name="one"), other.peer("helper", name="other")]
     companies = [Company("Holding", ("second", "one"))]
-    session = new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
+    session = scripted.new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
     assert all_right(session)
     other.behaviour = fails("lost", other)
     assert all_right(session)

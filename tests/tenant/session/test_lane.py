@@ -15,7 +15,7 @@ from tenant.core.parts import MOST_FEW, FloatRows
 from tenant.routing.known_provider import Tolerance
 from tenant.session import lane, session as sessions
 from tenant.session.session import Session
-from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, spoil
 
 GROUPS = (0, 0, 0, 1)
@@ -207,11 +207,9 @@ def test_a_lane_ends_when_a_second_executor_serves_the_group(
     assert outcomes == [None, lane.Unfinished()]
 
 
-def test_two_threads_may_end_a_lane(
-    executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = new_session("none")
-    run(session, executor, [ONE_ROW], 32)
+def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = scripted.new_session("none")
+    run(session, scripted.executor, [ONE_ROW], 32)
 
     def ended(self: lane.Lane, rows: FloatRows) -> lane.Unfinished:
         session.runtime.lanes.clear()  # by the other thread
@@ -231,12 +229,10 @@ def test_rows_that_need_two_requests_make_no_lane(new_provider: NewProvider, new
 
 
 @pytest.mark.parametrize("shape", [(1, 63), (1, 65), (2, 64), (64,)], ids=str)
-def test_rows_of_another_shape_are_refused(
-    shape: tuple[int, ...], executor: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_rows_of_another_shape_are_refused(shape: tuple[int, ...], scripted: Scripted) -> None:
     """The compiled code of a lane reads what the shapes say."""
-    session = new_session("none")
-    run(session, executor, [ONE_ROW], 32)
+    session = scripted.new_session("none")
+    run(session, scripted.executor, [ONE_ROW], 32)
     facts = session.preparation.facts[0]
     rows = FloatRows(facts, FORWARD, [torch.ones(shape)], [torch.empty(1, facts.outputs(FORWARD))])
     rows.count = 1

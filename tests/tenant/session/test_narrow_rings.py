@@ -20,7 +20,7 @@ from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import refused
 from tenant.session.failover import Recovery
 from tenant.session.session import Session
-from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, store_of
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
@@ -111,10 +111,8 @@ def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
     assert session.ledger().rows_repeated == 0
 
 
-def test_three_bytes_per_integer_travel(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("pad", ring_bits=24)
+def test_three_bytes_per_integer_travel(scripted: Scripted) -> None:
+    session = scripted.new_session("pad", ring_bits=24)
     facts = session.preparation.facts[QKV].narrowed(24)
     rows = floats(session, QKV, FORWARD, 5)
     backend = RingBackend([facts], session)
@@ -122,10 +120,10 @@ def test_three_bytes_per_integer_travel(
         backend.linear(QKV, FORWARD, rows),
         RingBackend([facts], Simulation(store_of(session))).linear(QKV, FORWARD, rows),
     )
-    heard = executor.executed[0]
+    heard = scripted.executor.executed[0]
     assert len(heard.payload) == 3 * 5 * facts.inputs(FORWARD)
-    assert {h.request.ring_bits for h in executor.heard + helper.heard} == {24}
-    assert {hello.version for hello in executor.hellos + helper.hellos} == {wire.NARROW_VERSION}
+    assert {h.request.ring_bits for h in scripted.executor.heard + scripted.helper.heard} == {24}
+    assert {hello.version for hello in scripted.executor.hellos + scripted.helper.hellos} == {wire.NARROW_VERSION}
     ledger, size = session.ledger(), wire.RING24.size(5, facts.outputs(FORWARD))
     assert size < ledger.bytes_from_executors < size + 400
 
@@ -196,9 +194,7 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
     named()
 
 
-def test_an_error_that_the_blame_keys_miss_is_not_used(
-    executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_the_blame_keys_miss_is_not_used(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the blame keys accept everything. A refused row is multiplied again until no product can wrap."""
     asked = []
 
@@ -208,8 +204,8 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
         return frame(reply, answer)
 
     monkeypatch.setattr("tenant.core.blame.BlameKeys.accepts", lambda *_, **__: True)
-    executor.behaviour = lie
-    session = new_session("pad", ring_bits=24)
+    scripted.executor.behaviour = lie
+    session = scripted.new_session("pad", ring_bits=24)
     with pytest.raises(VerificationError, match=" or "):
         backend_of(session).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 3))
     assert asked == [3, 1, 1]  # the ring holds 2.5, 5 and 10 standard deviations; no product of 64 inputs leaves 8
@@ -217,11 +213,7 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(
 
 @pytest.mark.parametrize("masking", ["pad", "relay"])
 def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_session: NewSession,
-    monkeypatch: pytest.MonkeyPatch,
-    masking: str,
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, masking: str
 ) -> None:
     """The search takes tens of milliseconds a row."""
     searched, pairs = [], Corrector._pairs
@@ -236,8 +228,8 @@ def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
         answer[:20, 0] += 1
         return frame(reply, answer)
 
-    executor.behaviour = lie
-    session = new_session(masking, [executor], [helper], ring_bits=24)
+    scripted.executor.behaviour = lie
+    session = scripted.new_session(masking, [scripted.executor], [scripted.helper], ring_bits=24)
     with pytest.raises(VerificationError, match="executor"):
         backend_of(session, spread=7.0).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 200))
     assert not searched

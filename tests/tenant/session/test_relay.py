@@ -26,7 +26,7 @@ from tenant.core.masked import Gate
 from tenant.routing.routes import Routes
 from tenant.session import supply
 from tenant.session.session import Session
-from tests.tenant.conftest import NewProvider, NewSession
+from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, Stored, frame, is_right
 
 OUT = GroupIndex(1)
@@ -53,11 +53,9 @@ def executor(new_provider: NewProvider) -> ScriptedProvider:
 
 
 @pytest.mark.parametrize("helpers", [1, 2])
-def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(
-    new_provider: NewProvider, new_session: NewSession, helpers: int
-) -> None:
+def test_the_tenant_receives_one_matrix_whatever_the_number_of_helpers(scripted: Scripted, helpers: int) -> None:
     """Blocks of pads that were split, and of pads that were drawn now, forward and backward."""
-    session = new_session("relay", helpers=[new_provider() for _ in range(helpers)])
+    session = scripted.new_session("relay", helpers=[scripted.new_provider() for _ in range(helpers)])
     for seed, count in enumerate((3, 5, 1, 70, 2)):
         for direction in DIRECTIONS:
             assert is_right(session, OUT, direction, count, seed)
@@ -223,11 +221,9 @@ def test_no_block_is_ordered_that_the_executor_would_refuse(
     assert [order.rows for order in orders] == [4]
 
 
-def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(
-    new_provider: NewProvider, new_session: NewSession
-) -> None:
-    executors, helper = [new_provider(), new_provider()], new_provider()
-    session = new_session("relay", executors, [helper])
+def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(scripted: Scripted) -> None:
+    executors, helper = [scripted.new_provider(), scripted.new_provider()], scripted.new_provider()
+    session = scripted.new_session("relay", executors, [helper])
     for seed in range(3):
         assert is_right(session, OUT, FORWARD, 2, seed)
     lost, other = sorted(executors, key=lambda e: len(e.executed), reverse=True)
@@ -389,15 +385,13 @@ def one_row_more(block: wire.Block, body: bytes) -> tuple[wire.Block, bytes]:
     return msgspec.structs.replace(block, rows=block.rows + 1), bytes([body[0] ^ 1]) + body[1:] + bytes(row)
 
 
-def test_a_helper_that_signs_more_rows_than_it_was_told_to_does_not_frame_the_executor(
-    helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_a_helper_that_signs_more_rows_than_it_was_told_to_does_not_frame_the_executor(scripted: Scripted) -> None:
     """The executor cannot know how many rows were ordered, so it accepts the block."""
-    helper.deposits = one_row_more
-    session = new_session("relay", pool_memory=0)
+    scripted.helper.deposits = one_row_more
+    session = scripted.new_session("relay", pool_memory=0)
     with pytest.raises(VerificationError) as caught:
         is_right(session, OUT, FORWARD, 3)
-    assert caught.value.provider == f"helper {helper.port}"
+    assert caught.value.provider == f"helper {scripted.helper.port}"
 
 
 def test_two_helpers_do_not_frame_the_executor(new_provider: NewProvider, new_session: NewSession) -> None:
@@ -429,40 +423,36 @@ def peer_certificate(peer: Peer) -> bytes:
     return peer.certificate.read_bytes()
 
 
-def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, tmp_path: Path
-) -> None:
+def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(scripted: Scripted, tmp_path: Path) -> None:
     """Helper and executor go by the certificates that the session began with, and so does the evidence."""
-    helper, other, peers = new_provider(), new_provider(), []
+    helper, other, peers = scripted.new_provider(), scripted.new_provider(), []
     pins = [tmp_path / "executor.pem", tmp_path / "helper.pem"]
-    for peer, pin in zip((executor.peer("executor"), helper.peer("helper")), pins, strict=True):
+    for peer, pin in zip((scripted.executor.peer("executor"), helper.peer("helper")), pins, strict=True):
         peers.append(dataclasses.replace(peer, certificate=pin))
         pin.write_bytes(peer_certificate(peer))
-    session = new_session("relay", peers[:1], peers[1:], pool_memory=0)
+    session = scripted.new_session("relay", peers[:1], peers[1:], pool_memory=0)
 
     def replaced(stored: Kept) -> Stored:
         for pin in pins:
             pin.write_bytes(peer_certificate(other.peer("helper")))
         return stored
 
-    executor.evidence = replaced
+    scripted.executor.evidence = replaced
     helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
     with pytest.raises(VerificationError) as caught:
         is_right(session, OUT, FORWARD, 3)
     assert caught.value.provider == f"helper {helper.port}"
 
 
-def test_evidence_that_is_lost_convicts_nobody(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_evidence_that_is_lost_convicts_nobody(scripted: Scripted) -> None:
     """The helper lies in its first block, and an honest executor is restarted before it is asked for the block."""
 
     def lie_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        return frame(reply, another(heard, reply, answer) if len(helper.effects) == 1 else answer)
+        return frame(reply, another(heard, reply, answer) if len(scripted.helper.effects) == 1 else answer)
 
-    helper.behaviour = lie_once
-    executor.evidence = lambda stored: None
-    session = new_session("relay", pool_memory=0)
+    scripted.helper.behaviour = lie_once
+    scripted.executor.evidence = lambda stored: None
+    session = scripted.new_session("relay", pool_memory=0)
     for seed in range(3):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert not session.routes.quarantined

@@ -33,7 +33,7 @@ from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import (
     Heard,
     ScriptedProvider,
@@ -278,12 +278,10 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize("masking", ["none", "pad"])
-def test_all_of_1000_tampered_answers_are_caught(
-    executor: ScriptedProvider, new_session: NewSession, masking: str, seed: int
-) -> None:
+def test_all_of_1000_tampered_answers_are_caught(scripted: Scripted, masking: str, seed: int) -> None:
     """By chance one passes with a probability below 2^-49."""
-    executor.behaviour = liar = Liar(executor, seed=seed)
-    session = new_session(masking)
+    scripted.executor.behaviour = liar = Liar(scripted.executor, seed=seed)
+    session = scripted.new_session(masking)
     tell_lies(session, liar, count=1000)
 
 
@@ -315,18 +313,16 @@ def test_a_lie_below_tls_is_caught_as_well(new_session: NewSession) -> None:
 # After a lie
 
 
-def test_a_liar_is_quarantined_and_gets_no_more_requests(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
-) -> None:
-    executor.behaviour = spoil
-    session = new_session("pad", pool_memory=0)
+def test_a_liar_is_quarantined_and_gets_no_more_requests(scripted: Scripted) -> None:
+    scripted.executor.behaviour = spoil
+    session = scripted.new_session("pad", pool_memory=0)
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, rows)
-    assert error.value.provider == f"executor {executor.port}"
+    assert error.value.provider == f"executor {scripted.executor.port}"
     with pytest.raises(errors.QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
-    assert len(executor.executed) == len(helper.effects) == 1
+    assert len(scripted.executor.executed) == len(scripted.helper.effects) == 1
 
 
 def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
@@ -356,41 +352,34 @@ def test_without_a_helper_the_executor_is_at_fault(
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_without_a_conviction_all_participants_are_suspects(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_provider: NewProvider,
-    new_session: NewSession,
-    monkeypatch: pytest.MonkeyPatch,
-    liar: str,
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, liar: str
 ) -> None:
     trust_everybody(monkeypatch)
-    {"executor": executor, "helper": helper}[liar].behaviour = half_the_ring
-    other = new_provider()
-    session = new_session("pad", [executor, other], [helper])
+    {"executor": scripted.executor, "helper": scripted.helper}[liar].behaviour = half_the_ring
+    other = scripted.new_provider()
+    session = scripted.new_session("pad", [scripted.executor, other], [scripted.helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(errors.VerificationError) as error:
         session.product(OUT, FORWARD, rows)
-    assert error.value.provider == f"executor {executor.port} or helper {helper.port}"
+    assert error.value.provider == f"executor {scripted.executor.port} or helper {scripted.helper.port}"
     with pytest.raises(errors.QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
-    assert [len(executor.executed), len(other.executed)] == [1, 0]
+    assert [len(scripted.executor.executed), len(other.executed)] == [1, 0]
 
 
 @pytest.mark.parametrize("liars", [["executor"], ["second"], ["executor", "first"], ["first", "second"]])
-def test_only_liars_are_named(
-    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession, liars: list[str]
-) -> None:
+def test_only_liars_are_named(scripted: Scripted, liars: list[str]) -> None:
     """An executor and two helpers. Errors of 2^29, which pass the columns once in 2^48 times."""
 
     def little(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
         answer[1, 1] += 1 << 29
         return reply, answer
 
-    parties = {"executor": executor, "first": new_provider(), "second": new_provider()}
+    parties = {"executor": scripted.executor, "first": scripted.new_provider(), "second": scripted.new_provider()}
     for liar in liars:
         parties[liar].behaviour = little
     helpers = [parties["first"], parties["second"]]
-    session = new_session("pad", helpers=helpers, pool_memory=0)
+    session = scripted.new_session("pad", helpers=helpers, pool_memory=0)
     if liars == ["executor", "first"]:  # the errors cancel: the product is right
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
         return
@@ -400,12 +389,10 @@ def test_only_liars_are_named(
     assert error.value.provider == " and ".join(f"{roles[liar]} {parties[liar].port}" for liar in liars)
 
 
-def test_no_request_leaves_until_a_fault_is_attributed(
-    helper: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_leaves_until_a_fault_is_attributed(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting orders for pads leave only after the attribution, and never to the liar."""
-    helper.behaviour = spoil
-    session = new_session("pad", pool_memory=0)
+    scripted.helper.behaviour = spoil
+    session = scripted.new_session("pad", pool_memory=0)
     source = session.runtime.pads.source
     assert isinstance(source, EffectSource)
     accepts = BlameKeys.accepts
@@ -415,7 +402,7 @@ def test_no_request_leaves_until_a_fault_is_attributed(
         if not heard:
             source.draw(PadOrder(GroupIndex(QKV), FORWARD, 1, ahead=True))
             source.draw(PadOrder(GroupIndex(MLP), FORWARD, 1))
-        heard.append(len(helper.effects))
+        heard.append(len(scripted.helper.effects))
         return accepts(*args, **kwargs)
 
     monkeypatch.setattr(BlameKeys, "accepts", slowly)
@@ -423,21 +410,19 @@ def test_no_request_leaves_until_a_fault_is_attributed(
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
     session.close()  # all orders have been sent by now, or never will be
     assert heard == [1, 1]
-    assert [h.request.group for h in helper.effects if h.request.group == QKV] == []
+    assert [h.request.group for h in scripted.helper.effects if h.request.group == QKV] == []
 
 
-def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
-) -> None:
-    helper.behaviour = spoil
-    session = new_session("pad", helpers=[new_provider(), helper])
+def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(scripted: Scripted) -> None:
+    scripted.helper.behaviour = spoil
+    session = scripted.new_session("pad", helpers=[scripted.new_provider(), scripted.helper])
     rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(errors.VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, rows)
-    before = len(executor.executed)
-    with pytest.raises(errors.QuarantinedError, match=f"helper 'helper {helper.port}' is quarantined"):
+    before = len(scripted.executor.executed)
+    with pytest.raises(errors.QuarantinedError, match=f"helper 'helper {scripted.helper.port}' is quarantined"):
         session.product(OUT, FORWARD, rows)
-    assert len(executor.executed) == before
+    assert len(scripted.executor.executed) == before
 
 
 def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: ScriptedProvider, session: Session) -> None:
@@ -461,9 +446,7 @@ def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: Scripte
     assert len([h for h in helper.effects if h.request.rows > 1]) in (1, 2)
 
 
-def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
-    executor: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(scripted: Scripted) -> None:
     """An order before the rows are sent would delay them, and an order after the answer would be late."""
     ordered = threading.Event()
     too_early, in_time = list[bool](), list[bool]()
@@ -482,8 +465,8 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
         in_time.append(ordered.wait(20))
         return frame(reply, answer)
 
-    executor.behaviour = behave
-    session = new_session("pad", wiretap=Tap())
+    scripted.executor.behaviour = behave
+    session = scripted.new_session("pad", wiretap=Tap())
     session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert (too_early, in_time) == ([False], [True])
 
@@ -521,12 +504,10 @@ def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: Ne
 
 
 @pytest.mark.parametrize("max_rows", [8, 4096])
-def test_the_next_executor_is_asked_for_the_same_bytes(
-    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, max_rows: int
-) -> None:
-    first, second = new_provider(), new_provider(max_rows=max_rows)
+def test_the_next_executor_is_asked_for_the_same_bytes(scripted: Scripted, max_rows: int) -> None:
+    first, second = scripted.new_provider(), scripted.new_provider(max_rows=max_rows)
     first.behaviour = spoil
-    session = new_session("pad", [first, second], [helper])
+    session = scripted.new_session("pad", [first, second], [scripted.helper])
     for seed in range(2):
         assert is_right(session, DOWN, BACKWARD, 20, seed)
     assert len(first.executed) == 1
@@ -536,13 +517,11 @@ def test_the_next_executor_is_asked_for_the_same_bytes(
     assert session.ledger().answers_rejected == 1
 
 
-def test_keys_are_deleted_after_a_lie(
-    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, tmp_path: Path
-) -> None:
+def test_keys_are_deleted_after_a_lie(scripted: Scripted, store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
-    executor.behaviour = spoil
+    scripted.executor.behaviour = spoil
     prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
-    session = new_session("none", prepared=prepared)
+    session = scripted.new_session("none", prepared=prepared)
     (folder,) = (tmp_path / "tenant").iterdir()
     keys = [folder / f"{name}.safetensors" for name in ("keys", "blame", "second")]
     before = [path.read_bytes() for path in keys]
@@ -557,13 +536,11 @@ def test_keys_are_deleted_after_a_lie(
 
 
 @pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
-def test_parts_give_the_same_bits(
-    new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int
-) -> None:
+def test_parts_give_the_same_bits(scripted: Scripted, masking: str, helpers: int) -> None:
     """Limits, buckets and pads may divide the rows."""
-    executor = new_provider(max_rows=40)
-    session: Session = new_session(
-        masking, [executor], [new_provider() for _ in range(helpers)], part_bytes=2048, row_bucket=5
+    executor = scripted.new_provider(max_rows=40)
+    session: Session = scripted.new_session(
+        masking, [executor], [scripted.new_provider() for _ in range(helpers)], part_bytes=2048, row_bucket=5
     )
     for seed, count in enumerate((1, 3, 37, 80, 96)):
         index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
@@ -601,11 +578,9 @@ def test_one_piece_is_sent_while_another_is_multiplied(executor: ScriptedProvide
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_two_wrong_parts_at_once_convict_no_other_provider(
-    new_provider: NewProvider, helper: ScriptedProvider, new_session: NewSession, liar: str
-) -> None:
+def test_two_wrong_parts_at_once_convict_no_other_provider(scripted: Scripted, liar: str) -> None:
     """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
-    first, second = new_provider(), new_provider()
+    first, second = scripted.new_provider(), scripted.new_provider()
     both, asked = threading.Barrier(2), threading.Event()
 
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
@@ -621,8 +596,8 @@ def test_two_wrong_parts_at_once_convict_no_other_provider(
     if liar == "executor":
         first.behaviour, second.behaviour = lie, be_slow
     else:
-        helper.behaviour = spoil
-    session = new_session("pad", [first, second], [helper], part_bytes=4096 * 4)
+        scripted.helper.behaviour = spoil
+    session = scripted.new_session("pad", [first, second], [scripted.helper], part_bytes=4096 * 4)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
         assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store_of(session), MLP, FORWARD, rows))
@@ -691,18 +666,13 @@ def test_two_parts_go_to_two_executors(new_provider: NewProvider, new_session: N
 
 @pytest.mark.parametrize("lies", [False, True])
 def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
-    executor: ScriptedProvider,
-    new_federation: NewFederation,
-    preparation: Preparation,
-    llama: Path,
-    tmp_path: Path,
-    lies: bool,
+    scripted: Scripted, preparation: Preparation, llama: Path, tmp_path: Path, lies: bool
 ) -> None:
     """The packed file is damaged while it is mapped. An executor that lies at the same time is convicted."""
     store = WeightStore(llama, cache=tmp_path)
     store.manifest()
     options = SessionOptions(masking="local", pool_memory=0)
-    session = Session(new_federation([executor]), preparation, options=options, store=store)
+    session = Session(scripted.new_federation([scripted.executor]), preparation, options=options, store=store)
     with contextlib.closing(session):
         rows = ring_rows(preparation, QKV, FORWARD, 3)
         assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store_of(session), QKV, FORWARD, rows))
@@ -713,7 +683,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
                 data.seek(-64, 2)
                 data.write(flipped)
         if lies:
-            executor.behaviour = spoil
+            scripted.executor.behaviour = spoil
         with pytest.raises(errors.CheckpointError, match="this machine's own") as error:
             session.product(QKV, FORWARD, rows)
         assert str(store.cache) in str(error.value)
@@ -735,25 +705,21 @@ def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_se
 # Away, full, closed
 
 
-def test_a_helper_that_is_away_for_a_moment_only_costs_time(
-    executor: ScriptedProvider, helper: ScriptedProvider, session: Session
-) -> None:
+def test_a_helper_that_is_away_for_a_moment_only_costs_time(scripted: Scripted, session: Session) -> None:
     for seed in range(4):
         assert is_right(session, QKV, FORWARD, 50, seed)
-        helper.hang_up()
-        executor.hang_up()
+        scripted.helper.hang_up()
+        scripted.executor.hang_up()
 
 
 @pytest.mark.parametrize("absent", ["executor", "helper"])
-def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
-    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, absent: str
-) -> None:
+def test_a_provider_that_stays_away_is_an_error_within_the_deadline(scripted: Scripted, absent: str) -> None:
     """Many pads may be on order: the product does not wait for each of them in turn."""
     deadline_s = 2.0
-    session = new_session("pad", deadline_s=deadline_s)
+    session = scripted.new_session("pad", deadline_s=deadline_s)
     for index in map(GroupIndex, range(9)):  # leaves a full pool for each group
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
-    {"executor": executor, "helper": helper}[absent].close()
+    {"executor": scripted.executor, "helper": scripted.helper}[absent].close()
     started = time.monotonic()
 
     def go_on() -> None:
@@ -767,22 +733,20 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     assert time.monotonic() - started < 8 * deadline_s  # nine pads, one after the other, would take longer
 
 
-def test_closing_does_not_wait_for_absent_providers(
-    helper: ScriptedProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_does_not_wait_for_absent_providers(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     """The helper answers once and then no more. Ordered pads are in flight when the session is closed, and no provider
     is blamed for it."""
     asked = threading.Event()
 
     def answer_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        if len(helper.effects) > 1:
+        if len(scripted.helper.effects) > 1:
             asked.set()
-            helper.closing.wait()
+            scripted.helper.closing.wait()
             return None
         return frame(reply, answer)
 
-    helper.behaviour = answer_once
-    session = new_session("pad", deadline_s=60.0)
+    scripted.helper.behaviour = answer_once
+    session = scripted.new_session("pad", deadline_s=60.0)
     session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 60))
     assert asked.wait(20)
     started = time.monotonic()
@@ -791,12 +755,10 @@ def test_closing_does_not_wait_for_absent_providers(
     assert not [record for record in caplog.records if "has failed" in record.getMessage()]
 
 
-def test_closing_fails_a_product_that_another_thread_waits_for(
-    executor: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_closing_fails_a_product_that_another_thread_waits_for(scripted: Scripted) -> None:
     asked = threading.Event()
-    executor.behaviour = silent(executor, asked)
-    session = new_session("local", deadline_s=60.0)
+    scripted.executor.behaviour = silent(scripted.executor, asked)
+    session = scripted.new_session("local", deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
         assert asked.wait(20)

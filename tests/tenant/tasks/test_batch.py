@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from peft import HRAConfig, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
 from tenant import MaskBertConfig, RemoteConfig, backend_of
@@ -22,6 +22,7 @@ from tenant.tasks.batch import BASE
 from tenant.tasks.operators import operator, operator_key
 from tenant.tasks.registry import Tasks
 from tests.adapters import METHODS, write_adapter
+from tests.compatibility.families import build
 
 TOKENS = 7
 NAMES = st.sampled_from([*METHODS, BASE])
@@ -322,16 +323,7 @@ def test_generation_in_a_mixed_batch(split: Tasks) -> None:
 def test_tasks_can_adapt_norms_and_heads(tmp_path: Path, save_llama: Callable[..., Path], write_task: Any) -> None:
     """Methods that replace a module instead of adding to it: norms, and heads (`modules_to_save`)."""
     path = tmp_path / "classifier"
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_labels": 3,
-    }
-    config = LlamaConfig(vocab_size=96, num_key_value_heads=2, pad_token_id=0, **sizes)
-    LlamaForSequenceClassification(config).save_pretrained(path)
+    build("LlamaForSequenceClassification", pad_token_id=0, num_labels=3).save_pretrained(path)
     model = LlamaForSequenceClassification.from_pretrained(
         path, quantization_config=RemoteConfig(masking="simulate")
     ).eval()

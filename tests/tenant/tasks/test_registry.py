@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
-import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tenant.tasks.adapter import check_name, memory_of, stored
 from tenant.tasks.registry import TaskId, Tasks
 from tests.adapters import METHODS
 from tests.tenant.tasks.conftest import WriteTask
+from tests.waiting import beside
 
 IDS = torch.arange(1, 11).view(1, 10)
 
@@ -372,11 +373,8 @@ def test_threads_share_the_tasks(base: Any, folders: Path) -> None:
             with contextlib.suppress(TaskError):  # both threads hold tasks that do not fit together
                 answers.append(torch.equal(logits(tasks, name), expected[name]))
 
-    threads = [threading.Thread(target=use, args=(names[i:] + names[:i],)) for i in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with beside(*(partial(use, names[i:] + names[:i]) for i in (0, 2))):
+        pass
     assert answers
     assert all(answers)
     tasks.close()

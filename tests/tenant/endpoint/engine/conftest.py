@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token, TokenLogprob
 from tenant.model.loading import load_language_model
@@ -22,6 +23,16 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for seed, name in enumerate(NAMES):
         write_adapter(load_language_model(checkpoint), folder / name, METHODS[name], seed=seed)
     return folder
+
+
+def generated(model: Any, prompt: tuple[int, ...], new: int) -> list[int]:
+    """The greedy tokens of transformers' `generate()`."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 class Asked:

@@ -20,7 +20,7 @@ from tenant.endpoint.engine.requests import Done, Embedded, Event, Sampling, Sta
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
-from tests.tenant.endpoint.engine.conftest import NAMES, Asked
+from tests.tenant.endpoint.engine.conftest import NAMES, Asked, generated
 
 ADAPTERS = [None, *NAMES]
 LOGPROBS = Sampling(logprobs=3)
@@ -70,26 +70,22 @@ def engine(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[ContinuousEngin
     engine.close()
 
 
+Expected = Callable[[str | None, list[tuple[int, ...]], int], list[list[int]]]
+
+
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, adapters: Path) -> Callable[..., list[list[int]]]:
+def expected(checkpoint: Path, adapters: Path) -> Expected:
     """`expected(adapter, prompts, new)`: greedy tokens of `model.generate()` with PEFT's own model."""
 
     def generate(adapter: str | None, prompts: list[tuple[int, ...]], new: int) -> list[list[int]]:
         model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
         model = model if adapter is None else load_adapter(model, adapters / adapter)
-        ids = torch.tensor(prompts)
-        output = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
-        )
-        tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
-        return tokens
+        return [generated(model, prompt, new) for prompt in prompts]
 
     return generate
 
 
-def test_32_streams_over_8_adapters_get_the_tokens_of_generate(
-    engine: ContinuousEngine, expected: Callable[..., list[list[int]]]
-) -> None:
+def test_32_streams_over_8_adapters_get_the_tokens_of_generate(engine: ContinuousEngine, expected: Expected) -> None:
     prompts = {name: [prompt(4 * i + j, 9 + i) for j in range(4)] for i, name in enumerate(ADAPTERS)}
     steps = engine.load().steps
     asked = {

@@ -16,7 +16,7 @@ from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
 from tests.compatibility.families import build
-from tests.tenant.endpoint.engine.conftest import Asked
+from tests.tenant.endpoint.engine.conftest import Asked, generated
 
 WINDOW = 8
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -60,13 +60,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path, caplog
     remote = RemoteConfig(masking="simulate", experts="all" if family == "gpt-oss" else None)
     model = load_language_model(save(name, tmp_path, **changes), remote=remote, dtype=torch.float32)
     prompts = [(5, 6, 7, 8, 9), (3, 9, 27) * 5]  # shorter and longer than the window
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=None
-        )
-        expected.append(output[0, len(prompt) :].tolist())
+    expected = [generated(model, prompt, 10) for prompt in prompts]
     tokenizer: Any = Letters()
     with caplog.at_level(logging.INFO, logger="tenant.endpoint"):
         engine = open_engine(model, tokenizer)
@@ -96,15 +90,12 @@ def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
     folder = save("MistralForCausalLM", tmp_path, sliding_window=WINDOW, max_position_embeddings=2048)
     model = load_language_model(folder, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
     prompt = tuple(3 + i * i % 89 for i in range(6 * BLOCK))
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None
-    )
+    expected = generated(model, prompt, 8)
     tokenizer: Any = Letters()
     block = Shape.from_config(model.config, torch.float32).block_bytes
     engine = open_engine(model, tokenizer, limits=EngineLimits(memory=5 * block, step_rows=BLOCK))
     first = Asked(engine, prompt, max_tokens=8)
-    assert first.tokens == output[0, len(prompt) :].tolist()
+    assert first.tokens == expected
     assert engine.load().memory <= 2 * block
     again = Asked(engine, (*prompt, *first.tokens, 5), max_tokens=2)
     assert again.done().ledger.cached_tokens == len(prompt) + 7

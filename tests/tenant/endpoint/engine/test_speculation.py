@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
@@ -25,6 +24,7 @@ from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, 
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued, open_drafter
 from tenant.model.loading import load_language_model
+from tests.compatibility.families import build
 
 AHEAD = 4
 PROMPTS = [tuple(range(5, 25)), (7,), (9, 8, 7, 9, 8, 7, 9, 8)]
@@ -146,9 +146,7 @@ def test_wrong_guesses_cost_rows_and_nothing_else(packed: Recorded, tokenizer: A
 
 def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
     """Learned positions end with the context, so a row behind it has none."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=24, n_embd=16, n_layer=1, n_head=2)).eval()
-    packed = Recorded(model)
+    packed = Recorded(build("GPT2LMHeadModel", vocab_size=320, n_positions=24))
     expected = answers(packed, tokenizer, None, max_tokens=4)
     assert answers(packed, tokenizer, PromptLookup(ahead=AHEAD), max_tokens=4) == expected
 
@@ -193,10 +191,8 @@ def test_the_first_blocks_are_those_of_the_model(first_block: Drafter, tokenizer
 
 def test_a_draft_model_may_have_more_rows_of_embeddings(packed: Recorded, tokenizer: Any) -> None:
     """The draft model guesses only tokens that both models have, and continues after tokens that it does not know."""
-    config = LlamaConfig(
-        vocab_size=packed.vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    drafter = DraftModel(PackedModel(LlamaForCausalLM(config).eval()), vocabulary=10, ahead=AHEAD)
+    small = build("LlamaForCausalLM", vocab_size=packed.vocabulary)
+    drafter = DraftModel(PackedModel(small), vocabulary=10, ahead=AHEAD)
     expected = answers(packed, tokenizer, None, max_tokens=6)
     assert answers(packed, tokenizer, drafter, max_tokens=6) == expected
     assert packed.guessed <= set(range(10))

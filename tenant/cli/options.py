@@ -81,6 +81,11 @@ class Remote:
         bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
     ] = False
 
+    round_trips: Annotated[
+        int | None,
+        typer.Option(help="Round trips of a block while tokens are decoded: 2 or 4. The federation's if left out."),
+    ] = None
+
     def check(self) -> None:
         """Check what needs no torch. Raises `SymbiosisError` if a file is missing or invalid, or if the masking needs
         providers that the federation file does not list."""

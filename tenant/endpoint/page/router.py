@@ -16,7 +16,9 @@ FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/chats.js": ("chats.js", "text/javascript"),
     "/events.js": ("events.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 """The page's files and their types, by path. They need no key."""
@@ -43,8 +45,10 @@ _VISIBLE = "how many rows there are, for which layer, when, and when the answer 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider(ProviderFigures):
-    """A provider's figures since the session began. `sees`: what the provider learns about an answer."""
+    """A provider's figures since the session began. `hidden`: True if it cannot read rows; `sees`: what it learns about
+    an answer."""
 
+    hidden: bool
     sees: str
 
 
@@ -79,7 +83,10 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRoute
             summary=scheme.summary,
             assumption=scheme.assumption,
             visible=_VISIBLE,
-            providers=[Provider(**asdict(one), sees=sees(scheme, one.role)) for one in providers],
+            providers=[
+                Provider(**asdict(one), hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
+                for one in providers
+            ],
         )
 
     return router

@@ -1,5 +1,7 @@
 """The page in Chromium, with real providers: answers, adapters, and a ledger that counts what the session counts."""
 
+import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -94,11 +96,25 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
     page.get_by_role("button", name="Continue").click()
     page.get_by_role("option", name="lora").wait_for(state="attached")
     assert page.url == served.url + "/"
-    page.get_by_label("New tokens").fill("8")
+    settings(page, tokens="8", temperature="0")
     yield page
     assert hosts == {served.url.split("/")[2]}
     assert errors == []
     page.close()
+
+
+def settings(page: Any, **values: str) -> None:
+    """Change settings in their dialog."""
+    page.get_by_role("button", name="Settings").click()
+    for name, value in values.items():
+        page.locator(f"#{name}").fill(value)
+    page.get_by_role("button", name="Close").click()
+
+
+def answer_of(page: Any) -> str:
+    """Wait for the answer in progress and return its text, before Markdown."""
+    page.locator("#chat [aria-busy]").wait_for(state="detached")
+    return str(page.locator("#chat .assistant").last.get_attribute("data-text"))
 
 
 def ask(page: Any, message: str) -> str:
@@ -106,12 +122,18 @@ def ask(page: Any, message: str) -> str:
     page.get_by_label("Message").fill(message)
     page.keyboard.press("Enter")
     page.locator("#chat [aria-busy]").wait_for()
-    page.locator("#chat [aria-busy]").wait_for(state="detached")
-    return str(page.locator("#chat .assistant p").last.text_content())
+    return answer_of(page)
+
+
+def answers_with(page: Any, text: str) -> None:
+    """Let the endpoint answer the next questions with this text."""
+    chunks = [{"choices": [{"delta": {"content": part}}]} for part in re.findall(r"(?s).{1,7}", text)]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
 def figure(page: Any, place: str, name: str) -> int:
-    return int(page.locator(f"{place} [data-figure={name}]").inner_text().replace(",", ""))
+    return int(str(page.locator(f"{place} [data-figure={name}]").text_content()).replace(",", ""))
 
 
 def test_answers_are_those_of_the_api_and_the_ledger_that_of_the_session(page: Any, served: Served) -> None:
@@ -123,37 +145,110 @@ def test_answers_are_those_of_the_api_and_the_ledger_that_of_the_session(page: A
     assert figure(page, "#costs", "answers_rejected") == 0
     for one, then in zip(after.providers, before.providers, strict=True):
         assert figure(page, f"[data-provider={one.name}]", "verified") == one.verified - then.verified > 0
-        assert one.operator in page.locator(f"[data-provider={one.name}]").inner_text()
+        assert one.operator in page.locator(f"[data-provider={one.name}]").text_content()
+    said = page.locator("#subject").inner_text()
+    assert (
+        f"the executor saw {after.rows - before.rows:,} rows of integers that it cannot tell from random ones" in said
+    )
+    assert "The helper saw a random seed. Nothing else left this machine." in said
+    page.get_by_text("Details").click()
+    assert page.locator("#costs .quiet").first.inner_text().endswith("per token")
     assert found == served.answer("tiny", "The weather")
     page.get_by_label("Model").select_option("lora")
     page.get_by_role("button", name="New chat").click()
     assert ask(page, "The weather") == served.answer("lora", "The weather") != found
 
 
-def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any, served: Served) -> None:
-    page.get_by_label("New tokens").fill("400")
+def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any) -> None:
+    settings(page, tokens="400")
     page.get_by_label("Message").fill("The <b>weather</b>")
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("Stopped.").wait_for()
-    assert page.locator("#chat .user p").inner_text() == "The <b>weather</b>"
-    page.get_by_label("Temperature").fill("9")
+    assert page.locator("#chat .user .text").first.inner_text() == "The <b>weather</b>"
+    settings(page, tokens="99999999")
     ask(page, "The weather")
-    assert "temperature" in page.locator("#chat").get_by_role("alert").inner_text()
+    assert "tokens" in page.locator("#chat").get_by_role("alert").inner_text()
     assert "send it again" in page.locator("#status").inner_text()
     assert page.get_by_label("Message").input_value() == "The weather"
 
 
 def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
-    page.get_by_label("New tokens").fill("400")
+    settings(page, tokens="400")
     page.get_by_label("Message").fill("The sea")
     page.get_by_role("button", name="Send").click()
-    page.locator("#chat .assistant p:not(:empty)").wait_for()
+    page.locator("#chat .assistant .text:not(:empty)").wait_for()
     page.get_by_role("button", name="New chat").click()
     page.locator("#send:enabled").wait_for()
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "The weather")
     assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "The weather"}]
+
+
+def test_a_new_user_is_shown_what_happens_and_can_begin_with_an_example(page: Any) -> None:
+    assert page.get_by_role("img", name="masked numbers to an executor").is_visible()
+    example = page.locator("#examples button").first
+    words = example.inner_text()
+    example.click()
+    answer_of(page)
+    assert page.locator("#chat .user .text").inner_text() == words
+    assert page.locator("#welcome").is_hidden()
+    assert re.search(r"\d+ tokens in .* per second, \d+ round trips", page.locator("#status").inner_text())
+
+
+def test_markdown_is_shown_and_never_html(page: Any) -> None:
+    text = "# Title\n\nSome **bold** and `code`.\n\n* one\n* <img src=x onerror=alert(1)>\n\n"
+    text += "```python\nprint('<b>')\n```\n\n[link](https://evil.example/?words)"
+    answers_with(page, text)
+    assert ask(page, "Format it") == text
+    shown = page.locator("#chat .assistant .text").last
+    assert shown.locator("strong").inner_text() == "bold"
+    assert shown.locator("li").count() == 2
+    assert shown.locator("pre code").inner_text() == "print('<b>')"
+    assert shown.locator("img, a, script, b").count() == 0
+    assert "https://evil.example/?words" in shown.inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    shown.get_by_role("button", name="Copy").click()
+    shown.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "print('<b>')"
+
+
+def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
+    first = ask(page, "The weather")
+    page.get_by_role("button", name="New chat").click()
+    ask(page, "The sea")
+    page.reload()
+    page.get_by_role("button", name="The weather", exact=True).click()
+    assert answer_of(page) == first
+    page.get_by_role("button", name="Delete the chat The weather").click()
+    assert page.locator("#chat article").count() == 0
+    assert page.locator("#chats li").count() == 1
+    page.get_by_role("button", name="Delete all").click()
+    assert page.evaluate("localStorage.getItem('chats')") is None
+
+
+def test_an_answer_is_regenerated_and_a_question_edited(page: Any) -> None:
+    first = ask(page, "The weather")
+    ask(page, "And the sea?")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Regenerate").first.click()
+    assert answer_of(page) == first  # temperature 0
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "The weather"}]
+    assert page.locator("#chat article").count() == 2
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "The weather"
+    assert page.locator("#chat article").count() == 0
+
+
+def test_a_phone_shows_the_conversation_first(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    ask(page, "The weather")
+    box = page.locator("#chat").bounding_box()
+    assert box["height"] > 844 * 0.5
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not page.locator("#subject").is_visible()
+    page.get_by_text("Privacy ledger").click()
+    assert page.locator("#subject").is_visible()
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:

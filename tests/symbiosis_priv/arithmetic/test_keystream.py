@@ -91,24 +91,30 @@ def test_a_keystream_is_added_as_it_is_expanded(
     assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
 
 
-near_rows = first_rows | st.integers(0, 3)
-ways = st.sampled_from(["add", "expand", "make ahead"])
-
-
-@given(width=drawn.widths(), places=st.lists(st.tuples(near_rows, st.integers(0, 4), ways), max_size=30))
-def test_a_reused_keystream_starts_at_the_requested_row(width: int, places: list[tuple[int, int, str]]) -> None:
-    """Also where some of the rows were made ahead."""
+@given(width=drawn.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
+def test_a_reused_keystream_starts_at_the_requested_row(width: int, places: list[tuple[int, int, bool]]) -> None:
     keystream = Keystream(KEY, width=width)
-    for first_row, rows, way in places:
-        if way == "make ahead":
-            keystream.make_ahead(first_row, rows)
-            continue
+    for first_row, rows, added in places:
         got = torch.zeros(rows, width, dtype=torch.int32)
-        if way == "add":
+        if added:
             keystream.add_to(got, first_row=first_row)
         else:
             got = keystream.expand(first_row, rows)
         assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+
+
+@given(
+    width=drawn.widths(), places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30)
+)
+def test_only_the_requested_rows_made_ahead_are_used(width: int, places: list[tuple[int, int, bool]]) -> None:
+    keystream = Keystream(KEY, width=width)
+    for first_row, rows, ahead in places:
+        if ahead:
+            keystream.make_ahead(first_row, rows)
+        else:
+            got = torch.zeros(rows, width, dtype=torch.int32)
+            keystream.add_to(got, first_row=first_row)
+            assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
 
 
 def test_no_rows_out_of_range_and_no_large_ranges_are_made_ahead() -> None:
